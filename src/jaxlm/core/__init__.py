@@ -1,0 +1,3 @@
+"""What every other part stands on and what knows none of them."""
+
+from jaxlm.core import compat as compat  # must run before anything uses haliax
