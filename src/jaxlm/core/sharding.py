@@ -1,0 +1,109 @@
+"""Where arrays live: a mesh and the two mappings from logical axes onto it.
+
+Parameters and optimizer state rest under the *parameter* mapping (FSDP: `embed` over `data`); computation runs under the
+*compute* mapping (`batch` over `replica` and `data`, `mlp` and `heads` over `model`). A model asks `for_compute` for each
+unit's parameters where it uses them, inside the scan over layers, so that only one layer is ever gathered at a time.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax.partitioning import ResourceMapping
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A device mesh with the parameter and the compute mapping.
+
+    Attributes:
+        mesh: axes (replica, data, model).
+        parameter: logical axis -> mesh axis (or axes) for parameters, gradients and optimizer state at rest.
+        compute: logical axis -> mesh axis (or axes) for activations.
+    """
+
+    mesh: Mesh
+    parameter: ResourceMapping
+    compute: ResourceMapping
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator["Layout"]:
+        """Makes this the current layout for `for_compute`, haliax and jit inside the block."""
+        token = _current.set(self)
+        try:
+            with jax.set_mesh(self.mesh), hax.axis_mapping(self.compute):
+                yield self
+        finally:
+            _current.reset(token)
+
+    def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
+        """The resting place of a parameter with these axes."""
+        return NamedSharding(self.mesh, hax.partitioning.pspec_for_axis(axes, self.parameter))
+
+    def compute_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
+        """The place of an activation or a batch column with these axes."""
+        return NamedSharding(self.mesh, hax.partitioning.pspec_for_axis(axes, self.compute))
+
+    def replicated(self) -> NamedSharding:
+        """A whole copy on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+_current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxlm_layout", default=None)
+
+
+def current_layout() -> Layout | None:
+    """The layout of the enclosing `Layout.use()`, or None outside of any."""
+    return _current.get()
+
+
+def for_compute(tree: T) -> T:
+    """The same parameters under the compute mapping; their gradients come back under the parameter mapping.
+
+    Under FSDP this is the all-gather of one unit in the forward pass, and the reduce-scatter of its gradient in the
+    backward pass. Outside of a layout, and on one device, it is the identity.
+    """
+    layout = current_layout()
+    if layout is None or layout.mesh.size == 1:
+        return tree
+    arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(_gather(arrays, layout), rest)
+
+
+def _constrained(tree, layout: Layout, mapping: ResourceMapping):
+    def place(leaf):
+        if not isinstance(leaf, hax.NamedArray):
+            return leaf
+        spec = hax.partitioning.pspec_for_axis(leaf.axes, mapping)
+        array = jax.lax.with_sharding_constraint(leaf.array, NamedSharding(layout.mesh, spec))
+        return hax.NamedArray(array, leaf.axes)
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+
+
+def _gather(arrays, layout: Layout):
+    @jax.custom_vjp
+    def gather(tree):
+        return _constrained(tree, layout, layout.compute)
+
+    def forward(tree):
+        return gather(tree), None
+
+    def backward(_, cotangent):
+        return (_constrained(cotangent, layout, layout.parameter),)
+
+    gather.defvjp(forward, backward)
+    return gather(arrays)
+
+
+def axis_mapping_table(mapping: Mapping[str, str | tuple[str, ...]]) -> str:
+    """`embed: data, mlp: model`, for people to read."""
+    return ", ".join(f"{k}: {v if isinstance(v, str) else '+'.join(v)}" for k, v in sorted(mapping.items())) or "none"
