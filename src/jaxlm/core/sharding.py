@@ -78,6 +78,11 @@ def for_compute(tree: T) -> T:
     return eqx.combine(_gather(arrays, layout), rest)
 
 
+def at_rest(tree: T, layout: Layout) -> T:
+    """Pins parameters or gradients to the parameter mapping (traced)."""
+    return tree if layout.mesh.size == 1 else _constrained(tree, layout, layout.parameter)
+
+
 def _constrained(tree, layout: Layout, mapping: ResourceMapping):
     def place(leaf):
         if not isinstance(leaf, hax.NamedArray):

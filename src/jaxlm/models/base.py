@@ -65,6 +65,11 @@ class LanguageModel(eqx.Module):
     def Vocab(self) -> Axis:
         """The vocabulary axis of the head."""
 
+    @property
+    @abc.abstractmethod
+    def Pos(self) -> Axis:
+        """The position axis at full length: how many tokens of a document the model knows how to read."""
+
     @abc.abstractmethod
     def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
         """Everything but the head. `key` is for dropout; None means no dropout."""
@@ -88,7 +93,8 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
 
     Attributes:
         seq_len: tokens a training example.
-        gradient_checkpointing: recompute each layer's inside in the backward pass instead of keeping it.
+        gradient_checkpointing: recompute each layer's inside in the backward pass instead of keeping its matrix
+            products (what is cheaper to compute again than to store is recomputed either way).
         scan_layers: one compiled layer run in a loop (true), or every layer compiled on its own (false). The
             parameters, and so the checkpoints, have the same layout either way.
     """

@@ -1,0 +1,33 @@
+"""How every command ends: an exit code, and for what the user can mend one message instead of a traceback."""
+
+import sys
+from collections.abc import Callable
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint import SaveError
+from jaxlm.engine.restore import NothingUsableError
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def run_command(body: Callable[[], int]) -> int:
+    """Runs a command's body and turns what it raises into an exit code.
+
+    2: the configuration or its data is wrong. 1: a checkpoint could not be saved or none could be loaded. 130: Ctrl-C
+    before training began. Anything else is a defect, or a failure that only its traceback explains, and stays one.
+    """
+    try:
+        return body()
+    except ConfigError as error:
+        code = EXIT_CONFIG
+        message = f"error: {error}"
+    except (SaveError, NothingUsableError) as error:
+        code = EXIT_FAILED
+        message = f"error: {error}"
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        message = "interrupted before training began; nothing is lost"
+    print(message, file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,126 @@
+"""The configuration of a run: what the YAML says, as frozen dataclasses."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.cli import parse_overrides
+from jaxlm.core.decode import decode, dump
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import DistributedConfig
+from jaxlm.core.yaml_source import load_yaml
+from jaxlm.data.config import DataConfig
+from jaxlm.engine.save_policy import CheckpointerConfig
+from jaxlm.engine.trackers import TrackerConfig
+from jaxlm.evals.base import EvalConfig
+from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.next_token import NextToken
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.surgery.base import SurgeryConfig
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long, how large, where.
+
+    Attributes:
+        id: the run's name, under which logs and checkpoints are kept; the config file's stem where it is null.
+        seed: of parameters, shuffling and dropout.
+        num_train_steps: optimizer steps of a phase that does not say otherwise.
+        train_batch_size: sequences a step, over all devices.
+        per_device_parallelism: sequences a device works on at once; -1 means all of its share. Less than its share
+            accumulates gradients over several micro-batches.
+        per_device_eval_parallelism: the same for evaluation; -1 means as in training.
+        steps_per_eval: steps between two evaluations; one more follows the last step.
+        max_eval_batches: evaluate on so many batches at the most; null means all.
+        mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation).
+        log_dir: logs go to `<log_dir>/<id>/`.
+        compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
+        batch_axis: the logical axis that is spread over replica and data.
+        fsdp_axis: logical axes whose parameters rest spread over data; null means none.
+        tensor_parallel_axes: logical axes that are spread over model; `heads` takes `kv_heads` along where they divide.
+        model_axis_size: devices that share each layer's computation.
+        replica_ici_axis_size: groups of devices that hold all parameters each.
+        axis_resources: further entries of both axis mappings: logical axis to mesh axis (replica, data, model).
+        parameter_axis_resources: further entries of the parameter mapping.
+        checkpointer: where and when checkpoints are saved.
+        tracker: further places for the numbers beside `metrics.jsonl`.
+        distributed: how several processes find each other.
+    """
+
+    id: str | None = None
+    seed: int = 0
+    num_train_steps: int = 400_000
+    train_batch_size: int = 32
+    per_device_parallelism: int = -1
+    per_device_eval_parallelism: int = -1
+    steps_per_eval: int = 1000
+    max_eval_batches: int | None = None
+    mp: str = "f32"
+    log_dir: str = "logs/"
+    compilation_cache_dir: str | None = "cache/xla"
+    batch_axis: str | None = "batch"
+    fsdp_axis: str | list[str] | None = "embed"
+    tensor_parallel_axes: str | list[str] | None = None
+    model_axis_size: int = 1
+    replica_ici_axis_size: int = 1
+    axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
+    parameter_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
+    checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
+    tracker: list[TrackerConfig] = field(default_factory=list)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """One phase. What it leaves out, it takes from the top level, section by section and key by key.
+
+    Attributes:
+        name: letters, digits, `_` and `.`; names its entry checkpoint.
+        num_train_steps: its steps; null takes `trainer.num_train_steps`.
+        surgery: changes of the model on entry, in order.
+        trainable: regular expressions on parameter paths; what none of them matches is frozen.
+        data: what it trains on.
+        objective: what it minimises.
+        optimizer: how; its state starts afresh in every phase, and its schedule spans the phase.
+    """
+
+    name: str
+    num_train_steps: int | None = None
+    surgery: list[SurgeryConfig] = field(default_factory=list)
+    trainable: list[str] = field(default_factory=lambda: [".*"])
+    data: DataConfig | None = None
+    objective: ObjectiveConfig | None = None
+    optimizer: OptimizerConfig | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run: the four sections of the configuration guide, and what goes beyond them.
+
+    Attributes:
+        data: what to train and validate on.
+        model: the network; `type:` picks the family.
+        trainer: how long, how large, where.
+        optimizer: gradients into updates; `type:` picks the family.
+        objective: what is minimised; `type:` picks the family.
+        evals: what is looked at every `trainer.steps_per_eval` steps.
+        phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
+            own. Without any, the top level is the one phase.
+        dry_run: resolve, trace and compile, print the plan and the memory, and stop.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=LlamaConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    objective: ObjectiveConfig = field(default_factory=NextToken)
+    evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
+    phases: list[PhaseConfig] = field(default_factory=list)
+    dry_run: bool = False

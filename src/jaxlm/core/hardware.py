@@ -1,0 +1,32 @@
+"""Peak arithmetic rates of accelerators: what model FLOPs utilisation is measured against."""
+
+# Dense bf16 FLOP/s of one device, from the vendors' data sheets (SXM parts; no sparsity). Longest match wins.
+_PEAK_BF16 = {
+    "tpu v2": 22.5e12,
+    "tpu v3": 61.5e12,
+    "tpu v4": 275e12,
+    "tpu v4 lite": 138e12,
+    "tpu v5 lite": 197e12,
+    "tpu v5e": 197e12,
+    "tpu v5": 459e12,
+    "tpu v5p": 459e12,
+    "tpu v6 lite": 918e12,
+    "tpu v6e": 918e12,
+    "v100": 125e12,
+    "a100": 312e12,
+    "a10": 125e12,
+    "l4": 121e12,
+    "l40": 181e12,
+    "h100": 989.4e12,
+    "h100 pcie": 756e12,
+    "h200": 989.4e12,
+    "gh200": 989.4e12,
+    "b200": 2250e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a device by the name that jax gives it; None where it is not known (CPUs)."""
+    words = f" {device_kind.lower().replace('-', ' ').replace('nvidia', ' ')} "
+    known = [name for name in _PEAK_BF16 if f" {name} " in words]
+    return _PEAK_BF16[max(known, key=len)] if known else None

@@ -1,0 +1,88 @@
+"""Which dtype parameters rest in and which they compute in (`trainer.mp`)."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.errors import ConfigError
+
+T = TypeVar("T")
+
+_DTYPES = {
+    "f32": jnp.float32,
+    "float32": jnp.float32,
+    "full": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "bfloat16": jnp.bfloat16,
+    "f64": jnp.float64,
+    "float64": jnp.float64,
+}
+_PARTS = {"p": "params", "params": "params", "c": "compute", "compute": "compute", "o": "output", "output": "output"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run.
+
+    Attributes:
+        params: of parameters, gradients and optimizer state at rest.
+        compute: of matrix products and activations. Norms, softmax and the loss are float32 in any case.
+    """
+
+    params: jnp.dtype
+    compute: jnp.dtype
+
+    def to_params(self, tree: T) -> T:
+        """Floating-point leaves in the dtype that parameters rest in."""
+        return _cast(tree, self.params)
+
+    def to_compute(self, tree: T) -> T:
+        """Floating-point leaves in the compute dtype."""
+        return _cast(tree, self.compute)
+
+    def __str__(self) -> str:
+        return f"params {self.params.name}, compute {self.compute.name}"
+
+
+def _cast(tree: T, dtype) -> T:
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+
+
+def parse_precision(text: str) -> Precision:
+    """Reads `f32`, `bf16` or `p=f32,c=bfloat16[,o=bfloat16]` (long names `params`, `compute`, `output` too).
+
+    Compute defaults to params. The output dtype may be written, as configurations of other programs do, but only as
+    the compute dtype: the loss reads hidden states in the compute dtype and works in float32.
+
+    Raises:
+        ConfigError: an unknown part or dtype, or an output dtype that would have no effect.
+    """
+    parts = text.split(",") if "=" in text else [f"params={text}", f"compute={text}"]
+    found: dict[str, jnp.dtype] = {}
+    for part in parts:
+        name, _, value = part.strip().partition("=")
+        if name not in _PARTS:
+            raise ConfigError(f"trainer.mp: '{text}' has the part '{name}'. Allowed: p=, c=, o= (params, compute, output)")
+        found[_PARTS[name]] = _dtype(value.strip(), text)
+    params = found.get("params", jnp.dtype(jnp.float32))
+    compute = found.get("compute", params)
+    if found.get("output", compute) != compute:
+        raise ConfigError(
+            f"trainer.mp: '{text}' asks for another output than compute dtype, which would have no effect: hidden"
+            f" states stay in the compute dtype and the loss works in float32. Leave `o=` out or set it to {compute.name}"
+        )
+    return Precision(params, compute)
+
+
+def _dtype(name: str, text: str) -> jnp.dtype:
+    if name in ("f16", "float16", "half"):
+        raise ConfigError(f"trainer.mp: '{text}': float16 needs dynamic loss scaling, which is not built in. Use bfloat16")
+    if name not in _DTYPES:
+        raise ConfigError(f"trainer.mp: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
+    dtype = jnp.dtype(_DTYPES[name])
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise ConfigError(f"trainer.mp: '{text}' needs 64-bit arrays: set JAX_ENABLE_X64=1 in the environment")
+    return dtype

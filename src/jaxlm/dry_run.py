@@ -1,0 +1,48 @@
+"""`--dry_run true`: everything but training. No data, tokenizer or writable folder is needed."""
+
+from jaxlm.compiling import lower_step
+from jaxlm.config import RunConfig
+from jaxlm.engine.console import Console, table
+from jaxlm.engine.phases import Phase
+from jaxlm.plan import Plan
+from jaxlm.startup import describe
+
+_COMMON_VOCABULARY = 50_257  # GPT-2's
+
+
+def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
+    """A vocabulary size to plan with before a tokenizer is at hand, and where it comes from."""
+    data = config.phases[0].data if config.phases and config.phases[0].data else config.data
+    if data.vocab_size is not None:
+        return data.vocab_size, f"{data.vocab_size:,} (data.vocab_size)"
+    return _COMMON_VOCABULARY, f"{_COMMON_VOCABULARY:,} (assumed, GPT-2's: data.vocab_size is not given)"
+
+
+def dry_run(plan: Plan, console: Console) -> None:
+    """Traces and compiles the step of every phase, and shows the plan and the memory."""
+    rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1])]
+    console.show(table("plan (dry run: nothing is read, written or trained)", rows))
+    with plan.layout.use():
+        for phase in plan.phases:
+            console.show(f"compiling the step of phase '{phase.name}' ...")
+            memory = lower_step(plan, phase).compile().memory_analysis()
+            console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *_memory_rows(memory)]))
+    console.show("dry run complete: the step compiles")
+
+
+def _memory_rows(memory) -> list[tuple[str, str]]:
+    if memory is None:
+        return [("memory", "this platform does not tell")]
+    return [
+        ("memory a device, state and batch", _gib(memory.argument_size_in_bytes)),
+        ("memory a device, temporary", _gib(memory.temp_size_in_bytes)),
+    ]
+
+
+def _corners(phase: Phase) -> str:
+    corners = phase.optimizer.corner_points(phase.num_steps)
+    return ", ".join(f"step {phase.start + step} {name} {rate:.3g}" for step, rate, name in corners)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3f} GiB"

@@ -1,0 +1,202 @@
+"""Checkpoints on disk: complete or invisible.
+
+A checkpoint is written to a hidden folder, sealed with checksums, and only then renamed to its name:
+
+    <folder>/step-N            N updates done
+    <folder>/step-N-<phase>    N updates done and <phase> entered (its surgery done, nothing of it trained)
+        state/                 Orbax: every array of the state by its path
+        run/                   cursor.json, manifest.json, config.yaml, tokenizer/
+        data/position.json     where the data goes on
+        checksums.json         of all of these
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.runtime import barrier, is_main_process
+from jaxlm.engine.integrity import seal
+from jaxlm.engine.state import RunState
+
+_NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a run stands.
+
+    Attributes:
+        step: updates done.
+        phase: index of the phase that the state belongs to.
+        phase_name: its name.
+        entering: whether the phase has just been entered (its number of updates alone would not tell the checkpoint
+            from the one at the end of the phase before).
+        temporary: whether the next checkpoint replaces this one.
+    """
+
+    step: int
+    phase: int
+    phase_name: str
+    entering: bool
+    temporary: bool
+
+    @property
+    def folder_name(self) -> str:
+        """`step-N`, or `step-N-<phase>` on entry of a later phase."""
+        return f"step-{self.step}" + (f"-{self.phase_name}" if self.entering and self.phase > 0 else "")
+
+
+class SaveError(Exception):
+    """A checkpoint could not be saved. Finished checkpoints are untouched."""
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints in `folder`, oldest first, by name alone."""
+    if not folder.is_dir():
+        return []
+    named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    # Without a suffix it is the end of a phase (or the middle); with one, the entry of the next: later at the same step.
+    return [path for _, path in sorted(named, key=lambda item: (int(item[0][1]), item[0][2] is not None))]
+
+
+def read_cursor(checkpoint: Path) -> Cursor:
+    """The cursor that was saved with a checkpoint."""
+    return Cursor(**json.loads((checkpoint / "run" / "cursor.json").read_text()))
+
+
+def _is_temporary(checkpoint: Path) -> bool:
+    try:
+        return read_cursor(checkpoint).temporary
+    except (OSError, ValueError, TypeError):
+        return False  # what cannot be read is not ours to delete
+
+
+def flat_arrays(state: Any) -> dict[str, Any]:
+    """Every array of a state by its dotted path: the form in which Orbax saves it."""
+    return {path: tree.raw(leaf) for path, leaf in tree.leaves(state)}
+
+
+def manifest(state: Any) -> dict[str, dict[str, Any]]:
+    """Path -> shape and dtype of every array: what a rebuilt tree must match."""
+    return {p: {"shape": list(a.shape), "dtype": str(a.dtype)} for p, a in flat_arrays(state).items()}
+
+
+class CheckpointWriter:
+    """Saves states of one run in the background.
+
+    Attributes:
+        folder: where the checkpoints of the run go.
+    """
+
+    def __init__(self, folder: Path, run_files: Mapping[str, bytes]):
+        """Args: run_files: what goes into `run/` of every checkpoint (resolved config, tokenizer), by relative path."""
+        import orbax.checkpoint as ocp
+
+        self.folder = folder.absolute()
+        self._run_files = dict(run_files)
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
+        self._save_args = ocp.args.PyTreeSave
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def prepare(self) -> None:
+        """Makes the folder, shows that it can be written, and removes what earlier runs left unfinished.
+
+        Raises:
+            SaveError: the folder cannot be written to.
+        """
+        if is_main_process():
+            probe = self.folder / f"probe{_UNFINISHED}"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                probe.write_bytes(b"jaxlm")
+            except OSError as error:
+                raise SaveError(f"the checkpoint folder {self.folder} cannot be written to: {error}") from error
+            for path in self.folder.glob(f"*{_UNFINISHED}"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        barrier("checkpoint folder ready")
+
+    def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        """Copies the state off the devices and returns; the rest happens in the background.
+
+        Every process calls this at the same step. A save that is still running is waited for first.
+
+        Args:
+            position: of the data, as `Batches.state()` says.
+
+        Raises:
+            SaveError: this save or the one before failed.
+        """
+        self.wait()
+        final = self.folder / cursor.folder_name
+        unfinished = self.folder / f"{cursor.folder_name}{_UNFINISHED}"
+        try:
+            if is_main_process():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                self._write_small_files(unfinished, state, cursor, position)
+            barrier(f"save {cursor.folder_name}")
+            self._orbax.save(unfinished / "state", args=self._save_args(flat_arrays(state)))
+        except (OSError, ValueError) as error:  # ValueError is how tensorstore says that the disk is full
+            raise SaveError(f"saving {final} failed: {error}") from error
+        self._thread = threading.Thread(target=self._commit, args=(unfinished, final), name="checkpoint-commit")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Blocks until the last save is finished. Raises what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise SaveError(f"saving a checkpoint to {self.folder} failed: {error}") from error
+
+    def check(self) -> None:
+        """Raises what went wrong in a save that has ended; does not wait for one that has not."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def _write_small_files(self, folder: Path, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
+        files = {f"run/{name}": content for name, content in self._run_files.items()} | {
+            "run/cursor.json": json.dumps(asdict(cursor)).encode(),
+            "run/manifest.json": json.dumps({"leaves": manifest(state), **versions}).encode(),
+            "data/position.json": json.dumps(dict(position)).encode(),
+        }
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def _commit(self, unfinished: Path, final: Path) -> None:
+        # What fails here must reach the training loop, whatever it is: `wait` and `check` raise it there.
+        try:
+            self._orbax.wait_until_finished()
+            if not is_main_process():
+                return
+            seal(unfinished)
+            superseded = [path for path in find_checkpoints(self.folder) if _is_temporary(path)]
+            if final.exists():
+                self._remove(final)
+            os.rename(unfinished, final)
+            for path in superseded:
+                self._remove(path)
+        except BaseException as error:
+            self._error = error
+
+    def _remove(self, path: Path) -> None:
+        """Deletes a checkpoint so that no half-deleted one is ever visible."""
+        if path.exists():
+            doomed = path.with_name(path.name + _UNFINISHED)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)

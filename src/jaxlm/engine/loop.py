@@ -1,0 +1,77 @@
+"""The loop: batches through the compiled step, until the phase is done or somebody asks to stop."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from jaxlm.data.base import Batches
+from jaxlm.engine.agreement import Ballot, Wishes
+from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.reports import Reports
+from jaxlm.engine.saver import Saver
+from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.state import RunState
+
+
+class Hook(Protocol):
+    """Something that looks at the state between two steps and cannot change it."""
+
+    def due(self, step: int) -> bool:
+        """Whether to run after this step; the same answer on every process."""
+        ...
+
+    def run(self, step: int, state: RunState) -> None:
+        """Looks. All steps up to this one have been logged."""
+        ...
+
+
+def run_phase(
+    state: RunState,
+    phase: Phase,
+    train_step: Callable[[RunState, Any, jax.Array], tuple[RunState, Any]],
+    batches: Batches,
+    *,
+    reports: Reports,
+    hooks: Sequence[Hook],
+    saver: Saver,
+    ballot: Ballot,
+    stop: StopRequest,
+) -> tuple[RunState, Outcome]:
+    """Trains from where the state stands to the end of the phase.
+
+    Returns:
+        The state, and `Done`, or `Interrupted` after the state was saved.
+    """
+    step = int(state.step)
+    first = True
+    while step < phase.end:
+        waiting_since = time.perf_counter()
+        batch = next(batches)
+        loading_s = time.perf_counter() - waiting_since
+        wishes = Wishes(stop=stop.signal, save=saver.due_by_clock())
+        state, report = train_step(state, batch, ballot.cast(wishes))
+        step += 1
+        reports.push(step, report, loading_s)
+        agreed = ballot.result(Wishes(stop=stop.signal, save=saver.due_by_clock()), reports.tally)
+        ending = step == phase.end or bool(agreed.stop)
+        due = [hook for hook in hooks if hook.due(step)]
+        saving = ending or agreed.save or saver.due_by_step(step)
+        if due or saving:
+            reports.drain()
+            for hook in due:
+                hook.run(step, state)
+            if saving:
+                saver.save(state, step, batches.state(), forced=ending)
+                reports.tally = None  # every vote cast before this save has been heard
+            reports.skip_time()
+        if first:
+            first = False
+            gc.collect()
+            gc.freeze()  # what lives now lives to the end; looking at it again would only stall a step
+        if agreed.stop:
+            return state, Interrupted(agreed.stop)
+    return state, Done()

@@ -1,0 +1,136 @@
+"""Entering a phase: surgery, then the choice of what trains, then fresh optimizer state. And the same again without
+numbers, to know what a checkpoint must look like."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxlm.core import tree
+from jaxlm.core.precision import Precision
+from jaxlm.core.sharding import Layout
+from jaxlm.engine.state import RunState, create, first_guard
+from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
+from jaxlm.surgery.base import SurgeryConfig
+
+# What the run's key is folded with first, so that no two uses share randomness.
+_INIT, _SURGERY, _STEPS = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of training with a fixed tree and a fixed compiled step.
+
+    Attributes:
+        index: its place in the run, from 0.
+        name: for people, logs and checkpoint names.
+        surgeries: applied in order on entry.
+        trainable: regular expressions on leaf paths; a leaf that none matches is frozen.
+        start, end: steps of the whole run that are done before and after it.
+    """
+
+    index: int
+    name: str
+    surgeries: Sequence[SurgeryConfig]
+    trainable: Sequence[str]
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig
+    start: int
+    end: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this phase alone: what its learning-rate schedule spans."""
+        return self.end - self.start
+
+    def mask(self, model: LanguageModel) -> Any:
+        """True at every leaf that trains."""
+        return tree.select(model, self.trainable)
+
+    def split(self, model: LanguageModel) -> tuple[LanguageModel, LanguageModel]:
+        """(trainable, frozen): the same tree twice, with None where the other has the leaf."""
+        return tree.partition(model, self.mask(model))
+
+    def groups(self, model: LanguageModel) -> list[ParameterGroup]:
+        """The parameter-group table, every trainable leaf in exactly one row."""
+        return parameter_groups(self.split(model)[0], self.optimizer)
+
+    def transformation(self, model: LanguageModel) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of this phase for this tree (concrete or abstract)."""
+        return self.optimizer.build(self.groups(model), self.num_steps)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a run's trees come about: the model before any phase, and every phase's surgery.
+
+    Attributes:
+        seed: of the whole run.
+    """
+
+    model: ModelConfig
+    Vocab: hax.Axis
+    seed: int
+    precision: Precision
+    phases: Sequence[Phase] = field(default_factory=tuple)
+
+    def first_model(self) -> LanguageModel:
+        """The model before the first phase. Traceable."""
+        return self.precision.to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
+
+    def operate(self, model: LanguageModel, phase: Phase) -> LanguageModel:
+        """The model with the phase's surgeries done. Traceable."""
+        key = jax.random.fold_in(self._key(_SURGERY), phase.index)
+        for number, surgery in enumerate(phase.surgeries):
+            model = surgery.apply(model, refs={}, calibration=None, key=jax.random.fold_in(key, number))
+        return self.precision.to_params(model)
+
+    def state(self, model: LanguageModel, phase: Phase, skipped: jax.Array | int = 0) -> RunState:
+        """A state at the very start of a phase, for a model that has been operated on. Traceable."""
+        trainable, _ = phase.split(model)
+        slot = phase.objective.init_slot(model)
+        return RunState(
+            step=jnp.asarray(phase.start, jnp.int32),
+            key=self._key(_STEPS),
+            model=model,
+            opt_state=phase.transformation(model).init(trainable),
+            guard=eqx.tree_at(lambda g: g.skipped, first_guard(), jnp.asarray(skipped, jnp.int32)),
+            slots={} if slot is None else {"objective": slot},
+        )
+
+    def abstract_state(self, phase: Phase) -> RunState:
+        """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers."""
+
+        def replay() -> RunState:
+            model = self.first_model()
+            for earlier in self.phases[: phase.index + 1]:
+                model = self.operate(model, earlier)
+            return self.state(model, phase)
+
+        return jax.eval_shape(replay)
+
+    def _key(self, use: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
+
+
+def enter_phase(recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None) -> RunState:
+    """The state at the start of a phase, sharded from birth.
+
+    Args:
+        before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
+            given up.
+    """
+    if before is None:
+        return create(lambda: recipe.state(recipe.operate(recipe.first_model(), phase), phase), layout)
+
+    def enter(model: LanguageModel, skipped: jax.Array) -> RunState:
+        return recipe.state(recipe.operate(model, phase), phase, skipped)
+
+    return create(enter, layout, before.model, before.guard.skipped)

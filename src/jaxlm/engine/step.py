@@ -1,0 +1,131 @@
+"""The training step: one compiled function from (state, batch) to (state, report).
+
+    cast the parameters once -> terms and gradient of each micro-batch, added up -> finite? -> update
+
+Losses are sums until the end, so the result does not depend on how the batch is cut into micro-batches or spread over
+devices (up to the order of float additions).
+"""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxlm.core.axes import MICROBATCH
+from jaxlm.core.precision import Precision
+from jaxlm.core.sharding import Layout, at_rest
+from jaxlm.core.tree import is_named
+from jaxlm.engine.agreement import tally
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import Guard, RunState, shardings, step_key
+from jaxlm.objectives.base import Metrics
+
+
+class Report(eqx.Module):
+    """What a step tells the host, still on the devices.
+
+    Attributes:
+        metrics: float32 scalars by name.
+        tally: int32 {wish}, what the processes want together.
+    """
+
+    metrics: dict[str, jax.Array]
+    tally: jax.Array
+
+
+class _Sums(eqx.Module):
+    """One batch, added up."""
+
+    gradient: Any
+    objective: jax.Array
+    metrics: Metrics
+    slots: dict[str, Any]
+
+
+def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract: RunState) -> jax.stages.Wrapped:
+    """The jitted step of a phase: (state, batch, ballot) -> (state, `Report`). The state is donated.
+
+    A step whose objective or gradient norm is not finite changes nothing but `step` and `guard.skipped`: the choice is
+    made inside the program, because the donated state could not be had back outside of it.
+
+    Args:
+        abstract: the state's shapes and dtypes (`Recipe.abstract_state`).
+    """
+    optimizer = phase.transformation(abstract.model)
+    schedule = phase.optimizer.schedule(phase.num_steps)
+
+    def train_step(state: RunState, batch: Any, ballot: jax.Array) -> tuple[RunState, Report]:
+        sums = _add_up(phase, layout, precision, state, batch)
+        norm = optax.global_norm(sums.gradient)
+        finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
+        updated = _updated(phase, optimizer, state, sums)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+        skipped = state.guard.skipped + jnp.where(finite, 0, 1)
+        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped), after, (state.step + 1, skipped))
+        metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
+            "train/objective": sums.objective,
+            "train/skipped_steps": skipped,
+            "grad/norm/total": norm,
+            "optim/learning_rate": schedule(state.guard.updates),
+        }
+        return after, Report({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, tally(ballot))
+
+    placed = shardings(abstract, layout)
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(placed, None, None),
+        out_shardings=(placed, layout.replicated()),
+    )
+
+
+def _updated(phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums) -> RunState:
+    """The state with the batch's update applied, finite or not."""
+    trainable, frozen = phase.split(state.model)
+    updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
+    return RunState(
+        step=state.step,
+        key=state.key,
+        model=eqx.combine(optax.apply_updates(trainable, updates), frozen, is_leaf=is_named),
+        opt_state=opt_state,
+        guard=Guard(updates=state.guard.updates + 1, skipped=state.guard.skipped),
+        slots=sums.slots,
+    )
+
+
+def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
+    """Gradient (in the parameters' dtype, at rest), objective and metrics of a batch, over all its micro-batches."""
+    objective = phase.objective
+    trainable, frozen = phase.split(state.model)
+    # One cast a step, outside of the accumulation loop.
+    compute, frozen = precision.to_compute(trainable), precision.to_compute(frozen)
+    denominators = {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}
+    key = step_key(state)
+
+    def value(compute: Any, micro: Any, slot: Any, number: jax.Array) -> tuple[jax.Array, tuple[Metrics, Any]]:
+        model = eqx.combine(compute, frozen, is_leaf=is_named)
+        terms, metrics, slot = objective.terms(model, micro, slot, key=jax.random.fold_in(key, number))
+        return sum((t.total / denominators[n] for n, t in terms.items()), jnp.zeros(())), (metrics, slot)
+
+    def one_micro_batch(carry: tuple[Any, Any], micro: Any, number: jax.Array):
+        gradient, slot = carry
+        (total, (metrics, slot)), piece = jax.value_and_grad(value, has_aux=True)(compute, micro, slot, number)
+        gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, piece)
+        return (at_rest(gradient, layout), slot), (total, metrics)
+
+    Micro = _micro_axis(batch)
+    carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
+    (gradient, slot), (totals, metrics) = hax.scan(one_micro_batch, Micro)(carry, batch, jnp.arange(Micro.size))
+    add = lambda many: jax.tree.map(lambda x: jnp.sum(x, axis=0), many)  # noqa: E731
+    slots = state.slots if slot is None else {**state.slots, "objective": slot}
+    return _Sums(gradient, add(totals), add(metrics), slots)
+
+
+def _micro_axis(batch: Any) -> hax.Axis:
+    """The micro-batch axis that every column of a training batch begins with."""
+    column = next(leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf))
+    return column.resolve_axis(MICROBATCH)
+

@@ -1,0 +1,121 @@
+"""Where numbers go. `metrics.jsonl` is always on."""
+
+import abc
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import draccus
+
+
+class Tracker(Protocol):
+    """Receives numbers by step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything logged so far would survive the end of this process."""
+        ...
+
+    def close(self) -> None:
+        """No more records come."""
+        ...
+
+
+class JsonlTracker:
+    """One JSON object a record, `step` first, floats in full precision; a number that is not finite is null."""
+
+    def __init__(self, path: Path, *, resume_step: int):
+        """Args: resume_step: records of later steps, left by a run that was killed, are dropped: they come again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_after(path, resume_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one record."""
+        record = {"step": step} | {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps(record) + "\n")
+
+    def flush(self) -> None:
+        """Hands everything to the operating system and waits for the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self.flush()
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, float]]:
+    """All whole records of a metrics file; a last line that was cut off by a kill is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _drop_after(path: Path, step: int) -> None:
+    kept = [record for record in read_jsonl(path) if record["step"] <= step]
+    unfinished = path.with_name(path.name + ".unfinished")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+@dataclass(frozen=True)
+class TrackerConfig(draccus.ChoiceRegistry, abc.ABC):
+    """One more place for the numbers, beside `metrics.jsonl`. `type:` picks it."""
+
+    @abc.abstractmethod
+    def open(self, run_id: str, *, resume_step: int) -> Tracker:
+        """The tracker of a run; records of steps after `resume_step` come again."""
+
+
+@TrackerConfig.register_subclass("tensorboard")
+@dataclass(frozen=True)
+class TensorboardConfig(TrackerConfig):
+    """TensorBoard event files.
+
+    Attributes:
+        logdir: the run's files go to `<logdir>/<run id>`.
+    """
+
+    logdir: str = "tblogs"
+
+    def open(self, run_id: str, *, resume_step: int) -> Tracker:
+        """Starts a new event file; TensorBoard hides what an earlier one says about later steps."""
+        return TensorboardTracker(Path(self.logdir) / run_id, purge_step=resume_step + 1)
+
+
+class TensorboardTracker:
+    """Scalars by step."""
+
+    def __init__(self, folder: Path, *, purge_step: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Writes out what is queued."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the event file."""
+        self._writer.close()

@@ -1,0 +1,96 @@
+"""Whether a run that is already there is the same run, and what has changed about it since."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxlm.config import RunConfig, read_config
+from jaxlm.core.decode import encode
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint import find_checkpoints
+from jaxlm.plan import Plan, plan_phases
+
+# Keys of the model section that change how it is computed, not what it is.
+_NOT_IDENTITY = ("gradient_checkpointing", "scan_layers")
+
+
+def saved_config(plan: Plan) -> tuple[Path, RunConfig] | None:
+    """The configuration that this run's newest checkpoint, or else its log folder, was saved with."""
+    checkpoints = find_checkpoints(plan.checkpoint_folder)
+    candidates = [path / "run" / "config.yaml" for path in reversed(checkpoints)] + [plan.log_folder / "config.yaml"]
+    for path in candidates:
+        if path.is_file():
+            try:
+                return path, read_config(path)
+            except (ConfigError, UnicodeDecodeError):
+                continue  # damaged, as the checkpoint around it will turn out to be
+    return None
+
+
+def check_same_run(plan: Plan) -> RunConfig | None:
+    """Refuses to go on with another model or other data under the same name.
+
+    Returns:
+        The configuration that the run was last started with, or None for a new run.
+
+    Raises:
+        ConfigError: says which keys differ, and how to go on.
+    """
+    found = saved_config(plan)
+    if found is None:
+        return None
+    path, before = found
+    differences = [
+        *_differences("model", _model_identity(before), _model_identity(plan.config)),
+        *_differences("data", _data_identity(before), _data_identity(plan.config)),
+    ]
+    if differences:
+        raise ConfigError(
+            f"the run '{plan.run_id}' exists already with another model or other data ({path}):\n"
+            + "\n".join(f"  {line}" for line in differences)
+            + "\nGive this run a name of its own (--trainer.id NAME), or move the old one's folders away:"
+            f" {plan.log_folder}, {plan.checkpoint_folder}"
+        )
+    return before
+
+
+def changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
+    """What is different from the last start, for people: changed keys, and what becomes of the learning rate."""
+    lines = list(_differences("", _flat_config(before), _flat_config(now)))
+    old, new = _schedule_at(before, step), _schedule_at(now, step)
+    if old is not None and new is not None and old != new:
+        lines.append(
+            f"the learning-rate schedule spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}:"
+            f" the next update takes {new[2]:.3g} instead of {old[2]:.3g}"
+        )
+    return lines
+
+
+def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
+    """(first step, last step, learning rate of the next update) of the phase that a step belongs to."""
+    phases, _ = plan_phases(config)
+    phase = next((p for p in phases if step < p.end), phases[-1])
+    if step < phase.start:
+        return None
+    return phase.start, phase.end, float(phase.optimizer.schedule(phase.num_steps)(step - phase.start))
+
+
+def _model_identity(config: RunConfig) -> dict[str, Any]:
+    return {k: v for k, v in encode(config.model).items() if k not in _NOT_IDENTITY}
+
+
+def _data_identity(config: RunConfig) -> dict[str, Any]:
+    _, data = plan_phases(config)
+    return data[0].identity() if len(data) == 1 else {str(i): section.identity() for i, section in enumerate(data)}
+
+
+def _flat_config(config: RunConfig) -> dict[str, Any]:
+    return {k: v for k, v in encode(config).items() if k != "dry_run"}
+
+
+def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _differences(f"{path}.{key}".lstrip("."), before.get(key), now.get(key))
+    elif before != now:
+        yield f"{path}: {before} -> {now}"

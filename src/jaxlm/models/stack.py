@@ -1,0 +1,68 @@
+"""A loop over stacked layers that keeps nothing twice.
+
+`haliax.scan` names each layer's slice of the parameters before the layer sees it. What the backward pass needs of a
+layer is then the named copy and not the slice itself, and the loop stores all of them: every parameter once more, and
+gathered from all devices under FSDP. Here the slices are passed on as they are, and the backward pass reads them again
+from the stacked parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+from haliax import Axis, NamedArray
+
+Carry = TypeVar("Carry")
+
+
+def scan_layers(
+    body: Callable[..., tuple[Carry, Any]], carry: Carry, per_layer: tuple, Layers: Axis, *, unroll: bool
+) -> tuple[Carry, Any]:
+    """`carry, out = body(carry, *slices)` for one layer after the other.
+
+    Args:
+        per_layer: trees; named arrays with the axis `Layers` and plain arrays (along their first axis) are sliced,
+            everything else is given to each layer as it is.
+        unroll: every layer compiled on its own instead of a loop.
+
+    Returns:
+        The last carry, and the named arrays of every `out`, stacked along `Layers`.
+    """
+    leaves, structure = jax.tree.flatten(per_layer, is_leaf=_is_named)
+    stacked = [leaf if _is_stacked(leaf, Layers) else None for leaf in leaves]
+    out_structure, out_axes = jax.tree.structure(None), []
+
+    def step(carry, arrays):
+        nonlocal out_structure, out_axes
+        slices = [
+            leaf if whole is None else _slice(whole, array, Layers)
+            for leaf, whole, array in zip(leaves, stacked, arrays, strict=True)
+        ]
+        carry, out = body(carry, *jax.tree.unflatten(structure, slices))
+        named, out_structure = jax.tree.flatten(out, is_leaf=_is_named)
+        out_axes = [leaf.axes for leaf in named]
+        return carry, [leaf.array for leaf in named]
+
+    xs = [None if leaf is None else _layers_first(leaf, Layers) for leaf in stacked]
+    carry, arrays = jax.lax.scan(step, carry, xs, length=Layers.size, unroll=unroll or 1)
+    out = [NamedArray(array, (Layers, *axes)) for array, axes in zip(arrays, out_axes, strict=True)]
+    return carry, jax.tree.unflatten(out_structure, out)
+
+
+def _is_named(leaf: Any) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def _is_stacked(leaf: Any, Layers: Axis) -> bool:
+    return leaf.has_axis(Layers) if _is_named(leaf) else eqx.is_array(leaf)
+
+
+def _layers_first(leaf: Any, Layers: Axis) -> jax.Array:
+    return leaf.rearrange((Layers, ...)).array if _is_named(leaf) else leaf
+
+
+def _slice(whole: Any, array: jax.Array, Layers: Axis) -> Any:
+    if not _is_named(whole):
+        return array
+    return NamedArray(array, tuple(axis for axis in whole.axes if axis.name != Layers.name))

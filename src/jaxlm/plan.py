@@ -1,0 +1,224 @@
+"""Everything about a run that can be known before its data is opened: computed once, checked, and shown."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import haliax as hax
+import jax
+
+from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import Precision, parse_precision
+from jaxlm.core.runtime import AxisMappings, MeshShape, make_layout, mesh_shape
+from jaxlm.core.sharding import Layout
+from jaxlm.data.config import DataConfig
+from jaxlm.engine.phases import Phase, Recipe
+from jaxlm.models.base import ModelConfig, vocab_axis
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a step's sequences are divided.
+
+    Attributes:
+        train: sequences a step.
+        num_microbatches: parts that the step works on one after another.
+        microbatch: sequences of one part, over all devices.
+        eval: sequences of an evaluation batch.
+    """
+
+    train: int
+    num_microbatches: int
+    microbatch: int
+    eval: int
+
+
+def plan_batches(trainer: TrainerConfig, ways: int) -> BatchPlan:
+    """Divides the batch over `ways` devices and, where `per_device_parallelism` asks for it, over micro-batches.
+
+    Raises:
+        ConfigError: the sizes do not divide; says which would.
+    """
+    size, per_device = trainer.train_batch_size, trainer.per_device_parallelism
+    for name, value in (("train_batch_size", size), ("per_device_parallelism", per_device)):
+        if value != -1 and value < 1:
+            raise ConfigError(f"trainer.{name}: {value} given, -1 or 1 and more expected")
+    if size == -1:
+        if per_device == -1:
+            raise ConfigError("trainer.train_batch_size: -1 needs trainer.per_device_parallelism to be given")
+        size = per_device * ways
+    if size % ways:
+        raise ConfigError(
+            f"trainer.train_batch_size: {size} sequences do not divide over the {ways} devices that share the batch"
+            f" (replica x data). Nearest that do: {_multiples_near(size, ways)}"
+        )
+    share = size // ways
+    if per_device == -1:
+        per_device = share
+    if share % per_device:
+        divisors = [d for d in range(1, share + 1) if share % d == 0]
+        raise ConfigError(
+            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the {ways}"
+            f" devices gets of train_batch_size {size}. Allowed: {', '.join(map(str, divisors))}"
+        )
+    for_eval = trainer.per_device_eval_parallelism
+    if for_eval != -1 and for_eval < 1:
+        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, -1 or 1 and more expected")
+    return BatchPlan(
+        train=size,
+        num_microbatches=share // per_device,
+        microbatch=per_device * ways,
+        eval=(per_device if for_eval == -1 else for_eval) * ways,
+    )
+
+
+def _multiples_near(size: int, ways: int) -> str:
+    below = size // ways * ways
+    return ", ".join(str(n) for n in (below, below + ways) if n > 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, worked out.
+
+    Attributes:
+        config: what was asked for.
+        run_id: the run's name.
+        mesh: sizes of the mesh axes.
+        layout: devices and axis mappings.
+        recipe: the model, its precision and the phases.
+        data: of each phase.
+        batches: how a step's sequences are divided.
+    """
+
+    config: RunConfig
+    run_id: str
+    mesh: MeshShape
+    layout: Layout
+    recipe: Recipe
+    data: tuple[DataConfig, ...]
+    batches: BatchPlan
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of the run."""
+        return self.recipe.precision
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In order."""
+        return tuple(self.recipe.phases)
+
+    @property
+    def num_steps(self) -> int:
+        """Of all phases together."""
+        return self.phases[-1].end
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions that a step trains on, padding included."""
+        return self.batches.train * self.config.model.seq_len
+
+    @property
+    def log_folder(self) -> Path:
+        """Logs, metrics and pictures of the run."""
+        return Path(self.config.trainer.log_dir) / self.run_id
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Checkpoints of the run."""
+        policy = self.config.trainer.checkpointer
+        base = Path(policy.base_path)
+        return base / self.run_id if policy.append_run_id_to_base_path else base
+
+
+def make_plan(config: RunConfig, run_id: str, vocab_size: int) -> Plan:
+    """Works a configuration out for the devices that are there.
+
+    Raises:
+        ConfigError: anything that could not be trained as asked: sizes that do not divide, axes that do not exist, ...
+    """
+    trainer = config.trainer
+    config.model.check()
+    trainer.checkpointer.check()
+    precision = parse_precision(trainer.mp)
+    mesh = mesh_shape(len(jax.devices()), replica=trainer.replica_ici_axis_size, model=trainer.model_axis_size)
+    Vocab = vocab_axis(vocab_size)
+    mappings = AxisMappings(
+        batch=trainer.batch_axis,
+        fsdp=_names(trainer.fsdp_axis),
+        tensor_parallel=_names(trainer.tensor_parallel_axes),
+        shared=_targets(trainer.axis_resources),
+        parameter=_targets(trainer.parameter_axis_resources),
+    )
+    if trainer.steps_per_eval < 1:
+        raise ConfigError(f"trainer.steps_per_eval: {trainer.steps_per_eval} given, 1 or more steps expected")
+    if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
+        raise ConfigError(f"trainer.max_eval_batches: {trainer.max_eval_batches} given, null or 1 and more expected")
+    phases, data = plan_phases(config)
+    plan = Plan(
+        config=config,
+        run_id=run_id,
+        mesh=mesh,
+        layout=make_layout(mesh, mappings, _parameter_axes(config.model, Vocab)),
+        recipe=Recipe(config.model, Vocab, trainer.seed, precision, phases),
+        data=data,
+        batches=plan_batches(trainer, mesh.batch_ways if trainer.batch_axis is not None else 1),
+    )
+    for phase in phases:
+        plan.recipe.abstract_state(phase)  # surgeries that do not apply and patterns that match nothing fail here
+    return plan
+
+
+def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:
+    """The phases and the data of each; the top level is the one phase where none are written out."""
+    written = config.phases or [PhaseConfig(name="train")]
+    names = [phase.name for phase in written]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"phases: names must differ, given {', '.join(names)}")
+    phases: list[Phase] = []
+    for index, phase in enumerate(written):
+        if not phase.name.replace("_", "").replace(".", "").isalnum():
+            raise ConfigError(f"phases.{index}.name: '{phase.name}' given; letters, digits, '_' and '.' are allowed")
+        start = phases[-1].end if phases else 0
+        steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
+        if steps < 1:
+            where = "trainer" if phase.num_train_steps is None else f"phases.{index}"
+            raise ConfigError(f"{where}.num_train_steps: {steps} given, 1 or more expected")
+        phases.append(
+            Phase(
+                index=index,
+                name=phase.name,
+                surgeries=tuple(phase.surgery),
+                trainable=tuple(phase.trainable),
+                objective=phase.objective or config.objective,
+                optimizer=phase.optimizer or config.optimizer,
+                start=start,
+                end=start + steps,
+            )
+        )
+    data = tuple(phase.data or config.data for phase in written)
+    for index, section in enumerate(data):
+        if section.tokenizer != data[0].tokenizer or section.vocab_size != data[0].vocab_size:
+            raise ConfigError(
+                f"phases.{index}.data.tokenizer: {section.tokenizer} given, but a run has one tokenizer and the first"
+                f" phase says {data[0].tokenizer}"
+            )
+    return tuple(phases), data
+
+
+def _parameter_axes(model: ModelConfig, Vocab: hax.Axis) -> dict[str, int]:
+    built = jax.eval_shape(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
+    leaves = jax.tree.leaves(built, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+    return {axis.name: axis.size for leaf in leaves if isinstance(leaf, hax.NamedArray) for axis in leaf.axes}
+
+
+def _names(axes: str | list[str] | None) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _targets(mapping: Mapping[str, str | list[str]]) -> dict[str, str | tuple[str, ...]]:
+    return {axis: target if isinstance(target, str) else tuple(target) for axis, target in mapping.items()}

@@ -1,0 +1,116 @@
+"""What stays open while a run trains: its folders, trackers and evaluations."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.config import dump_config
+from jaxlm.core.hardware import peak_flops
+from jaxlm.core.runtime import is_main_process, main_first
+from jaxlm.data.loader import eval_batches
+from jaxlm.engine.agreement import Ballot
+from jaxlm.engine.checkpoint import CheckpointWriter
+from jaxlm.engine.console import Console
+from jaxlm.engine.hooks import EvalHook
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.reports import Workload
+from jaxlm.engine.saver import Saver
+from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.trackers import JsonlTracker, Tracker
+from jaxlm.evals.base import EvalContext
+from jaxlm.plan import Plan
+
+
+@dataclass(frozen=True)
+class Run:
+    """The open resources of one run.
+
+    Attributes:
+        plan: what is trained.
+        tokenizer: of the whole run.
+        console: what a person sees.
+        writer: of its checkpoints.
+        trackers: where its numbers go; only process 0 has any.
+        ballot: how its processes agree.
+        stop: whether a signal has arrived.
+    """
+
+    plan: Plan
+    tokenizer: Any
+    console: Console
+    writer: CheckpointWriter
+    trackers: tuple[Tracker, ...]
+    ballot: Ballot
+    stop: StopRequest
+
+    def open_data(self, phase: Phase) -> Any:
+        """The phase's token caches, built first where they do not exist."""
+        plan = self.plan
+        data = plan.data[phase.index]
+        return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, show=self.console.show))
+
+    def eval_hook(self, phase: Phase, data: Any) -> EvalHook:
+        """The run's evaluations on the phase's validation data."""
+        plan = self.plan
+        trainer = plan.config.trainer
+
+        def validation():
+            return eval_batches(
+                data.validation, batch_size=plan.batches.eval, layout=plan.layout, max_batches=trainer.max_eval_batches
+            )
+
+        context = EvalContext(
+            layout=plan.layout,
+            precision=plan.precision,
+            tokenizer=self.tokenizer,
+            token_bytes=self.tokenizer.token_bytes(),
+            validation=None if data.validation is None else validation,
+            show=self.console.show,
+        )
+        evals = [config.open(context) for config in plan.config.evals]
+        return EvalHook(evals, trainer.steps_per_eval, phase.end, self.trackers, self.console)
+
+    def saver(self, phase: Phase) -> Saver:
+        """The checkpoint policy, applied to a phase."""
+        flush = [tracker.flush for tracker in self.trackers]
+        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush)
+
+    def workload(self) -> Workload:
+        """What a step amounts to, for throughput and MFU."""
+        plan = self.plan
+        devices = jax.devices()
+        peak = peak_flops(devices[0].device_kind)
+        flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size) * plan.tokens_per_step
+        return Workload(plan.tokens_per_step, flops, None if peak is None else peak * len(devices))
+
+
+@contextlib.contextmanager
+def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int) -> Iterator[Run]:
+    """Opens a run's folders and trackers, and closes them again however the run ends."""
+    config_text = dump_config(plan.config)
+    files = {"config.yaml": config_text.encode()} | {f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()}
+    writer = CheckpointWriter(plan.checkpoint_folder, files)
+    writer.prepare()
+    trackers: tuple[Tracker, ...] = ()
+    if is_main_process():
+        plan.log_folder.mkdir(parents=True, exist_ok=True)
+        (plan.log_folder / "config.yaml").write_text(config_text)
+        further = [config.open(plan.run_id, resume_step=resume_step) for config in plan.config.trainer.tracker]
+        trackers = (JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step), *further)
+    try:
+        yield Run(plan, tokenizer, console, writer, trackers, Ballot(plan.layout), stop)
+        writer.wait()
+    finally:
+        for tracker in trackers:
+            tracker.close()
+
+
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

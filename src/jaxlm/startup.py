@@ -1,0 +1,69 @@
+"""The start-up table: what will run, on what, and why each choice was made."""
+
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.sharding import axis_mapping_table
+from jaxlm.engine.console import duration
+from jaxlm.engine.phases import Phase
+from jaxlm.models.attention import choose_attention
+from jaxlm.models.kernels import default_chunk_tokens
+from jaxlm.plan import Plan
+
+
+def describe(plan: Plan) -> list[tuple[str, str]]:
+    """The plan as rows of two columns."""
+    devices = jax.devices()
+    platform = devices[0].platform
+    model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
+    attention = choose_attention(platform)
+    flops = model.flops_per_token(plan.recipe.Vocab.size)
+    micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
+    return [
+        ("run", f"{plan.run_id} (seed {trainer.seed})"),
+        ("devices", f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}"),
+        ("mesh", str(plan.mesh)),
+        ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
+        ("computation runs on", axis_mapping_table(plan.layout.compute)),
+        ("precision", str(plan.precision)),
+        ("model", _sizes(plan)),
+        ("batch", f"{batches.train} x {model.seq_len} = {plan.tokens_per_step:,} tokens a step, {micro}"),
+        ("evaluation", f"batches of {batches.eval}, every {trainer.steps_per_eval} steps"),
+        ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
+        ("attention", f"{attention.name}: {attention.reason}"),
+        ("loss", f"chunks of {default_chunk_tokens(platform)} tokens, gradient in the forward pass: logits are never whole"),
+        ("remat", _remat(plan)),
+        ("layers", "one compiled layer in a loop (scan)" if model.scan_layers else "each compiled on its own (unrolled)"),
+        *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
+        ("checkpoints", _checkpoints(plan)),
+        ("logs", str(plan.log_folder)),
+    ]
+
+
+def _sizes(plan: Plan) -> str:
+    abstract = plan.recipe.abstract_state(plan.phases[0]).model
+    count = tree.num_parameters(abstract)
+    kind = type(plan.config.model).__name__.removesuffix("Config")
+    return f"{kind}, {count:,} parameters, vocabulary {plan.recipe.Vocab.size:,}"
+
+
+def _remat(plan: Plan) -> str:
+    if plan.config.model.gradient_checkpointing:
+        return "each layer recomputed in the backward pass (model.gradient_checkpointing: true)"
+    return "none: activations are kept (model.gradient_checkpointing: false)"
+
+
+def _phase(phase: Phase) -> str:
+    optimizer = phase.optimizer
+    surgery = f", after {', '.join(type(s).__name__.removesuffix('Config') for s in phase.surgeries)}" if phase.surgeries else ""
+    return (
+        f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
+        f" {type(optimizer).__name__.removesuffix('Config')}, {optimizer.lr_schedule} to {optimizer.learning_rate:g}"
+    )
+
+
+def _checkpoints(plan: Plan) -> str:
+    policy = plan.config.trainer.checkpointer
+    kept = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
+    interval = duration(policy.save_interval.total_seconds())
+    return f"{plan.checkpoint_folder}: every {interval} (temporary), kept {kept or 'only at the end'}"

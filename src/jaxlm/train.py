@@ -1,0 +1,156 @@
+"""YAML to a trained model. Read this first.
+
+    python -m jaxlm.train --config_path run.yaml --trainer.train_batch_size 512
+
+A run is a list of phases over one state: enter a phase (surgery, what trains, optimizer state), train to its end, enter
+the next. Where the run has a checkpoint, it goes on from there, bit for bit.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlm.commands import run_command
+from jaxlm.compile_cache import keep_compiled_programs
+from jaxlm.config import RunConfig, load_config, run_id_of
+from jaxlm.core.runtime import main_first
+from jaxlm.data.loader import train_batches
+from jaxlm.dry_run import assumed_vocabulary, dry_run
+from jaxlm.engine.checkpoint import find_checkpoints
+from jaxlm.engine.console import Console, table
+from jaxlm.engine.hooks import ProgressListener, TrackerListener
+from jaxlm.engine.loop import run_phase
+from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.phases import Phase, enter_phase
+from jaxlm.engine.reports import Reports
+from jaxlm.engine.restore import Found, newest_good, restore
+from jaxlm.engine.signals import stop_on_signals
+from jaxlm.engine.state import RunState
+from jaxlm.engine.step import make_train_step
+from jaxlm.lineage import changes, check_same_run
+from jaxlm.plan import Plan, make_plan
+from jaxlm.report import report
+from jaxlm.run import Run, open_run
+from jaxlm.startup import describe
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What training came to.
+
+    Attributes:
+        state: after the last step; None for a dry run.
+        outcome: how it ended.
+        checkpoint: the newest one.
+        plan: what was run; its `log_folder` holds `metrics.jsonl`.
+    """
+
+    state: RunState | None
+    outcome: Outcome
+    checkpoint: Path | None
+    plan: Plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+
+    def body() -> int:
+        config = load_config(RunConfig, "jaxlm.train", sys.argv[1:] if arguments is None else arguments)
+        outcome = train(config).outcome
+        return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
+
+    return run_command(body)
+
+
+def train(config: RunConfig, console: Console | None = None) -> TrainResult:
+    """Runs a configuration to its end, from its newest checkpoint if it has one.
+
+    Raises:
+        ConfigError: it cannot be run as asked. Nothing has been compiled or written then.
+    """
+    console = console or Console()
+    config.trainer.distributed.join()
+    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
+    if config.dry_run:
+        dry_run(plan, console)
+        return TrainResult(None, Done(), None, plan)
+    for data in plan.data:
+        data.check()
+    before = check_same_run(plan)
+    keep_compiled_programs(config.trainer.compilation_cache_dir)
+
+    tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
+    plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
+    console.log_to(plan.log_folder / "train.log")
+    console.show(table("run", describe(plan)))
+    found = newest_good(plan.checkpoint_folder, console.show)
+    for line in changes(before, config, found.cursor.step) if before and found else []:
+        console.show(f"changed since the last start: {line}")
+    resume_step = found.cursor.step if found else 0
+    with (
+        plan.layout.use(),
+        stop_on_signals() as stop,
+        open_run(plan, tokenizer, console, stop, resume_step=resume_step) as run,
+    ):
+        state, outcome = _train_phases(run, found)
+    if is_main_process():
+        report(plan, outcome, console)
+    console.close()
+    return TrainResult(state, outcome, find_checkpoints(plan.checkpoint_folder)[-1], plan)
+
+
+def _train_phases(run: Run, found: Found | None) -> tuple[RunState, Outcome]:
+    """Restores the state, or not, and runs every phase that is not done yet."""
+    plan, outcome = run.plan, Done()
+    state = None
+    if found is not None:
+        current = check_cursor(plan, found.cursor)
+        state = restore(found, plan.recipe.abstract_state(current), plan.layout)
+        run.console.show(f"going on from {found.path}")
+    for phase in plan.phases[found.cursor.phase if found else 0 :]:
+        resumed = found if found is not None and found.cursor.phase == phase.index else None
+        if resumed is not None and resumed.cursor.step == phase.end:
+            continue
+        state, outcome = _train_phase(run, phase, state, resumed)
+        if isinstance(outcome, Interrupted):
+            break
+    assert state is not None
+    return state, outcome
+
+
+def _train_phase(
+    run: Run, phase: Phase, state: RunState | None, resumed: Found | None
+) -> tuple[RunState, Outcome]:
+    """Enters a phase, or goes on in the middle of it, and trains to its end."""
+    plan = run.plan
+    data = run.open_data(phase)
+    saver = run.saver(phase)
+    with contextlib.closing(_batches(plan, data)) as batches:
+        if resumed is None:
+            state = enter_phase(plan.recipe, phase, plan.layout, state)
+            saver.save_entry(state, batches.state())
+        else:
+            batches.restore(resumed.position())
+        assert state is not None
+        show_groups(run.console, phase, state)
+        train_step = compiled_step(run, phase)
+        listeners = (
+            TrackerListener(run.trackers),
+            ProgressListener(run.console, phase, skipped=int(state.guard.skipped)),
+        )
+        return run_phase(
+            state,
+            phase,
+            train_step,
+            batches,
+            reports=Reports(phase.name, run.workload(), listeners),
+            hooks=[run.eval_hook(phase, data)],
+            saver=saver,
+            ballot=run.ballot,
+            stop=run.stop,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

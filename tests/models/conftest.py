@@ -1,0 +1,51 @@
+"""Small models and inputs that the model tests share."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.models.base import Inputs
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.llama import LlamaConfig
+
+TINY = {
+    "gpt2": Gpt2Config(seq_len=32, hidden_dim=32, num_layers=2, num_heads=4, initializer_range=0.2),
+    "llama": LlamaConfig(
+        seq_len=32,
+        hidden_dim=32,
+        intermediate_dim=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        initializer_range=0.2,
+    ),
+}
+
+
+@pytest.fixture(params=sorted(TINY))
+def tiny(request):
+    """Each family's configuration in turn."""
+    return TINY[request.param]
+
+
+@pytest.fixture
+def as_inputs():
+    """Makes `Inputs` of integer arrays [batch, position]; by default one document a row."""
+
+    def make(tokens, positions=None, segment_ids=None) -> Inputs:
+        tokens = np.asarray(tokens)
+        axes = (Axis("batch", tokens.shape[0]), Axis("position", tokens.shape[1]))
+        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+        segment_ids = np.ones_like(tokens) if segment_ids is None else segment_ids
+        return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (tokens, positions, segment_ids)))
+
+    return make
+
+
+@pytest.fixture
+def logits_of():
+    """A model's logits as a plain array [batch, position, vocab]."""
+    return jax.jit(lambda model, inputs: model.logits(model.hidden(inputs).final).array)

@@ -1,0 +1,182 @@
+"""The chunked loss against float64 closed forms, torch, and its own compiled program."""
+
+import re
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlm.models.kernels import next_token_sums, token_losses
+
+
+def problem(batch, position, embed, vocab, *, seed=0, mask=0.7):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(batch, position, embed)).astype(np.float32)
+    w = rng.normal(size=(vocab, embed)).astype(np.float32) / np.sqrt(embed)
+    y = rng.integers(0, vocab, size=(batch, position)).astype(np.int32)
+    return x, w, y, (rng.random((batch, position)) < mask).astype(np.float32)
+
+
+def closed_form(x, w, y, m, z, smoothing):
+    """Sums and gradients in float64, from the definition, all logits at once."""
+    x, w, m = (a.astype(np.float64) for a in (x, w, m))
+    logits = x @ w.T
+    top = logits.max(-1, keepdims=True)
+    lse = (top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
+    onehot = np.eye(w.shape[0])[y]
+    wanted = (1 - smoothing) * onehot + smoothing / w.shape[0]
+    nll = lse - (logits * onehot).sum(-1)
+    loss = (wanted * (lse[..., None] - logits)).sum(-1) + z * lse**2
+    dlogits = m[..., None] * ((1 + 2 * z * lse)[..., None] * np.exp(logits - lse[..., None]) - wanted)
+    sums = [(m * a).sum() for a in (loss, nll, z * lse**2, logits.argmax(-1) == y)]
+    return sums, np.einsum("bsv,vd->bsd", dlogits, w), np.einsum("bsv,bsd->vd", dlogits, x), nll
+
+
+def named(x, w, *columns):
+    rows = (Axis("batch", x.shape[0]), Axis("position", x.shape[1]))
+    Embed, Vocab = Axis("embed", x.shape[2]), Axis("vocab", w.shape[0])
+    return hax.named(x, (*rows, Embed)), hax.named(w, (Vocab, Embed)), *(hax.named(c, rows) for c in columns)
+
+
+def sums_of(x, w, y, m, **options):
+    return next_token_sums(*named(x, w, jnp.asarray(y), jnp.asarray(m)), **options)
+
+
+def value_and_grads(x, w, y, m, **options):
+    def total(x, w):
+        sums = sums_of(x, w, y, m, **options)
+        return sums.total, sums
+
+    (_, sums), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(jnp.asarray(x), jnp.asarray(w))
+    return sums, grads
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_tokens"), [((2, 37, 16, 50), 16), ((7, 1217, 8, 97), 1024), ((1, 1, 4, 3), 512), ((3, 5, 4, 7), 1)]
+)
+@pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.1)])
+def test_sums_and_gradients_are_the_closed_forms(shape, chunk_tokens, z, smoothing):
+    x, w, y, m = problem(*shape)
+    expected, dx, dw, _ = closed_form(x, w, y, m, z, smoothing)
+    options = {"z_loss_weight": z, "label_smoothing": smoothing, "chunk_tokens": chunk_tokens}
+    sums, grads = value_and_grads(x, w, y, m, **options)
+    got = [sums.total, sums.cross_entropy, sums.z_loss, sums.correct]
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(grads[0], dx, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(grads[1], dw, rtol=2e-5, atol=2e-5)
+    undifferentiated = sums_of(x, w, y, m, **options)
+    np.testing.assert_allclose(undifferentiated.total, sums.total, rtol=1e-6)
+
+
+def test_equals_torch_cross_entropy():
+    torch = pytest.importorskip("torch")
+    x, w, y, m = problem(2, 33, 16, 41)
+    tx, tw = (torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (x, w))
+    targets = torch.tensor(np.where(m > 0, y, -100).reshape(-1).astype(np.int64))
+    loss = torch.nn.functional.cross_entropy(
+        (tx @ tw.T).reshape(-1, 41), targets, label_smoothing=0.2, reduction="sum", ignore_index=-100
+    )
+    loss.backward()
+    sums, grads = value_and_grads(x, w, np.where(m > 0, y, -100), m, label_smoothing=0.2, chunk_tokens=20)
+    np.testing.assert_allclose(sums.total, loss.item(), rtol=1e-6)
+    np.testing.assert_allclose(grads[0], tx.grad.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grads[1], tw.grad.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@given(
+    batch=st.integers(1, 4), position=st.integers(1, 40), vocab=st.integers(2, 30), chunk=st.integers(1, 64), seed=st.integers(0, 9)
+)
+@settings(max_examples=8, deadline=None)
+def test_chunks_do_not_matter(batch, position, vocab, chunk, seed):
+    x, w, y, m = problem(batch, position, 4, vocab, seed=seed)
+    whole, whole_grads = value_and_grads(x, w, y, m, z_loss_weight=1e-3, chunk_tokens=10_000)
+    cut, cut_grads = value_and_grads(x, w, y, m, z_loss_weight=1e-3, chunk_tokens=chunk)
+    for a, b in zip(jax.tree.leaves((whole, whole_grads)), jax.tree.leaves((cut, cut_grads)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_masked_rows_give_zero_and_nothing_else():
+    x, w, y, _ = problem(2, 9, 8, 11)
+    ignored = np.full_like(y, -100)
+    sums, grads = value_and_grads(x, w, ignored, np.zeros(y.shape, np.float32), z_loss_weight=0.1, label_smoothing=0.1)
+    for leaf in jax.tree.leaves((sums, grads)):
+        np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("bad", [-1, 11, 400])
+def test_a_counted_target_beyond_the_vocabulary_is_nan(bad):
+    x, w, y, m = problem(1, 9, 8, 11, mask=1.0)
+    y[0, 3] = bad
+    assert np.isnan(sums_of(x, w, y, m).total)
+    m[0, 3] = 0
+    assert np.isfinite(sums_of(x, w, y, m).total)
+
+
+def test_bfloat16_keeps_float32_sums():
+    x, w, y, m = problem(2, 300, 64, 500)
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w))
+    expected, dx, dw, _ = closed_form(np.asarray(x, np.float32), np.asarray(w, np.float32), y, m, 1e-3, 0.1)
+    sums, grads = value_and_grads(x, w, y, m, z_loss_weight=1e-3, label_smoothing=0.1, chunk_tokens=128)
+    assert grads[0].dtype == grads[1].dtype == jnp.bfloat16
+    # logits are exact products summed in float32; only the logits' gradient is rounded (2^-9 relative) before its products
+    np.testing.assert_allclose([sums.total, sums.cross_entropy, sums.z_loss], expected[:3], rtol=1e-5)
+    for got, want in zip(grads, (dx, dw), strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+        assert error < 4e-3, error
+
+
+def num_matrix_products(fun, *args) -> int:
+    return str(jax.make_jaxpr(fun)(*args)).count("dot_general")
+
+
+def test_only_the_gradients_that_are_asked_for_cost_a_matrix_product():
+    x, w, y, m = problem(2, 8, 4, 5)
+    total = lambda x, w: sums_of(x, w, y, m).total  # noqa: E731
+    assert num_matrix_products(total, x, w) == 1
+    assert num_matrix_products(jax.grad(total, argnums=0), x, w) == 2
+    assert num_matrix_products(jax.grad(total, argnums=1), x, w) == 2
+    assert num_matrix_products(jax.grad(total, argnums=(0, 1)), x, w) == 3
+
+
+def test_metrics_have_no_gradient():
+    x, w, y, m = problem(2, 8, 4, 5)
+    grad = jax.grad(lambda w: sums_of(x, w, y, m).cross_entropy)(jnp.asarray(w))
+    np.testing.assert_array_equal(grad, 0)
+
+
+@pytest.mark.parametrize("task", ["train", "evaluate"])
+def test_the_logits_of_all_tokens_never_exist(task):
+    tokens, vocab, chunk = 4096, 1531, 256
+    x, w, y, m = problem(4, tokens // 4, 16, vocab)
+
+    def train(x, w):
+        return jax.grad(lambda x, w: sums_of(x, w, y, m, chunk_tokens=chunk).total, argnums=(0, 1))(x, w)
+
+    def evaluate(x, w):
+        return token_losses(*named(x, w, jnp.asarray(y)), chunk_tokens=chunk).array
+
+    compiled = jax.jit(train if task == "train" else evaluate).lower(x, w).compile()
+    shapes = [tuple(map(int, s.split(","))) for s in re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())]
+    largest_with_vocab = max(np.prod(s) for s in shapes if vocab in s)
+    assert largest_with_vocab == chunk * vocab
+    assert compiled.memory_analysis().temp_size_in_bytes < tokens * vocab * 4 / 3
+
+
+def test_token_losses_and_their_gradient():
+    x, w, y, m = problem(3, 21, 8, 17)
+    _, dx, _, nll = closed_form(x, w, y, m, 0.0, 0.0)
+    got = token_losses(*named(x, w, jnp.asarray(y)), chunk_tokens=10)
+    assert [a.name for a in got.axes] == ["batch", "position"]
+    np.testing.assert_allclose(got.array, nll, rtol=1e-5, atol=1e-6)
+    weighted = lambda x: (token_losses(*named(x, w, jnp.asarray(y)), chunk_tokens=10).array * m).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(weighted)(jnp.asarray(x)), dx, rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="chunk_tokens: 0 given"):
+        sums_of(*problem(1, 2, 4, 5), chunk_tokens=0)
