@@ -89,7 +89,11 @@ def test_equals_torch_cross_entropy():
 
 
 @given(
-    batch=st.integers(1, 4), position=st.integers(1, 40), vocab=st.integers(2, 30), chunk=st.integers(1, 64), seed=st.integers(0, 9)
+    batch=st.integers(1, 4),
+    position=st.integers(1, 40),
+    vocab=st.integers(2, 30),
+    chunk=st.integers(1, 64),
+    seed=st.integers(0, 9),
 )
 @settings(max_examples=8, deadline=None)
 def test_chunks_do_not_matter(batch, position, vocab, chunk, seed):
@@ -123,7 +127,7 @@ def test_bfloat16_keeps_float32_sums():
     expected, dx, dw, _ = closed_form(np.asarray(x, np.float32), np.asarray(w, np.float32), y, m, 1e-3, 0.1)
     sums, grads = value_and_grads(x, w, y, m, z_loss_weight=1e-3, label_smoothing=0.1, chunk_tokens=128)
     assert grads[0].dtype == grads[1].dtype == jnp.bfloat16
-    # logits are exact products summed in float32; only the logits' gradient is rounded (2^-9 relative) before its products
+    # Logits are exact products summed in float32; their gradient is rounded (2^-9 relative) before its products.
     np.testing.assert_allclose([sums.total, sums.cross_entropy, sums.z_loss], expected[:3], rtol=1e-5)
     for got, want in zip(grads, (dx, dw), strict=True):
         error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)

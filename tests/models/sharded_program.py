@@ -1,0 +1,132 @@
+"""Run by test_sharding.py on eight simulated devices; prints one JSON object of what it found."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+
+from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.types import TokenBatch
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.decode import generate
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.kernels import token_losses
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.objectives.next_token import NextToken
+
+VOCAB, ROWS, LENGTH = 64, 16, 16
+SIZES = {"seq_len": LENGTH, "hidden_dim": 32, "num_layers": 3, "num_heads": 4, "initializer_range": 0.1}
+MODELS = {
+    "gpt2": Gpt2Config(**SIZES),
+    "llama": LlamaConfig(intermediate_dim=48, num_kv_heads=2, gradient_checkpointing=False, **SIZES),
+}
+TENSOR = ("mlp", "heads")
+LAYOUTS = {
+    "fsdp8": (mesh_shape(8, replica=1, model=1), ()),
+    "tp2_fsdp4": (mesh_shape(8, replica=1, model=2), TENSOR),
+    "tp2_fsdp4_vocab": (mesh_shape(8, replica=1, model=2), (*TENSOR, "vocab")),
+    "hsdp2x4": (mesh_shape(8, replica=2, model=1), ()),
+}
+OBJECTIVE = NextToken(z_loss_weight=1e-3, label_smoothing=0.1)
+
+
+def is_named(leaf):
+    return isinstance(leaf, hax.NamedArray)
+
+
+def a_batch():
+    axes = (Axis("batch", ROWS), Axis("position", LENGTH))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, size=(ROWS, LENGTH))
+    columns = [tokens, np.roll(tokens, -1, 1), rng.random((ROWS, LENGTH)) < 0.8, np.ones_like(tokens)]
+    columns.append(np.broadcast_to(np.arange(LENGTH), tokens.shape))
+    dtypes = [jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32]
+    return TokenBatch(*(hax.named(jnp.asarray(c, d), axes) for c, d in zip(columns, dtypes, strict=True)))
+
+
+def step(model, batch):
+    def loss(model):
+        terms, metrics, _ = OBJECTIVE.terms(model, batch, None, key=None)
+        hidden = model.hidden(inputs_of(batch)).final
+        evaluation = token_losses(jax.lax.stop_gradient(hidden), model.lm_head(), batch.targets)
+        return terms["loss"].mean(), ({k: v.mean() for k, v in metrics.items()}, evaluation.array)
+
+    (value, (metrics, evaluation)), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(model)
+    return value, metrics, evaluation, gradient
+
+
+def inputs_of(batch):
+    from jaxlm.models.base import Inputs
+
+    return Inputs(batch.tokens, batch.positions, batch.segment_ids)
+
+
+def placed(tree, sharding):
+    put = lambda leaf: hax.NamedArray(jax.device_put(leaf.array, sharding(leaf.axes)), leaf.axes)  # noqa: E731
+    return jax.tree.map(put, tree, is_leaf=is_named)
+
+
+def difference(got, wanted):
+    """The largest distance, relative to the largest value of the leaf."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max() / max(np.abs(b).max(), 1e-30)) for a, b in pairs)
+
+
+def collectives(hlo):
+    """(name, number of elements of each result) of every collective of a compiled program."""
+    for line in hlo.splitlines():
+        found = re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", line)
+        if found:
+            shapes = re.findall(r"f32\[([\d,]*)\]", found[1])
+            yield found[2], [int(np.prod([int(n) for n in s.split(",") if n] or [1])) for s in shapes]
+
+
+def look(model, batch, single, layout):
+    with layout.use():
+        model, batch = placed(model, layout.parameter_sharding), placed(batch, layout.compute_sharding)
+        lowered = jax.jit(step).lower(model, batch)
+        compiled = lowered.compile()
+        results = compiled(model, batch)
+        gradient = jax.tree.leaves(results[3])
+        prompts = [[1, 2, 3], [4], [5, 6]]
+        text = generate(model, prompts, max_new_tokens=6, temperature=0.0)
+    hlo = compiled.as_text()
+    found = list(collectives(hlo))
+    stacked = {tuple(leaf.shape) for leaf in jax.tree.leaves(model.body.layers)}
+    whole = [s for s in stacked if len(s) > 2 and f"f32[{','.join(map(str, s))}]" in hlo]
+    return {
+        "difference": difference(results, single),
+        "gradient_at_rest": all(
+            g.sharding.is_equivalent_to(p.sharding, p.ndim)
+            for g, p in zip(gradient, jax.tree.leaves(model), strict=True)
+        ),
+        "largest_gather": max(n for name, sizes in found if name == "all-gather" for n in sizes),
+        "scatters": [n for name, sizes in found if name == "reduce-scatter" for n in sizes],
+        "whole_stacks": whole,
+        "text": text,
+    }
+
+
+def main():
+    config = dataclasses.replace(MODELS[sys.argv[1]])
+    model, batch = config.build(vocab_axis(VOCAB), key=jax.random.key(0)), a_batch()
+    single = jax.jit(step)(model, batch)
+    leaves = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
+    sizes = {axis.name: axis.size for leaf in leaves for axis in leaf.axes}
+    report = {"layer": sum(leaf.size for leaf in jax.tree.leaves(model.body.layers)) // 3}
+    report["text"] = generate(model, [[1, 2, 3], [4], [5, 6]], max_new_tokens=6, temperature=0.0)
+    for name, (shape, tensor) in LAYOUTS.items():
+        layout = make_layout(shape, AxisMappings("batch", ("embed",), tensor, {}, {}), sizes)
+        report[name] = look(model, batch, single, layout)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Sizes, initialisation, floating-point operations and messages of the model configurations."""
+
+import dataclasses
+import re
+
+import draccus
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.kernels import next_token_sums
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.rotary import DefaultRotary, Llama3Rotary
+
+
+def num_parameters(config, vocab):
+    shapes = jax.eval_shape(lambda key: config.build(vocab_axis(vocab), key=key), jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_the_papers_sizes():
+    assert num_parameters(Gpt2Config(), 50257) == 124_439_808
+    assert num_parameters(LlamaConfig(), 32000) == 6_738_415_616
+    llama_3_2_1b = LlamaConfig(
+        hidden_dim=2048, intermediate_dim=8192, num_layers=16, num_kv_heads=8, tie_word_embeddings=True
+    )
+    assert num_parameters(llama_3_2_1b, 128256) == 1_235_814_400
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab", "giga"),
+    [
+        (Gpt2Config(), 50304, 0.798),
+        (Gpt2Config(hidden_dim=1600, num_layers=48, num_heads=25), 50304, 9.80),
+        (LlamaConfig(seq_len=4096), 32000, 42.86),
+        (
+            LlamaConfig(
+                seq_len=4096,
+                hidden_dim=2048,
+                intermediate_dim=8192,
+                num_layers=16,
+                num_kv_heads=8,
+                tie_word_embeddings=True,
+            ),
+            128256,
+            8.22,
+        ),
+    ],
+    ids=["gpt2-124M", "gpt2-1.5B", "llama2-7B", "llama3.2-1B"],
+)
+def test_flops_of_known_models(config, vocab, giga):
+    """The figures of the project's table of causal FLOPs a token, which reproduce published throughputs."""
+    assert config.flops_per_token(vocab) / 1e9 == pytest.approx(giga, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gpt2Config(seq_len=128, hidden_dim=384, num_layers=2, num_heads=3),
+        LlamaConfig(seq_len=128, hidden_dim=384, intermediate_dim=1024, num_layers=2, num_heads=3, num_kv_heads=1),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_flops_are_what_xla_counts(config):
+    config = dataclasses.replace(config, scan_layers=False, gradient_checkpointing=False)
+    Batch, Vocab = hax.Axis("batch", 1), vocab_axis(2048)
+    tokens = hax.zeros((Batch, config.Pos), dtype=jnp.int32)
+
+    def loss(model):
+        hidden = model.hidden(Inputs(tokens, tokens, tokens)).final
+        return next_token_sums(hidden, model.lm_head(), tokens, tokens.astype(jnp.float32), chunk_tokens=128).total
+
+    model = jax.eval_shape(lambda key: config.build(Vocab, key=key), jax.random.key(0))
+    counted = jax.jit(jax.grad(loss)).lower(model).compile().cost_analysis()["flops"] / config.seq_len
+    # XLA multiplies the masked half of the scores too; the causal count leaves it out.
+    causal_half = 6 * config.num_layers * config.hidden_dim * config.seq_len
+    assert config.flops_per_token(Vocab.size) + causal_half == pytest.approx(counted, rel=0.03)
+
+
+def std(named):
+    return float(np.std(named.array))
+
+
+def test_gpt2_initialisation():
+    config = Gpt2Config(seq_len=512, hidden_dim=256, num_layers=8, num_heads=4)
+    model = config.build(vocab_axis(1000), key=jax.random.key(0))
+    block = model.body.layers.stacked
+    residual = 0.02 / np.sqrt(2 * 8)
+    expected = [(model.tokens, 0.02), (model.positions, 0.01), (block.attn.q_proj, 0.02), (block.mlp.up_proj, 0.02)]
+    expected += [(block.attn.o_proj, residual), (block.mlp.down_proj, residual)]
+    for part, wanted in expected:
+        assert std(part.weight) == pytest.approx(wanted, rel=0.02)
+    assert float(jnp.abs(block.attn.q_proj.bias.array).max()) == 0
+    assert not [
+        leaf
+        for leaf in jax.tree.leaves(
+            dataclasses.replace(config, use_bias=False).build(vocab_axis(9), key=jax.random.key(0)).body.layers
+        )
+        if leaf.ndim == 1
+    ]
+
+
+def test_llama_initialisation():
+    config = LlamaConfig(hidden_dim=256, intermediate_dim=512, num_layers=4, num_heads=4, num_kv_heads=2)
+    model = config.build(vocab_axis(1000), key=jax.random.key(0))
+    block = model.body.layers.stacked
+    for part in (model.tokens, model.head, block.attn.k_proj, block.attn.o_proj, block.mlp.down_proj):
+        assert std(part.weight) == pytest.approx(0.02, rel=0.02)
+    np.testing.assert_array_equal(block.attn_norm.weight.array, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gpt2Config(num_heads=5), r"model\.num_heads: 5 given, .* model\.hidden_dim = 768. Allowed: 1, 2, 3, 4, 6"),
+        (LlamaConfig(num_heads=24), r"model\.num_heads: 24 given, .*4096"),
+        (LlamaConfig(num_kv_heads=3), r"model\.num_kv_heads: 3 given, .* model\.num_heads = 32. Allowed: 1, 2, 4, 8"),
+        (LlamaConfig(num_kv_heads=64), r"model\.num_kv_heads: 64 given"),
+        (LlamaConfig(hidden_dim=96), r"model\.num_heads: 32 .* 3 features .* even"),
+        (Gpt2Config(num_layers=0), r"model\.num_layers: 0 given, 1 or more"),
+        (Gpt2Config(activation_function="swish"), r"model\.activation_function: 'swish' .* gelu, gelu_new, relu, silu"),
+        (Gpt2Config(attn_pdrop=1.0), r"model\.attn_pdrop: 1\.0 given"),
+        (LlamaConfig(rope=DefaultRotary(theta=0)), r"model\.rope\.theta: 0 given"),
+        (LlamaConfig(rope=Llama3Rotary(high_freq_factor=1.0)), r"model\.rope\.high_freq_factor: 1\.0 given"),
+        (LlamaConfig(rope=Llama3Rotary(factor=0)), r"model\.rope\.factor: 0 given"),
+    ],
+)
+def test_impossible_models_say_why(config, message):
+    with pytest.raises(ConfigError) as caught:
+        config.check()
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_possible_models_pass(tiny):
+    for config in (tiny, Gpt2Config(), LlamaConfig(), LlamaConfig(rope=Llama3Rotary())):
+        config.check()
+
+
+def test_yaml_round_trip():
+    text = "type: llama\nhidden_dim: 64\nrope: {type: llama3, theta: 500000.0, factor: 32.0}\n"
+    config = draccus.decode(ModelConfig, draccus.load(dict, text))
+    assert config == LlamaConfig(hidden_dim=64, rope=Llama3Rotary(theta=500000.0, factor=32.0))
+    assert draccus.decode(ModelConfig, draccus.encode(config, declared_type=ModelConfig)) == config
+    plain = draccus.decode(ModelConfig, {"type": "llama", "rope": {"theta": 1e6}})
+    assert plain.rope == DefaultRotary(theta=1e6)

@@ -1,0 +1,142 @@
+"""Decoding with a cache against full forward passes, and what the sampling options promise."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.models import decode
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.decode import generate
+from jaxlm.models.sampling import Sampling
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny.build(vocab_axis(40), key=jax.random.key(0))
+
+
+def test_cache_equals_the_full_forward_pass(model, as_inputs, logits_of):
+    tokens = np.random.default_rng(0).integers(0, 40, size=(2, 12))
+    # the second row is padded by four on the left
+    segments = np.ones_like(tokens)
+    segments[1, :4] = 0
+    positions = np.maximum(np.arange(12) - np.array([[0], [4]]), 0)
+    whole = as_inputs(tokens, positions, segments)
+    expected = logits_of(model, whole)
+    cache = model.init_cache(Axis("batch", 2), 16, jnp.float32)
+    step = jax.jit(lambda inputs, cache: model.hidden(inputs, cache=cache))
+    got = []
+    for start, stop in [(0, 6), (6, 7), (7, 8), (8, 12)]:
+        part = jax.tree.map(
+            lambda a, s=slice(start, stop): a["position", s], whole, is_leaf=lambda a: isinstance(a, hax.NamedArray)
+        )
+        hidden = step(part, cache)
+        cache = hidden.cache
+        assert int(cache.length) == stop
+        got.append(model.logits(hidden.final).array)
+    got = np.concatenate(got, axis=1)
+    np.testing.assert_allclose(got[segments == 1], expected[segments == 1], rtol=1e-4, atol=1e-4)
+
+
+def greedy_by_hand(model, prompt, num_new, length=32):
+    """Full forward passes over a padded row, one for every token."""
+    axes = (Axis("batch", 1), Axis("position", length))
+
+    @jax.jit
+    def logits_at(tokens, last):
+        columns = (tokens[None], jnp.arange(length)[None], (jnp.arange(length) <= last)[None].astype(jnp.int32))
+        return model.logits(model.hidden(Inputs(*(hax.named(c, axes) for c in columns))).final).array[0, last]
+
+    tokens = np.zeros(length, np.int32)
+    tokens[: len(prompt)] = prompt
+    for at in range(len(prompt), len(prompt) + num_new):
+        tokens[at] = int(logits_at(jnp.asarray(tokens), at - 1).argmax())
+    return tokens[len(prompt) : len(prompt) + num_new].tolist()
+
+
+def test_greedy_rows_of_a_batch_equal_full_forward_passes(model):
+    new = generate(model, PROMPTS, max_new_tokens=12, temperature=0.0)
+    assert new == [greedy_by_hand(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_a_row_does_not_depend_on_its_batch(model):
+    options = {"max_new_tokens": 10, "temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 3}
+    together = generate(model, PROMPTS, **options)
+    assert together == [generate(model, [prompt], **options)[0] for prompt in PROMPTS]
+    assert generate(model, PROMPTS[::-1], **options) == together[::-1]
+    assert generate(model, PROMPTS, **{**options, "seed": 4}) != together
+    twice = generate(model, [PROMPTS[0]] * 2, **options)
+    assert twice[0] == together[0]
+    assert twice[1] != twice[0], "the same prompt again is another sample"
+
+
+def test_stops_before_the_end_token(model):
+    free = generate(model, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1)
+    eos = free[2][4]
+    stopped = generate(model, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1, eos_id=eos)
+    assert stopped == [row[: row.index(eos)] if eos in row else row for row in free]
+
+
+def test_shapes_are_compiled_once(model):
+    options = {"max_new_tokens": 5, "temperature": 0.7}
+    generate(model, [[1, 2]], **options)
+    before = decode._continue._cached._cache_size()
+    for length in range(1, 20):
+        generate(model, [[1] * length], **{**options, "max_new_tokens": 1 + length % 7, "seed": length})
+    assert decode._continue._cached._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_new", "message"),
+    [
+        ([[1], []], 4, "prompt 1 is empty"),
+        ([[1, 40]], 4, "ids from 1 to 40; the vocabulary has 40"),
+        ([[-1]], 4, "ids from -1"),
+        ([[1] * 30], 3, "prompt 0 has 30 tokens, .* seq_len of 32. .* at most 2"),
+        ([[1]], -1, "max_new_tokens: -1"),
+    ],
+)
+def test_impossible_requests_say_why(model, prompts, num_new, message):
+    with pytest.raises(ConfigError, match=message):
+        generate(model, prompts, max_new_tokens=num_new)
+
+
+def test_nothing_to_do(model):
+    assert generate(model, [], max_new_tokens=4) == []
+    assert generate(model, [[1], [2]], max_new_tokens=0) == [[], []]
+    assert len(generate(model, [[1] * 28], max_new_tokens=4)[0]) == 4
+
+
+def frequencies(sampling, logits, draws=20_000):
+    keys = jax.random.split(jax.random.key(0), draws)
+    drawn = sampling.draw(jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (draws, len(logits))), keys)
+    return np.bincount(drawn, minlength=len(logits)) / draws
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.1, 0.5, 0.1, 0.3]),
+        ({"temperature": 0.5}, np.array([0.01, 0.25, 0.01, 0.09]) / 0.36),
+        ({"top_k": 2}, [0, 0.625, 0, 0.375]),
+        ({"top_p": 0.5}, [0, 1, 0, 0]),
+        ({"top_p": 0.6}, [0, 0.625, 0, 0.375]),
+        ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0]),
+        ({"temperature": 0.0}, [0, 1, 0, 0]),
+    ],
+    ids=str,
+)
+def test_sampling_draws_the_distribution_it_promises(options, expected):
+    np.testing.assert_allclose(frequencies(Sampling(**options), np.log([0.1, 0.5, 0.1, 0.3])), expected, atol=0.012)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
+def test_impossible_sampling_says_why(options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}: "):
+        Sampling(**options)

@@ -1,0 +1,109 @@
+"""The next-token objective: its sums, and their independence of how a batch is cut."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import TokenBatch
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.next_token import NextToken
+
+CONFIG = LlamaConfig(
+    seq_len=12, hidden_dim=16, intermediate_dim=24, num_layers=1, num_heads=2, num_kv_heads=1, initializer_range=0.3
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return CONFIG.build(vocab_axis(23), key=jax.random.key(0))
+
+
+def a_batch(rows=4, length=12, seed=0):
+    """Two documents a row and padding at its end, with unequal masks."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 23, size=(rows, length))
+    segments = np.repeat([[1, 2, 0]], rows, 0).repeat([5, 5, length - 10], 1)
+    positions = np.concatenate([np.arange(5), np.arange(5), np.zeros(length - 10)])[None].repeat(rows, 0)
+    mask = (rng.random((rows, length)) < rng.random((rows, 1))) & (segments > 0)
+    columns = [tokens, np.roll(tokens, -1, 1), mask, segments, positions]
+    dtypes = [jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32]
+    axes = (Axis("batch", rows), Axis("position", length))
+    return TokenBatch(*(hax.named(jnp.asarray(c, d), axes) for c, d in zip(columns, dtypes, strict=True)))
+
+
+def reference(model, batch, z, smoothing):
+    """Every term from the model's logits, by the definition."""
+    logits = model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
+    log_p, lse = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(log_p, batch.targets.array[..., None], axis=-1)[..., 0]
+    m = batch.loss_mask.array
+    plain, z_loss = -(m * picked).sum(), (m * z * lse**2).sum()
+    smoothed = -(m * ((1 - smoothing) * picked + smoothing * log_p.mean(-1))).sum()
+    return smoothed + z_loss, plain, z_loss, (m * (logits.argmax(-1) == batch.targets.array)).sum(), m.sum()
+
+
+@pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)])
+def test_terms_and_metrics_are_the_definition(model, z, smoothing):
+    batch = a_batch()
+    objective = NextToken(z_loss_weight=z, label_smoothing=smoothing)
+    terms, metrics, slot = objective.terms(model, batch, None, key=None)
+    total, plain, z_loss, correct, weight = reference(model, batch, z, smoothing)
+    assert slot is None
+    assert set(terms) == set(objective.weights(batch)) == {"loss"}
+    assert set(metrics) == ({"loss", "accuracy", "z_loss"} if z else {"loss", "accuracy"})
+    np.testing.assert_allclose(terms["loss"].total, total, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"].total, plain, rtol=1e-5)
+    np.testing.assert_allclose(metrics["accuracy"].total, correct)
+    if z:
+        np.testing.assert_allclose(metrics["z_loss"].total, z_loss, rtol=1e-5)
+    for entry in (*terms.values(), *metrics.values()):
+        np.testing.assert_array_equal(entry.weight, weight)
+    np.testing.assert_array_equal(objective.weights(batch)["loss"], weight)
+
+
+def test_gradient_is_the_definitions(model):
+    batch = a_batch()
+    objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
+    ours = jax.grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total)(model)
+    wanted = jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0])(model)
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_micro_batches_add_up_to_the_batch(model):
+    batch, objective = a_batch(), NextToken(z_loss_weight=1e-2)
+    is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731
+    rows = lambda s: jax.tree.map(lambda a: a["batch", s], batch, is_leaf=is_named)  # noqa: E731
+    whole = objective.terms(model, batch, None, key=None)
+    parts = [objective.terms(model, rows(slice(i, i + n)), None, key=None) for i, n in ((0, 1), (1, 3))]
+    for group in (0, 1):
+        for name, total in whole[group].items():
+            added = parts[0][group][name] + parts[1][group][name]
+            np.testing.assert_allclose(added.mean(), total.mean(), rtol=1e-6)
+
+
+def test_weights_of_a_batch_that_is_not_cut_yet():
+    batch = a_batch()
+    stacked = jax.tree.map(
+        lambda a: hax.stack("microbatch", [a, a]), batch, is_leaf=lambda a: isinstance(a, hax.NamedArray)
+    )
+    assert float(NextToken().weights(stacked)["loss"]) == 2 * float(NextToken().weights(batch)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [({"z_loss_weight": -1.0}, "objective.z_loss_weight"), ({"label_smoothing": 1.0}, "objective.label_smoothing")],
+)
+def test_impossible_options_say_why(options, path):
+    with pytest.raises(ConfigError, match=path):
+        NextToken(**options)
+
+
+def test_is_found_by_name():
+    assert ObjectiveConfig.get_choice_class("next_token") is NextToken
