@@ -1,5 +1,8 @@
 """Tracing and compiling the training step ahead of its first batch, and keeping what was compiled."""
 
+import time
+from collections.abc import Callable
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,25 @@ def lower_step(plan: Plan, phase: Phase) -> jax.stages.Lowered:
     step = make_train_step(phase, plan.layout, plan.precision, abstract)
     ballot = Ballot(plan.layout).cast(Wishes())
     return step.lower(_placed(abstract, plan.layout), _abstract_batch(plan), ballot)
+
+
+def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> jax.stages.Compiled:
+    """The compiled training step of a phase, announced and timed."""
+    show(f"compiling the step of phase '{phase.name}' ...")
+    began = time.perf_counter()
+    compiled = lower_step(plan, phase).compile()
+    show(f"compiled in {time.perf_counter() - began:.1f} s; temporary memory a device {_temporary(compiled)}")
+    return compiled
+
+
+def _temporary(compiled: jax.stages.Compiled) -> str:
+    memory = compiled.memory_analysis()
+    return "unknown" if memory is None else gib(memory.temp_size_in_bytes)
+
+
+def gib(num_bytes: int) -> str:
+    """`1.234 GiB`."""
+    return f"{num_bytes / 2**30:.3f} GiB"
 
 
 def _placed(abstract: RunState, layout: Layout) -> RunState:

@@ -1,16 +1,15 @@
 """The configuration of a run: what the YAML says, as frozen dataclasses."""
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.cli import parse_overrides
-from jaxlm.core.decode import decode, dump
+from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
+from jaxlm.core.decode import decode, drop_stale_keys
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import DistributedConfig
-from jaxlm.core.yaml_source import load_yaml
+from jaxlm.core.yaml_source import Source, load_yaml, merge
 from jaxlm.data.config import DataConfig
 from jaxlm.engine.save_policy import CheckpointerConfig
 from jaxlm.engine.trackers import TrackerConfig
@@ -124,3 +123,63 @@ class RunConfig:
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
     dry_run: bool = False
+
+
+def load_config(arguments: Sequence[str], command: str) -> RunConfig:
+    """Reads a command line: the file that it names, and what it overrides.
+
+    Raises:
+        ConfigError: the first mistake in either.
+        SystemExit: `--help` was asked for, and printed.
+    """
+    parsed = parse_arguments(arguments)
+    if parsed.help:
+        print(help_text(RunConfig, command))
+        raise SystemExit(0)
+    source = Source({}) if parsed.config_path is None else load_yaml(parsed.config_path)
+    dropped = drop_stale_keys(RunConfig, source.tree, option_tree(parsed.options))
+    if dropped:
+        print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
+    source = override(source, parsed.options)
+    stem = None if parsed.config_path is None else Path(parsed.config_path).stem
+    return decode_run(source, stem)
+
+
+def read_config(path: Path) -> RunConfig:
+    """The configuration in a file, without a command line."""
+    return decode_run(load_yaml(path), path.stem)
+
+
+def decode_run(source: Source, name: str | None) -> RunConfig:
+    """A run from a tree: phases take what they leave out from the top level, and the run's id from `name`."""
+    config = decode(RunConfig, Source(_with_inherited(source.tree), source.marks))
+    if config.trainer.id is None and name is not None:
+        config = replace(config, trainer=replace(config.trainer, id=name))
+    return config
+
+
+def _with_inherited(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with every phase's sections laid over the run's own."""
+    phases = tree.get("phases")
+    if not isinstance(phases, list):
+        return dict(tree)
+    return {**tree, "phases": [_phase_with_inherited(tree, p) if isinstance(p, dict) else p for p in phases]}
+
+
+def _phase_with_inherited(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> dict[str, Any]:
+    full = dict(phase)
+    for section in ("data", "objective", "optimizer"):
+        own, shared = phase.get(section), tree.get(section, {})
+        if isinstance(own, dict) and isinstance(shared, dict):
+            # Another type shares no keys that could be meant.
+            same_type = own.get("type", shared.get("type")) == shared.get("type")
+            full[section] = merge(shared, own) if same_type else own
+    return full
+
+
+def run_id_of(config: RunConfig) -> str:
+    """The run's name: `trainer.id`, which a file's stem has filled in, or `run`."""
+    name = config.trainer.id or "run"
+    if "/" in name or name in (".", ".."):
+        raise ConfigError(f"trainer.id: '{name}' cannot name a folder")
+    return name

@@ -1,6 +1,6 @@
 """`--dry_run true`: everything but training. No data, tokenizer or writable folder is needed."""
 
-from jaxlm.compiling import lower_step
+from jaxlm.compiling import compile_step, gib
 from jaxlm.config import RunConfig
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import Phase
@@ -24,8 +24,7 @@ def dry_run(plan: Plan, console: Console) -> None:
     console.show(table("plan (dry run: nothing is read, written or trained)", rows))
     with plan.layout.use():
         for phase in plan.phases:
-            console.show(f"compiling the step of phase '{phase.name}' ...")
-            memory = lower_step(plan, phase).compile().memory_analysis()
+            memory = compile_step(plan, phase, console.show).memory_analysis()
             console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *_memory_rows(memory)]))
     console.show("dry run complete: the step compiles")
 
@@ -34,8 +33,8 @@ def _memory_rows(memory) -> list[tuple[str, str]]:
     if memory is None:
         return [("memory", "this platform does not tell")]
     return [
-        ("memory a device, state and batch", _gib(memory.argument_size_in_bytes)),
-        ("memory a device, temporary", _gib(memory.temp_size_in_bytes)),
+        ("memory a device, state and batch", gib(memory.argument_size_in_bytes)),
+        ("memory a device, temporary", gib(memory.temp_size_in_bytes)),
     ]
 
 
@@ -43,6 +42,3 @@ def _corners(phase: Phase) -> str:
     corners = phase.optimizer.corner_points(phase.num_steps)
     return ", ".join(f"step {phase.start + step} {name} {rate:.3g}" for step, rate, name in corners)
 
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3f} GiB"

@@ -7,7 +7,8 @@ from typing import Any
 from jaxlm.config import RunConfig, read_config
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.checkpoint import find_checkpoints
+from jaxlm.engine.checkpoint import Cursor, find_checkpoints
+from jaxlm.engine.phases import Phase
 from jaxlm.plan import Plan, plan_phases
 
 # Keys of the model section that change how it is computed, not what it is.
@@ -52,6 +53,23 @@ def check_same_run(plan: Plan) -> RunConfig | None:
             f" {plan.log_folder}, {plan.checkpoint_folder}"
         )
     return before
+
+
+def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
+    """The phase that a checkpoint stands in, by the plan of today.
+
+    Raises:
+        ConfigError: the plan has no such place: phases or their lengths have been changed behind it.
+    """
+    phase = plan.phases[cursor.phase] if cursor.phase < len(plan.phases) else None
+    if phase is None or phase.name != cursor.phase_name or not phase.start <= cursor.step <= phase.end:
+        today = ", ".join(f"'{p.name}' from step {p.start} to {p.end}" for p in plan.phases)
+        raise ConfigError(
+            f"the newest checkpoint of '{plan.run_id}' stands at step {cursor.step} in phase '{cursor.phase_name}', which"
+            f" the configuration does not lead through: {today}. Raise num_train_steps, or give the run another"
+            " trainer.id"
+        )
+    return phase
 
 
 def changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:

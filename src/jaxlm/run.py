@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.config import dump_config
+from jaxlm.core.decode import dump
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first
 from jaxlm.data.loader import eval_batches
@@ -92,7 +92,7 @@ class Run:
 @contextlib.contextmanager
 def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them again however the run ends."""
-    config_text = dump_config(plan.config)
+    config_text = dump(plan.config)
     files = {"config.yaml": config_text.encode()} | {f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()}
     writer = CheckpointWriter(plan.checkpoint_folder, files)
     writer.prepare()

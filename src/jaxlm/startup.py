@@ -7,6 +7,7 @@ from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.console import duration
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention import choose_attention
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.kernels import default_chunk_tokens
 from jaxlm.plan import Plan
 
@@ -67,3 +68,14 @@ def _checkpoints(plan: Plan) -> str:
     kept = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
     interval = duration(policy.save_interval.total_seconds())
     return f"{plan.checkpoint_folder}: every {interval} (temporary), kept {kept or 'only at the end'}"
+
+
+def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:
+    """The parameter-group table of a phase: every parameter in exactly one row."""
+    groups = phase.groups(model)
+    frozen = tree.num_parameters(phase.split(model)[1])
+    rows = [
+        (group.name, f"{group.num_parameters:,} in {len(group.paths)} arrays, weight decay {group.weight_decay:g}")
+        for group in groups
+    ]
+    return [*rows, ("frozen", f"{frozen:,}")]

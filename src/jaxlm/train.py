@@ -6,15 +6,16 @@ A run is a list of phases over one state: enter a phase (surgery, what trains, o
 the next. Where the run has a checkpoint, it goes on from there, bit for bit.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.commands import run_command
-from jaxlm.compile_cache import keep_compiled_programs
+from jaxlm.compiling import compile_step, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
-from jaxlm.core.runtime import main_first
+from jaxlm.core.runtime import is_main_process, main_first
 from jaxlm.data.loader import train_batches
 from jaxlm.dry_run import assumed_vocabulary, dry_run
 from jaxlm.engine.checkpoint import find_checkpoints
@@ -27,12 +28,11 @@ from jaxlm.engine.reports import Reports
 from jaxlm.engine.restore import Found, newest_good, restore
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
-from jaxlm.engine.step import make_train_step
-from jaxlm.lineage import changes, check_same_run
+from jaxlm.lineage import changes, check_cursor, check_same_run
 from jaxlm.plan import Plan, make_plan
 from jaxlm.report import report
 from jaxlm.run import Run, open_run
-from jaxlm.startup import describe
+from jaxlm.startup import describe, group_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
 
     def body() -> int:
-        config = load_config(RunConfig, "jaxlm.train", sys.argv[1:] if arguments is None else arguments)
+        config = load_config(sys.argv[1:] if arguments is None else arguments, "jaxlm.train")
         outcome = train(config).outcome
         return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
 
@@ -105,7 +105,7 @@ def _train_phases(run: Run, found: Found | None) -> tuple[RunState, Outcome]:
     plan, outcome = run.plan, Done()
     state = None
     if found is not None:
-        current = check_cursor(plan, found.cursor)
+        current = check_cursor(found.cursor, plan)
         state = restore(found, plan.recipe.abstract_state(current), plan.layout)
         run.console.show(f"going on from {found.path}")
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
@@ -126,15 +126,22 @@ def _train_phase(
     plan = run.plan
     data = run.open_data(phase)
     saver = run.saver(phase)
-    with contextlib.closing(_batches(plan, data)) as batches:
+    batches = train_batches(
+        data.train,
+        batch_size=plan.batches.train,
+        num_microbatches=plan.batches.num_microbatches,
+        layout=plan.layout,
+        seed=plan.config.trainer.seed,
+        shuffle=plan.data[phase.index].shuffle,
+    )
+    with contextlib.closing(batches):
         if resumed is None:
             state = enter_phase(plan.recipe, phase, plan.layout, state)
             saver.save_entry(state, batches.state())
         else:
             batches.restore(resumed.position())
         assert state is not None
-        show_groups(run.console, phase, state)
-        train_step = compiled_step(run, phase)
+        run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = (
             TrackerListener(run.trackers),
             ProgressListener(run.console, phase, skipped=int(state.guard.skipped)),
@@ -142,7 +149,7 @@ def _train_phase(
         return run_phase(
             state,
             phase,
-            train_step,
+            compile_step(plan, phase, run.console.show),
             batches,
             reports=Reports(phase.name, run.workload(), listeners),
             hooks=[run.eval_hook(phase, data)],

@@ -1,5 +1,7 @@
 """Small models and inputs that the model tests share."""
 
+from functools import lru_cache
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,12 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.models.base import Inputs
+from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.gpt2 import Gpt2Config
 from jaxlm.models.llama import LlamaConfig
 
 TINY = {
-    "gpt2": Gpt2Config(seq_len=32, hidden_dim=32, num_layers=2, num_heads=4, initializer_range=0.2),
+    "gpt2": Gpt2Config(seq_len=32, hidden_dim=32, num_layers=2, num_heads=4),
     "llama": LlamaConfig(
         seq_len=32,
         hidden_dim=32,
@@ -20,9 +22,21 @@ TINY = {
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        initializer_range=0.2,
     ),
 }
+
+
+@lru_cache
+def _built(config):
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: config.build(vocab_axis(40), key=key), jax.random.key(0))
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.2, s.shape), s.dtype), shapes)
+
+
+@pytest.fixture
+def built():
+    """A configuration's model over 40 tokens with N(0, 0.2) in every parameter, norms and biases too."""
+    return _built
 
 
 @pytest.fixture(params=sorted(TINY))
@@ -45,7 +59,12 @@ def as_inputs():
     return make
 
 
+@jax.jit
+def _logits(model, inputs):
+    return model.logits(model.hidden(inputs).final).array
+
+
 @pytest.fixture
 def logits_of():
     """A model's logits as a plain array [batch, position, vocab]."""
-    return jax.jit(lambda model, inputs: model.logits(model.hidden(inputs).final).array)
+    return _logits

@@ -34,6 +34,7 @@ def gpt2_leaves(model, read):
     def layer(name, reshape=np.asarray):
         return np.stack([reshape(read(f"transformer.h.{i}.{name}")) for i in range(LAYERS)])
 
+    yield model.tokens.weight, read("transformer.wte.weight")
     yield model.positions.weight, read("transformer.wpe.weight")
     yield model.body.final_norm.weight, read("transformer.ln_f.weight")
     yield model.body.final_norm.bias, read("transformer.ln_f.bias")
@@ -58,6 +59,7 @@ def llama_leaves(model, read):
     def layer(name, reshape=np.asarray):
         return np.stack([reshape(read(f"model.layers.{i}.{name}.weight")) for i in range(LAYERS)])
 
+    yield model.tokens.weight, read("model.embed_tokens.weight")
     yield model.body.final_norm.weight, read("model.norm.weight")
     if model.head is not None:
         yield model.head.weight, read("lm_head.weight")
@@ -70,7 +72,8 @@ def llama_leaves(model, read):
         yield getattr(block.mlp, name).weight, layer(f"mlp.{name}")
 
 
-def with_weights_of(model, leaves, reference):
+def with_weights_of(config, leaves, reference):
+    model = jax.eval_shape(lambda key: config.build(vocab_axis(VOCAB), key=key), jax.random.key(0))
     state = {name: tensor.detach().numpy() for name, tensor in reference.state_dict().items()}
     numbers = {id(leaf): value for leaf, value in leaves(model, state.__getitem__)}
 
@@ -127,7 +130,7 @@ def test_gpt2(options, as_inputs):
     )
     reference = randomised(transformers.GPT2LMHeadModel(reference_config))
     config = Gpt2Config(seq_len=24, hidden_dim=DIM, num_layers=LAYERS, num_heads=HEADS, **options)
-    model = with_weights_of(config.build(vocab_axis(VOCAB), key=jax.random.key(0)), gpt2_leaves, reference)
+    model = with_weights_of(config, gpt2_leaves, reference)
     assert_same(model, reference, gpt2_leaves, as_inputs, 24)
 
 
@@ -180,5 +183,5 @@ def test_llama(num_kv_heads, tied, rope, as_inputs):
         tie_word_embeddings=tied,
         rope=rope,
     )
-    model = with_weights_of(config.build(vocab_axis(VOCAB), key=jax.random.key(0)), llama_leaves, reference)
+    model = with_weights_of(config, llama_leaves, reference)
     assert_same(model, reference, llama_leaves, as_inputs, 48)

@@ -82,13 +82,17 @@ def test_flops_are_what_xla_counts(config):
     assert config.flops_per_token(Vocab.size) + causal_half == pytest.approx(counted, rel=0.03)
 
 
+def jitted_build(config, vocab):
+    return jax.jit(lambda key: config.build(vocab_axis(vocab), key=key))(jax.random.key(0))
+
+
 def std(named):
     return float(np.std(named.array))
 
 
 def test_gpt2_initialisation():
     config = Gpt2Config(seq_len=512, hidden_dim=256, num_layers=8, num_heads=4)
-    model = config.build(vocab_axis(1000), key=jax.random.key(0))
+    model = jitted_build(config, 1000)
     block = model.body.layers.stacked
     residual = 0.02 / np.sqrt(2 * 8)
     expected = [(model.tokens, 0.02), (model.positions, 0.01), (block.attn.q_proj, 0.02), (block.mlp.up_proj, 0.02)]
@@ -96,18 +100,19 @@ def test_gpt2_initialisation():
     for part, wanted in expected:
         assert std(part.weight) == pytest.approx(wanted, rel=0.02)
     assert float(jnp.abs(block.attn.q_proj.bias.array).max()) == 0
-    assert not [
-        leaf
-        for leaf in jax.tree.leaves(
-            dataclasses.replace(config, use_bias=False).build(vocab_axis(9), key=jax.random.key(0)).body.layers
-        )
-        if leaf.ndim == 1
-    ]
+    without = jitted_build(dataclasses.replace(config, use_bias=False), 9)
+    assert {leaf.axes[1:] for leaf in named_leaves(without.body.layers) if len(leaf.axes) == 2} == {(config.Embed,)}
+    assert without.body.final_norm.bias is without.body.layers.stacked.mlp.up_proj.bias is None
+
+
+def named_leaves(tree):
+    is_named = lambda leaf: isinstance(leaf, hax.NamedArray)  # noqa: E731
+    return filter(is_named, jax.tree.leaves(tree, is_leaf=is_named))
 
 
 def test_llama_initialisation():
     config = LlamaConfig(hidden_dim=256, intermediate_dim=512, num_layers=4, num_heads=4, num_kv_heads=2)
-    model = config.build(vocab_axis(1000), key=jax.random.key(0))
+    model = jitted_build(config, 1000)
     block = model.body.layers.stacked
     for part in (model.tokens, model.head, block.attn.k_proj, block.attn.o_proj, block.mlp.down_proj):
         assert std(part.weight) == pytest.approx(0.02, rel=0.02)

@@ -9,7 +9,7 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.models import decode
-from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.base import Inputs
 from jaxlm.models.decode import generate
 from jaxlm.models.sampling import Sampling
 
@@ -17,8 +17,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]
 
 
 @pytest.fixture
-def model(tiny):
-    return tiny.build(vocab_axis(40), key=jax.random.key(0))
+def model(tiny, built):
+    return built(tiny)
 
 
 def test_cache_equals_the_full_forward_pass(model, as_inputs, logits_of):

@@ -4,21 +4,23 @@ import json
 import os
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
-LAYOUTS = ["fsdp8", "tp2_fsdp4", "tp2_fsdp4_vocab", "hsdp2x4"]
 DATA_WAYS = {"fsdp8": 8, "tp2_fsdp4": 4, "tp2_fsdp4_vocab": 4, "hsdp2x4": 4}
 HEAD = 64 * 32
+QUICK = {"llama": ["fsdp8", "tp2_fsdp4"]}
+SLOW = {"llama": ["tp2_fsdp4_vocab", "hsdp2x4"], "gpt2": list(DATA_WAYS)}
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
-def report(request):
+@lru_cache
+def reports(family: str, layouts: tuple[str, ...]) -> dict:
     program = Path(__file__).with_name("sharded_program.py")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
-        [sys.executable, program, request.param],
+        [sys.executable, program, family, *layouts],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -28,22 +30,23 @@ def report(request):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_one_device(report, layout):
-    """Loss, metrics, every token's evaluation loss, every gradient leaf, and greedily decoded tokens."""
-    assert report[layout]["difference"] < 1e-5
-    assert report[layout]["text"] == report["text"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_device_receives_more_than_it_needs(report, layout):
+@pytest.mark.parametrize(
+    ("family", "layout", "together"),
+    [
+        pytest.param(family, layout, tuple(layouts), marks=marks, id=f"{family}-{layout}")
+        for table, marks in ((QUICK, []), (SLOW, [pytest.mark.slow]))
+        for family, layouts in table.items()
+        for layout in layouts
+    ],
+)
+def test_equals_one_device_and_moves_no_more_than_it_must(family, layout, together):
+    report = reports(family, together)
     found = report[layout]
+    # Loss, metrics, every token's evaluation loss, every leaf of the gradient; then greedily decoded tokens.
+    assert found["difference"] < 1e-5
+    assert found["text"] == report["text"]
+    assert found["gradient_at_rest"]
     assert found["largest_gather"] <= max(report["layer"], HEAD), "more than one layer, or the head, gathered at once"
     head_part = HEAD // DATA_WAYS[layout] // (2 if layout.endswith("vocab") else 1)
     assert head_part in found["scatters"], "the head's gradient is not scattered to where it rests"
     assert found["whole_stacks"] == [], "gathered parameters of all layers exist at once"
-
-
-@pytest.mark.parametrize("layout", ["fsdp8", "tp2_fsdp4", "hsdp2x4"])
-def test_gradients_land_where_parameters_rest(report, layout):
-    assert report[layout]["gradient_at_rest"]

@@ -1,0 +1,39 @@
+"""Durations as people write them."""
+
+import re
+from datetime import timedelta
+
+from jaxlm.core.errors import ConfigError
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|hrs?|h|days?|d)(?![a-z])", re.IGNORECASE)
+_CLOCK = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
+
+
+def parse_duration(value: object) -> timedelta:
+    """`15m`, `15min`, `1h30m`, `5 minutes`, `1:30:00`, or a number of seconds.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return timedelta(seconds=value)
+    text = value.strip() if isinstance(value, str) else ""
+    if clock := _CLOCK.fullmatch(text):
+        return timedelta(hours=int(clock[1]), minutes=int(clock[2]), seconds=float(clock[3]))
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return timedelta(seconds=float(text))
+    seconds, end = 0.0, 0
+    for part in _PART.finditer(text):
+        if part.start() != end:
+            break
+        seconds, end = seconds + float(part[1]) * _UNITS_S[part[2][0].lower()], part.end()
+    if not text or end != len(text):
+        raise ConfigError(f"{value!r} is not a duration. Allowed: 15m, 1h30m, '5 minutes', '1:30:00', or seconds (600)")
+    return timedelta(seconds=seconds)
+
+
+def format_duration(value: timedelta) -> int | float:
+    """Seconds, so that `parse_duration` gives the same duration back."""
+    seconds = value.total_seconds()
+    return int(seconds) if seconds == int(seconds) else seconds

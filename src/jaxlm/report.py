@@ -1,0 +1,49 @@
+"""What came out: the few lines at the end of a run."""
+
+import gzip
+import lzma
+from collections.abc import Iterable
+
+from jaxlm.engine.checkpoint import find_checkpoints
+from jaxlm.engine.console import Console, table
+from jaxlm.engine.pictures import loss_curve
+from jaxlm.engine.trackers import read_jsonl
+from jaxlm.plan import Plan
+
+
+def final_report(plan: Plan, console: Console, validation_text: Iterable[str] | None) -> None:
+    """Shows validation loss, bits per byte beside compressors', and where everything is; draws the loss curve.
+
+    Args:
+        validation_text: the validation documents, for the compressors; None leaves them out.
+    """
+    records = read_jsonl(plan.log_folder / "metrics.jsonl")
+    latest = {name: value for record in records for name, value in record.items() if value is not None}
+    picture = plan.log_folder / "loss.png"
+    loss_curve(records, picture, f"{plan.run_id}: {plan.num_steps} steps")
+    checkpoint = find_checkpoints(plan.checkpoint_folder)[-1]
+    rows = [("steps", f"{int(latest['step'])} of {plan.num_steps}"), ("training loss", _number(latest, "train/loss"))]
+    if "eval/loss" in latest:
+        rows += [("validation loss", _number(latest, "eval/loss")), ("bits per byte", _number(latest, "eval/bpb"))]
+        rows += [] if validation_text is None else compressors(validation_text)
+    rows += [
+        ("checkpoint", str(checkpoint)),
+        ("loss curve", str(picture)),
+        ("numbers", str(plan.log_folder / "metrics.jsonl")),
+        ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoint_folder} --prompt "..."'),
+        ("to go on", f"the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
+    ]
+    console.show(table("report", rows))
+
+
+def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Bits per byte of general compressors on all the texts as one stream: what a model has to beat."""
+    raw = "".join(texts).encode()
+    sizes = {"gzip -9": len(gzip.compress(raw, 9)), "xz -9": len(lzma.compress(raw, preset=9))}
+    return [(f"  {name} on it", f"{8 * size / len(raw):.4f} ({len(raw):,} bytes)") for name, size in sizes.items()]
+
+
+def _number(latest: dict[str, float], name: str) -> str:
+    return f"{latest[name]:.4f}" if name in latest else "none"
+
+
