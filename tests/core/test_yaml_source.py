@@ -1,0 +1,77 @@
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import load_yaml, parse_value
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / "run.yaml"
+
+
+def test_include_as_value_below_and_whole(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "inner.yaml").write_text("deep: 1\n")
+    (tmp_path / "sub" / "data.yaml").write_text("urls: [a]\nmore: !include inner.yaml\n")
+    run = write(
+        tmp_path,
+        run="<<: !include base.yaml\ndata: !include sub/data.yaml\ntrainer: {seed: 2}\n",
+        base="trainer: {seed: 1, steps: 5}\nmodel: {type: llama}\n",
+    )
+    assert load_yaml(run).tree == {
+        "trainer": {"seed": 2, "steps": 5},
+        "model": {"type": "llama"},
+        "data": {"urls": ["a"], "more": {"deep": 1}},
+    }
+    assert load_yaml(write(tmp_path, run="!include base.yaml\n")).tree["model"] == {"type": "llama"}
+
+
+def test_marks_tell_file_and_line(tmp_path):
+    source = load_yaml(write(tmp_path, run="data: !include d.yaml\ntrainer:\n  seed: 1\n", d="\nurls: 3\n"))
+    assert source.where(("trainer", "seed")).endswith("run.yaml:3")
+    assert source.where(("data", "urls")).endswith("d.yaml:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a: 1\nb:\n  c: 1\n  c: 2\n", ["run.yaml:4", "b.c", "line 3"]),
+        ("a: !include nowhere.yaml\n", ["run.yaml:1", "nowhere.yaml"]),
+        ("a: !include run.yaml\n", ["run.yaml:1", "circle", "run.yaml -> run.yaml"]),
+        ("a: [1\n", ["run.yaml:2"]),
+        ("", ["run.yaml", "empty"]),
+        ("- 1\n", ["run.yaml", "list", "mapping"]),
+        ("<<: 3\n", ["run.yaml:1", "mapping"]),
+    ],
+)
+def test_mistakes_name_file_and_line(tmp_path, text, parts):
+    with pytest.raises(ConfigError) as error:
+        load_yaml(write(tmp_path, run=text))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(ConfigError, match="absent.yaml"):
+        load_yaml(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("6E-4", 6e-4),
+        ("1e3", 1000.0),
+        ("1_024", 1024),
+        ("512.0", 512.0),
+        ("yes", "yes"),
+        ("true", True),
+        ("null", None),
+        ("[a, 1]", ["a", 1]),
+        ("1:30:00", 5400),
+        ("", None),
+    ],
+)
+def test_scalars(text, value):
+    assert parse_value(text) == value
+    assert type(parse_value(text)) is type(value)

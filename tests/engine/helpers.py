@@ -1,0 +1,92 @@
+"""A tiny run without files: model, mesh, phase and random batches."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core.precision import Precision
+from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.sharding import Layout
+from jaxlm.core.types import TokenBatch
+from jaxlm.engine.agreement import Ballot, Wishes
+from jaxlm.engine.phases import Phase, Recipe, enter_phase
+from jaxlm.engine.state import RunState
+from jaxlm.engine.step import make_train_step
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.objectives.next_token import NextToken
+from jaxlm.optim.adam import AdamConfig
+
+MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2)
+VOCAB = 64
+AXES = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": VOCAB, "layers": 2}
+F32 = Precision(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
+
+
+def layout(model: int = 1, replica: int = 1, fsdp: bool = True) -> Layout:
+    """All simulated devices; data takes what model and replica leave."""
+    shape = mesh_shape(len(jax.devices()), replica=replica, model=model)
+    tensor_parallel = ("mlp", "heads") if model > 1 else ()
+    return make_layout(shape, AxisMappings("batch", ("embed",) if fsdp else (), tensor_parallel, {}, {}), AXES)
+
+
+def phase(**changes: Any) -> Phase:
+    """Plain pretraining for 20 steps."""
+    usual = Phase(0, "train", (), (".*",), NextToken(), AdamConfig(learning_rate=1e-2, warmup=0), 0, 20)
+    return replace(usual, **changes)
+
+
+def arrays(seed: int, rows: int = 16) -> dict[str, np.ndarray]:
+    """Random tokens in runs that repeat, with unequal masks, {rows, 16}."""
+    rng = np.random.default_rng(seed)
+    ids = (np.arange(17) * rng.integers(1, 4, (rows, 1)) + rng.integers(0, VOCAB, (rows, 1))) % VOCAB
+    mask = (rng.random((rows, 16)) < np.linspace(0.1, 1.0, rows)[:, None]).astype(np.float32)
+    return {
+        "tokens": ids[:, :-1].astype(np.int32),
+        "targets": ids[:, 1:].astype(np.int32),
+        "loss_mask": mask,
+        "segment_ids": np.ones((rows, 16), np.int32),
+        "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (rows, 16)).copy(),
+    }
+
+
+def batch(columns: dict[str, np.ndarray], where: Layout, num_microbatches: int = 1) -> TokenBatch:
+    """The columns as a sharded training batch."""
+    rows = columns["tokens"].shape[0]
+    axes = (hax.Axis("microbatch", num_microbatches), hax.Axis("batch", rows // num_microbatches), MODEL.Pos)
+    place = where.compute_sharding(axes)
+    shape = tuple(axis.size for axis in axes)
+    return TokenBatch(**{k: hax.named(jax.device_put(v.reshape(shape), place), axes) for k, v in columns.items()})
+
+
+@dataclass
+class TinyRun:
+    """A state and its step."""
+
+    where: Layout
+    phase: Phase = field(default_factory=phase)
+    precision: Precision = F32
+
+    def __post_init__(self):
+        self.recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+        self.abstract = self.recipe.abstract_state(self.phase)
+        with self.where.use():
+            self.state: RunState = enter_phase(self.recipe, self.phase, self.where, None)
+        self._step = make_train_step(self.phase, self.where, self.precision, self.abstract)
+        self._blank = Ballot(self.where).cast(Wishes())
+
+    def step(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> dict[str, float]:
+        """One step on a batch; returns its metrics."""
+        with self.where.use():
+            self.state, report = self._step(self.state, batch(columns, self.where, num_microbatches), self._blank)
+        return {name: float(value) for name, value in report.metrics.items()}
+
+    def compiled_text(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> str:
+        """The compiled step, as HLO text."""
+        with self.where.use():
+            arguments = (self.state, batch(columns, self.where, num_microbatches), self._blank)
+            return self._step.lower(*arguments).compile().as_text()

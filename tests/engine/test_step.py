@@ -1,0 +1,129 @@
+"""The step: accumulation, sharding and the finite guard, against an unsharded run, bit for bit where promised."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.objectives.next_token import NextToken
+from tests.engine.helpers import TinyRun, arrays, layout, phase
+
+POISON = 63  # a batch whose first token this is, is poisoned
+
+
+def host(run: TinyRun) -> dict[str, np.ndarray]:
+    return {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(run.state)}
+
+
+def assert_identical(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, but: tuple[str, ...] = ()):
+    assert a.keys() == b.keys()
+    different = [k for k in a if k not in but and a[k].tobytes() != b[k].tobytes()]
+    assert different == []
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_microbatches):
+    # Adam's first moment after one step is (1 - beta1) x the clipped gradient, so comparing states compares gradients.
+    whole, cut = TinyRun(_one_device_layout()), TinyRun(_one_device_layout())
+    a, b = whole.step(arrays(0)), cut.step(arrays(0), num_microbatches)
+    assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-6)
+    assert a["grad/norm/total"] == pytest.approx(b["grad/norm/total"], rel=1e-6)
+    for path, expected in host(whole).items():
+        if ".mu." in path:
+            np.testing.assert_allclose(host(cut)[path], expected, rtol=1e-4, atol=1e-7, err_msg=path)
+
+
+MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica": 2}, "ddp 8": {"fsdp": False}}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_trains_the_same(name, single_device_losses):
+    run = TinyRun(layout(**MESHES[name]))
+    losses = [run.step(arrays(i), 2 if name == "tp 2 x fsdp 4" else 1)["train/loss"] for i in range(20)]
+    assert losses[0] - losses[-1] > 1.0
+    np.testing.assert_allclose(losses, single_device_losses, rtol=1e-5)
+
+
+def test_shards_have_the_shape_that_the_mapping_says():
+    where = layout(model=2)
+    run = TinyRun(where)
+    ways = {"data": 4, "model": 2, "replica": 1}
+    for path, leaf in tree.leaves(run.state.model):
+        expected = tuple(
+            axis.size // ways.get(where.parameter.get(axis.name), 1)  # type: ignore[arg-type]
+            for axis in leaf.axes
+        )
+        assert {shard.data.shape for shard in leaf.array.addressable_shards} == {expected}, path
+
+
+@dataclass(frozen=True)
+class Poisoned(NextToken):
+    """Next-token loss that turns to NaN on a poisoned batch: in the loss, or only in the gradient of one leaf."""
+
+    where: str = "loss"
+
+    def terms(self, model, batch, slot, *, key):
+        bad = batch.tokens.array[0, 0] == POISON
+        if self.where == "gradient":
+            model = eqx.tree_at(lambda m: m.body.final_norm.weight, model, replace_fn=lambda w: _nan_gradient(w, bad))
+        terms, metrics, slot = super().terms(model, batch, slot, key=key)
+        if self.where == "loss":
+            terms["loss"] = eqx.tree_at(lambda s: s.total, terms["loss"], replace_fn=lambda t: jnp.where(bad, jnp.nan, t))
+        return terms, metrics, slot
+
+
+def _nan_gradient(weight: hax.NamedArray, bad: jax.Array) -> hax.NamedArray:
+    @jax.custom_vjp
+    def same(x, bad):
+        return x
+
+    def backward(bad, g):
+        return g.at[3].set(jnp.where(bad, jnp.nan, g[3])), None
+
+    same.defvjp(lambda x, bad: (x, bad), backward)
+    return hax.named(same(weight.array, bad), weight.axes)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("bad_step", [1, 5, 20])
+def test_a_non_finite_step_costs_exactly_itself(where, bad_step):
+    clean_batches = [arrays(i) for i in range(20)]
+    for columns in clean_batches:
+        columns["tokens"][0, 0] %= POISON
+    poisoned = arrays(99)
+    poisoned["tokens"][0, 0] = POISON
+    with_bad = [*clean_batches[: bad_step - 1], poisoned, *clean_batches[bad_step - 1 :]]
+
+    run, clean = (TinyRun(layout(), phase(objective=Poisoned(where=where), end=21)) for _ in range(2))
+    skipped = []
+    for columns in with_bad[:20]:
+        before = host(run)
+        skipped.append(run.step(columns)["train/skipped_steps"])
+        if columns is poisoned:
+            assert_identical(host(run), before, but=("step", "guard.skipped"))
+    assert skipped == [0.0] * (bad_step - 1) + [1.0] * (21 - bad_step)
+    for columns in [c for c in with_bad[:20] if c is not poisoned]:
+        clean.step(columns)
+    assert_identical(host(run), host(clean), but=("step", "guard.skipped"))
+    assert all(np.isfinite(array).all() for array in host(run).values())
+
+
+@pytest.fixture(scope="module")
+def single_device_losses():
+    """The losses on one device, where nothing is sharded."""
+    run = TinyRun(_one_device_layout())
+    return [run.step(arrays(i))["train/loss"] for i in range(20)]
+
+
+def _one_device_layout():
+    from jax.sharding import AxisType, Mesh
+
+    from jaxlm.core.sharding import Layout
+
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    return Layout(mesh, {"batch": ("replica", "data")}, {"batch": ("replica", "data")})
