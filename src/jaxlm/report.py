@@ -11,12 +11,8 @@ from jaxlm.engine.trackers import read_jsonl
 from jaxlm.plan import Plan
 
 
-def final_report(plan: Plan, console: Console, validation_text: Iterable[str] | None) -> None:
-    """Shows validation loss, bits per byte beside compressors', and where everything is; draws the loss curve.
-
-    Args:
-        validation_text: the validation documents, for the compressors; None leaves them out.
-    """
+def final_report(plan: Plan, console: Console) -> None:
+    """Shows validation loss, bits per byte beside compressors', and where everything is; draws the loss curve."""
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
     picture = plan.log_folder / "loss.png"
@@ -25,7 +21,7 @@ def final_report(plan: Plan, console: Console, validation_text: Iterable[str] | 
     rows = [("steps", f"{int(latest['step'])} of {plan.num_steps}"), ("training loss", _number(latest, "train/loss"))]
     if "eval/loss" in latest:
         rows += [("validation loss", _number(latest, "eval/loss")), ("bits per byte", _number(latest, "eval/bpb"))]
-        rows += [] if validation_text is None else compressors(validation_text)
+        rows += compressors(plan.data[-1].validation_documents())
     rows += [
         ("checkpoint", str(checkpoint)),
         ("loss curve", str(picture)),

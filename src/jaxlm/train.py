@@ -30,7 +30,7 @@ from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.lineage import changes, check_cursor, check_same_run
 from jaxlm.plan import Plan, make_plan
-from jaxlm.report import report
+from jaxlm.report import final_report
 from jaxlm.run import Run, open_run
 from jaxlm.startup import describe, group_rows
 
@@ -94,8 +94,8 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         open_run(plan, tokenizer, console, stop, resume_step=resume_step) as run,
     ):
         state, outcome = _train_phases(run, found)
-    if is_main_process():
-        report(plan, outcome, console)
+    if is_main_process() and isinstance(outcome, Done):
+        final_report(plan, console)
     console.close()
     return TrainResult(state, outcome, find_checkpoints(plan.checkpoint_folder)[-1], plan)
 

@@ -46,6 +46,12 @@ def tiny(request):
 
 
 @pytest.fixture
+def tiny_llama():
+    """One configuration, for what does not depend on the family."""
+    return TINY["llama"]
+
+
+@pytest.fixture
 def as_inputs():
     """Makes `Inputs` of integer arrays [batch, position]; by default one document a row."""
 

@@ -115,7 +115,11 @@ def assert_same(model, reference, leaves, as_inputs, seq_len):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}, {"activation_function": "relu"}],
+    [
+        {},
+        {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"},
+        pytest.param({"activation_function": "relu"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_gpt2(options, as_inputs):
@@ -147,7 +151,7 @@ LLAMA3 = {
     [
         (4, True, DefaultRotary(theta=100.0)),
         (2, False, DefaultRotary(theta=100.0)),
-        (1, True, DefaultRotary(theta=100.0)),
+        pytest.param(1, True, DefaultRotary(theta=100.0), marks=pytest.mark.slow),
         (2, False, Llama3Rotary(theta=100.0, **LLAMA3)),
     ],
     ids=str,

@@ -21,6 +21,11 @@ def model(tiny, built):
     return built(tiny)
 
 
+@pytest.fixture
+def llama(tiny_llama, built):
+    return built(tiny_llama)
+
+
 def test_cache_equals_the_full_forward_pass(model, as_inputs, logits_of):
     tokens = np.random.default_rng(0).integers(0, 40, size=(2, 12))
     # the second row is padded by four on the left
@@ -65,30 +70,30 @@ def test_greedy_rows_of_a_batch_equal_full_forward_passes(model):
     assert new == [greedy_by_hand(model, prompt, 12) for prompt in PROMPTS]
 
 
-def test_a_row_does_not_depend_on_its_batch(model):
+def test_a_row_does_not_depend_on_its_batch(llama):
     options = {"max_new_tokens": 10, "temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 3}
-    together = generate(model, PROMPTS, **options)
-    assert together == [generate(model, [prompt], **options)[0] for prompt in PROMPTS]
-    assert generate(model, PROMPTS[::-1], **options) == together[::-1]
-    assert generate(model, PROMPTS, **{**options, "seed": 4}) != together
-    twice = generate(model, [PROMPTS[0]] * 2, **options)
+    together = generate(llama, PROMPTS, **options)
+    assert together == [generate(llama, [prompt], **options)[0] for prompt in PROMPTS]
+    assert generate(llama, PROMPTS[::-1], **options) == together[::-1]
+    assert generate(llama, PROMPTS, **{**options, "seed": 4}) != together
+    twice = generate(llama, [PROMPTS[0]] * 2, **options)
     assert twice[0] == together[0]
     assert twice[1] != twice[0], "the same prompt again is another sample"
 
 
-def test_stops_before_the_end_token(model):
-    free = generate(model, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1)
+def test_stops_before_the_end_token(llama):
+    free = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1)
     eos = free[2][4]
-    stopped = generate(model, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1, eos_id=eos)
+    stopped = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1, eos_id=eos)
     assert stopped == [row[: row.index(eos)] if eos in row else row for row in free]
 
 
-def test_shapes_are_compiled_once(model):
+def test_shapes_are_compiled_once(llama):
     options = {"max_new_tokens": 5, "temperature": 0.7}
-    generate(model, [[1, 2]], **options)
+    generate(llama, [[1, 2]], **options)
     before = decode._continue._cached._cache_size()
     for length in range(1, 20):
-        generate(model, [[1] * length], **{**options, "max_new_tokens": 1 + length % 7, "seed": length})
+        generate(llama, [[1] * length], **{**options, "max_new_tokens": 1 + length % 7, "seed": length})
     assert decode._continue._cached._cache_size() == before
 
 
@@ -102,15 +107,15 @@ def test_shapes_are_compiled_once(model):
         ([[1]], -1, "max_new_tokens: -1"),
     ],
 )
-def test_impossible_requests_say_why(model, prompts, num_new, message):
+def test_impossible_requests_say_why(llama, prompts, num_new, message):
     with pytest.raises(ConfigError, match=message):
-        generate(model, prompts, max_new_tokens=num_new)
+        generate(llama, prompts, max_new_tokens=num_new)
 
 
-def test_nothing_to_do(model):
-    assert generate(model, [], max_new_tokens=4) == []
-    assert generate(model, [[1], [2]], max_new_tokens=0) == [[], []]
-    assert len(generate(model, [[1] * 28], max_new_tokens=4)[0]) == 4
+def test_nothing_to_do(llama):
+    assert generate(llama, [], max_new_tokens=4) == []
+    assert generate(llama, [[1], [2]], max_new_tokens=0) == [[], []]
+    assert len(generate(llama, [[1] * 28], max_new_tokens=4)[0]) == 4
 
 
 def frequencies(sampling, logits, draws=20_000):

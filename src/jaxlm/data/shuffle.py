@@ -1,0 +1,40 @@
+"""Shuffling as a function: where example i of an epoch is found, without ever making the whole order.
+
+A Feistel network is a bijection on 2k-bit numbers whatever its round function; numbers that fall outside of 0..n are
+sent through again until they do not ("cycle walking"; Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).
+"""
+
+import numpy as np
+
+_ROUNDS = 6
+_WORD = 1 << 64
+
+
+def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: np.ndarray) -> np.ndarray:
+    """int64: the places of `indices` in a permutation of 0..size that `seed` and `epoch` choose.
+
+    Args:
+        indices: int64, each from 0 to size, exclusive.
+        epoch: int64, of the same shape: one permutation each.
+    """
+    half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
+    keys = _mixed(epoch.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % _WORD))
+    values = _feistel(indices.astype(np.uint64), keys, half)
+    while (outside := values >= size).any():
+        values[outside] = _feistel(values[outside], keys[outside], half)
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (_mixed(right + keys + np.uint64(number * 0xD1B54A32D192ED03 % _WORD)) & mask)
+    return (left << half) | right
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele et al. 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
