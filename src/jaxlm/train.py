@@ -107,7 +107,9 @@ def _train_phases(run: Run, found: Found | None) -> tuple[RunState, Outcome]:
     if found is not None:
         current = check_cursor(found.cursor, plan)
         state = restore(found, plan.recipe.abstract_state(current), plan.layout)
-        run.console.show(f"going on from {found.path}")
+        complete = found.cursor.step == plan.num_steps
+        done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
+        run.console.show(f"{done}, from {found.path}")
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
         resumed = found if found is not None and found.cursor.phase == phase.index else None
         if resumed is not None and resumed.cursor.step == phase.end:

@@ -118,7 +118,7 @@ def restore(found: Found, abstract: T, layout: Layout, *, prefix: str = "") -> T
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays: Mapping[str, jax.Array] = reader.restore(
-            found.path / "state",
+            found.path.absolute() / "state",
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.models.base import Inputs
+
+
+def as_keys(x: NamedArray) -> NamedArray:
+    """{position} renamed to {key_position}: the same tokens, as those that are looked at."""
+    renames: dict[AxisSelector, AxisSelector] = {POSITION: KEY_POSITION}
+    return x.rename(renames)
 
 
 class Visibility(eqx.Module):
@@ -34,13 +40,7 @@ class Visibility(eqx.Module):
     @staticmethod
     def within(inputs: Inputs) -> "Visibility":
         """The inputs among themselves."""
-        as_keys = {POSITION: KEY_POSITION}
-        return Visibility(
-            inputs.positions,
-            inputs.segment_ids,
-            inputs.positions.rename(as_keys),
-            inputs.segment_ids.rename(as_keys),
-        )
+        return Visibility(inputs.positions, inputs.segment_ids, *map(as_keys, (inputs.positions, inputs.segment_ids)))
 
 
 @dataclass(frozen=True)

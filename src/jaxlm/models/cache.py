@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import KEY_POSITION, POSITION
-from jaxlm.models.attention import Visibility
+from jaxlm.models.attention import Visibility, as_keys
 from jaxlm.models.base import Cache, Inputs
 
 
@@ -20,9 +20,9 @@ def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSiz
 
 def append(column: NamedArray, new: NamedArray, at: jax.Array) -> NamedArray:
     """Writes {..., position, ...} values into a {..., key_position, ...} column, from slot `at` on."""
-    new = new.rename({POSITION: KEY_POSITION}).rearrange([axis.name for axis in column.axes])
-    dim = column.axis_indices(KEY_POSITION)
-    array = jax.lax.dynamic_update_slice_in_dim(column.array, new.array.astype(column.dtype), at, dim)
+    names = [axis.name for axis in column.axes]
+    new = as_keys(new).rearrange(names).astype(column.dtype)
+    array = jax.lax.dynamic_update_slice_in_dim(column.array, new.array, at, names.index(KEY_POSITION))
     return NamedArray(array, column.axes)
 
 

@@ -173,6 +173,7 @@ def _continue(
 
     cache = model.init_cache(Batch, Width.size + room, model.lm_head().dtype)
     first = model.hidden(prompt, cache=cache)
+    assert first.cache is not None
     state = _Decoding(
         first.cache,
         token=jnp.zeros(Batch.size, jnp.int32),

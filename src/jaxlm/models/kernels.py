@@ -18,7 +18,7 @@ Shapes: B batch, S position, C tokens of a chunk, N chunks, D embed, V vocab (th
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -84,8 +84,9 @@ def next_token_sums(
     x_BSD, w_VD = hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
-    total, (cross_entropy, z_loss, correct) = _loss(spec, x_BSD, w_VD, y_BS, m_BS)
-    return LossSums(total, *map(jax.lax.stop_gradient, (cross_entropy, z_loss, correct)))
+    sums: tuple[jax.Array, tuple[jax.Array, ...]] = _loss(spec, x_BSD, w_VD, y_BS, m_BS)  # type: ignore[assignment]
+    total, metrics = sums
+    return LossSums(total, *map(jax.lax.stop_gradient, metrics))
 
 
 def token_losses(
@@ -196,10 +197,10 @@ class _Wanted(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What the forward pass leaves for the backward pass; None where nobody asks."""
+    """Arrays that the forward pass leaves for the backward pass, or their places; None where nobody asks."""
 
-    hidden: jax.Array | None
-    head: jax.Array | None
+    hidden: Any
+    head: Any
 
 
 def _chunk_loss(spec: _LossSpec, x_CD, w_VD, y_C, m_C):
@@ -252,8 +253,9 @@ def _walk(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):
 
     start = (jnp.zeros(4, jnp.float32), jnp.zeros(w_VD.shape, jnp.float32) if wanted.head else None)
     (sums, dw_VD), dx_NCD = jax.lax.scan(one_chunk, start, chunks)
-    dx_BSD = dx_NCD.reshape(-1, x_BSD.shape[-1])[:num_tokens].reshape(x_BSD.shape) if wanted.hidden else None
-    dw_VD = spec.place.to_rest(dw_VD) if wanted.head else None
+    dx_BSD = None if dx_NCD is None else dx_NCD.reshape(-1, x_BSD.shape[-1])[:num_tokens].reshape(x_BSD.shape)
+    if dw_VD is not None:
+        dw_VD = spec.place.to_rest(dw_VD)
     return spec.place.sum_tokens(sums), _Gradients(dx_BSD, dw_VD)
 
 
@@ -269,7 +271,7 @@ def _walk_on_mesh(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(spec: _LossSpec, x_BSD, w_VD, y_BS, m_BS):
+def _loss(spec: _LossSpec, x_BSD, w_VD, y_BS, m_BS) -> Any:
     return _walk_on_mesh(spec, _Wanted(False, False), x_BSD, w_VD, y_BS, m_BS)[0]
 
 

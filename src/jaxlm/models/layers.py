@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
-from jaxlm.core.axes import KEY_POSITION, POSITION
-from jaxlm.models.attention import Visibility, attention
+from jaxlm.models.attention import Visibility, as_keys, attention
 from jaxlm.models.cache import append
 from jaxlm.models.rotary import Rotation
 
@@ -165,7 +164,7 @@ class SelfAttention(eqx.Module):
             q, k = context.rotation(q), context.rotation(k)
         new = KeysValues(k, v)
         if past is None:
-            k, v = (a.rename({POSITION: KEY_POSITION}) for a in (k, v))
+            k, v = as_keys(k), as_keys(v)
         else:
             assert context.cached is not None
             k, v = append(past.keys, k, context.cached), append(past.values, v, context.cached)

@@ -1,0 +1,119 @@
+"""Runs of the real command in processes of their own, on a small corpus."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parents[2]
+
+CONFIG = """
+data:
+  train_urls: [{corpus}]
+  validation_urls: [{held_out}]
+  cache_dir: {cache}
+  vocab_size: 300
+model:
+  type: llama
+  seq_len: 32
+  hidden_dim: 32
+  intermediate_dim: 64
+  num_layers: 2
+  num_heads: 4
+  num_kv_heads: 2
+trainer:
+  num_train_steps: 24
+  train_batch_size: 16
+  steps_per_eval: 9
+  max_eval_batches: 2
+  log_dir: logs
+  compilation_cache_dir: {cache}/xla
+  checkpointer: {{base_path: checkpoints, save_interval: 1000s, keep: [{{every: 5}}]}}
+optimizer: {{learning_rate: 1.0e-2, warmup: 2}}
+"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder to run commands in, with a configuration."""
+
+    folder: Path
+    cache: Path
+    corpus: Path
+    devices: int = 1
+
+    def write(self, extra: str = "", name: str = "run") -> Path:
+        """The small configuration, with further YAML below it."""
+        text = CONFIG.format(corpus=self.corpus / "train", held_out=self.corpus / "validation", cache=self.cache)
+        path = self.folder / f"{name}.yaml"
+        path.write_text(text + textwrap.dedent(extra))
+        return path
+
+    def start(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> subprocess.Popen[str]:
+        """Starts a command."""
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.devices}",
+            "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}",
+            **environment,
+        }
+        command = [sys.executable, "-m", module, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=env, **pipes)
+
+    def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:
+        """Runs a command to its end."""
+        process = self.start(*arguments, module=module, **environment)
+        out, err = process.communicate(timeout=500)
+        return Finished(process.returncode, out, err)
+
+    def losses(self, run_id: str = "run") -> dict[int, str]:
+        """Step -> training loss, in hexadecimal; fails on a step that is logged twice."""
+        losses: dict[int, str] = {}
+        for line in (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if "train/loss" in record:
+                assert record["step"] not in losses
+                losses[record["step"]] = float(record["train/loss"]).hex()
+        return losses
+
+    def checkpoints(self, run_id: str = "run") -> list[str]:
+        """Names of all that lies in the run's checkpoint folder."""
+        folder = self.folder / "checkpoints" / run_id
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def digest(self, checkpoint: str, run_id: str = "run") -> dict[str, str]:
+        """Path of each array in a checkpoint -> hash of its bytes."""
+        import orbax.checkpoint as ocp
+
+        folder = self.folder / "checkpoints" / run_id / checkpoint / "state"
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            paths = reader.metadata(folder).item_metadata.tree
+            as_numpy = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
+            arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        return {p: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest() for p, a in arrays.items()}
+
+
+def make_corpus(folder: Path) -> None:
+    """A few modules of the standard library, some to train on and some held out."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for split, names in {"train": ["argparse", "ast", "inspect", "textwrap"], "validation": ["bisect", "heapq"]}.items():
+        (folder / split).mkdir(parents=True)
+        for name in names:
+            (folder / split / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())

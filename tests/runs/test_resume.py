@@ -1,0 +1,79 @@
+"""kill -9 at a random moment and the same command again: bit for bit the run that was never killed."""
+
+import random
+import signal
+import time
+from functools import cache
+
+import pytest
+
+from tests.runs.commands import Workplace
+
+MESHES = {
+    "one device": (1, ()),
+    "fsdp 8": (8, ()),
+    "tp 2 x fsdp 4": (8, ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")),
+}
+# Two micro-batches on every mesh.
+PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2"}
+
+
+def arguments(mesh: str) -> list[str]:
+    return ["--config_path", "run.yaml", "--trainer.per_device_parallelism", PARALLELISM[mesh], *MESHES[mesh][1]]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(workplace):
+    """The run that is never killed, once a mesh: (losses, hashes of its last checkpoint, seconds it took)."""
+
+    @cache
+    def run(mesh: str):
+        place = workplace(MESHES[mesh][0])
+        place.write()
+        assert place.run(*arguments(mesh)).code == 0  # fills the caches
+        place = workplace(MESHES[mesh][0])
+        place.write()
+        began = time.monotonic()
+        finished = place.run(*arguments(mesh))
+        assert finished.code == 0, finished.err
+        return place.losses(), place.digest("step-24"), time.monotonic() - began
+
+    return run
+
+
+def killed_at_random(place: Workplace, mesh: str, seconds: float, rng: random.Random, kills: int) -> None:
+    for _ in range(kills):
+        process = place.start(*arguments(mesh))
+        time.sleep(rng.uniform(0.3, 1.0) * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
+    losses, digest, seconds = uninterrupted(mesh)
+    place = workplace(MESHES[mesh][0])
+    place.write()
+    killed_at_random(place, mesh, seconds, random.Random(seed), kills)
+    finished = place.run(*arguments(mesh))
+    assert finished.code == 0, finished.err
+    assert place.losses() == losses
+    assert place.digest("step-24") == digest
+    assert all("unfinished" not in name for name in place.checkpoints())
+
+
+@pytest.mark.parametrize(("mesh", "seed"), [(mesh, number) for number, mesh in enumerate(MESHES)])
+def test_killed_once(workplace, uninterrupted, mesh, seed):
+    check(workplace, uninterrupted, mesh, seed, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_killed_four_times(workplace, uninterrupted, mesh):
+    check(workplace, uninterrupted, mesh, seed=10, kills=4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_killed_five_times(workplace, uninterrupted, mesh, seed):
+    check(workplace, uninterrupted, mesh, seed, kills=5)
