@@ -45,7 +45,7 @@ class LoraLinear(eqx.Module):
     def around(base: hnn.Linear, *, rank: int, scale: float, key: jax.Array) -> "LoraLinear":
         """An adapter that changes nothing yet: A uniform within +-1/sqrt(fan in), B zero."""
         Rank = Axis(LORA, rank)
-        inputs, outputs = hax.axis.ensure_axes(base.In), hax.axis.ensure_axes(base.Out)  # type: ignore[arg-type]
+        inputs, outputs = _axes(base.In), _axes(base.Out)
         stacked = tuple(ax for ax in base.weight.axes if ax not in (*inputs, *outputs))
         bound = 1.0 / math.sqrt(math.prod(ax.size for ax in inputs))
         a = hax.random.uniform(key, (*stacked, Rank, *inputs), minval=-bound, maxval=bound)
@@ -61,6 +61,10 @@ class LoraLinear(eqx.Module):
         change = hax.dot(self.b, self.a, axis=LORA) * self.scale
         weight = self.base.weight + change.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
         return eqx.tree_at(lambda layer: layer.weight, self.base, weight)
+
+
+def _axes(spec: Any) -> tuple[Axis, ...]:
+    return (spec,) if isinstance(spec, Axis) else tuple(spec)
 
 
 @SurgeryConfig.register_subclass("lora")

@@ -1,0 +1,52 @@
+"""`jaxlm.train`, killing itself (SIGKILL) at a place that the environment names."""
+
+import os
+import signal
+import sys
+
+from jaxlm import train
+from jaxlm.engine import reports
+from jaxlm.engine.saver import Saver
+
+
+def die(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_step(step: int) -> None:
+    """Dies when a step is dispatched."""
+    push = reports.Reports.push
+
+    def pushing(self, number, *args):
+        push(self, number, *args)
+        if number >= step:
+            die()
+
+    reports.Reports.push = pushing
+
+
+PLACES = {
+    "first phase": lambda: at_step(8),
+    "second phase": lambda: at_step(14),
+    # The first phase's last checkpoint is there, and nothing of the second.
+    "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.enter_phase)),
+    # The surgery is done, and its checkpoint is not yet saved.
+    "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_phase(Saver.save_entry)),
+}
+
+
+def die_in_second_phase(function):
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            die()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+if __name__ == "__main__":
+    PLACES[os.environ["JAXLM_TEST_DIES_AT"]]()
+    sys.exit(train.main())

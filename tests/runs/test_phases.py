@@ -1,0 +1,72 @@
+"""Two phases, the second with LoRA on other text: killed in each, at the boundary, and between surgery and first save."""
+
+import json
+import signal
+
+import pytest
+
+from tests.runs.commands import Workplace
+
+TWO_PHASES = """
+phases:
+  - name: pretrain
+    num_train_steps: 12
+  - name: adapt
+    num_train_steps: 12
+    surgery: [{{type: lora, target: "attn|mlp", rank: 4}}]
+    trainable: ['\\.[ab]$']
+    data: {{train_urls: [{corpus}/validation], cache_dir: {cache}-adapt}}
+    optimizer: {{learning_rate: 3.0e-3}}
+"""
+
+
+def start(workplace, devices: int) -> Workplace:
+    place = workplace(devices)
+    place.write(TWO_PHASES.format(corpus=place.corpus, cache=place.cache))
+    return place
+
+
+@pytest.fixture(scope="session", params=[1, 4], ids=["one device", "four devices"])
+def whole(request, workplace):
+    """The run that is never killed: (devices, losses, hashes before and after the second phase)."""
+    place = start(workplace, request.param)
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    return request.param, place.losses(), place.digest("step-12"), place.digest("step-24")
+
+
+def base_of(path: str) -> str:
+    return path.replace(".base.", ".")
+
+
+def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
+    _, losses, before, after = whole
+    assert len(losses) == 24
+    frozen = {path for path in after if path.startswith("model.") and not path.endswith((".a", ".b"))}
+    assert {base_of(path): after[path] for path in frozen} == {p: h for p, h in before.items() if p.startswith("model.")}
+    moments = [path for path in after if ".mu." in path or ".nu." in path]
+    assert moments
+    assert all(path.endswith((".a", ".b")) for path in moments)
+
+
+@pytest.mark.parametrize("fault", ["first phase", "boundary", "after surgery", "second phase"])
+def test_killed(whole, workplace, fault):
+    devices, losses, _, last = whole
+    place = start(workplace, devices)
+    process = place.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT=fault)
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    assert place.losses() == losses
+    assert place.digest("step-24") == last
+    assert place.checkpoints() == ["step-10", "step-12", "step-15", "step-20", "step-24", "step-5"]
+
+
+def test_cursor_tells_entry_from_end(whole, workplace):
+    place = start(workplace, whole[0])
+    process = place.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")
+    process.communicate(timeout=500)
+    assert "step-12-adapt" in place.checkpoints()
+    cursor = json.loads((place.folder / "checkpoints/run/step-12-adapt/run/cursor.json").read_text())
+    assert cursor == {"step": 12, "phase": 1, "phase_name": "adapt", "entering": True, "temporary": True}
