@@ -1,0 +1,137 @@
+"""Damage, and kills inside of a save: the newest good checkpoint is used, and none is ever half there."""
+
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxlm.engine.integrity import DamagedError, verify
+from tests.runs.commands import Workplace
+
+RUN = ("--config_path", "run.yaml")
+
+
+@pytest.fixture(scope="session")
+def finished(workplace) -> tuple[Workplace, dict[int, str], dict[str, str]]:
+    """A finished run, its losses, and the hashes of its last checkpoint."""
+    place = workplace()
+    place.write()
+    result = place.run(*RUN)
+    assert result.code == 0, result.err
+    return place, place.losses(), place.digest("step-24")
+
+
+def copied(finished, workplace) -> Workplace:
+    place = workplace()
+    shutil.copytree(finished[0].folder, place.folder, dirs_exist_ok=True)
+    return place
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_damage_to_any_file_is_noticed(finished, workplace, damage):
+    place = copied(finished, workplace)
+    newest = place.folder / "checkpoints/run/step-24"
+    verify(newest)
+    for path in files_of(newest):
+        content = path.read_bytes()
+        if content or damage == "deleted":
+            DAMAGES[damage](path)
+            with pytest.raises(DamagedError):
+                verify(newest)
+            path.write_bytes(content)
+    verify(newest)
+
+
+def check_falls_back(finished, workplace, number: int, damage: str) -> None:
+    place = copied(finished, workplace)
+    path = files_of(place.folder / "checkpoints/run/step-24")[number]
+    if not path.stat().st_size:
+        damage = "deleted"
+    DAMAGES[damage](path)
+    result = place.run(*RUN)
+    assert result.code == 0, result.err
+    lines = [line for line in result.out.splitlines() if "damaged" in line]
+    assert len(lines) == 1
+    assert "step-24" in lines[0]
+    assert "step-20" in result.out
+    assert "step-24.damaged" in place.checkpoints()
+    assert (place.losses(), place.digest("step-24")) == finished[1:]
+
+
+@pytest.mark.parametrize(("number", "damage"), [(0, "truncated"), (3, "flipped"), (5, "deleted"), (-1, "flipped")])
+def test_a_damaged_newest_checkpoint_is_set_aside(finished, workplace, number, damage):
+    check_falls_back(finished, workplace, number, damage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_file_of_the_newest_checkpoint_in_turn(finished, workplace, damage):
+    for number in range(len(files_of(finished[0].folder / "checkpoints/run/step-24"))):
+        check_falls_back(finished, workplace, number, damage)
+
+
+def test_all_damaged_is_an_error_not_a_new_beginning(finished, workplace):
+    place = copied(finished, workplace)
+    for checkpoint in (place.folder / "checkpoints/run").iterdir():
+        truncate(checkpoint / "run" / "manifest.json")
+    result = place.run(*RUN)
+    assert result.code == 1
+    assert "damaged" in result.err
+    assert "Traceback" not in result.err
+
+
+def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None:
+    """Every step is saved, so nearly every kill falls into a save."""
+    every_step = ("--trainer.checkpointer.keep", "[{every: 1}]")
+    place = workplace()
+    place.write()
+    rng = random.Random(seed)
+    saved = 0
+    for _ in range(kills):
+        process = place.start(*RUN, *every_step)
+        folder = place.folder / "checkpoints/run"
+        while process.poll() is None and not any(folder.glob("*.unfinished")):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.4))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        numbers = [int(n.removeprefix("step-")) for n in place.checkpoints() if "." not in n]
+        for name in numbers:
+            verify(folder / f"step-{name}")
+        assert max(numbers, default=0) >= saved
+        saved = max(numbers, default=0)
+    result = place.run(*RUN, *every_step)
+    assert result.code == 0, result.err
+    assert (place.losses(), place.digest("step-24")) == finished[1:]
+    # The step before the phase began is temporary; every other one is kept, and nothing else is left behind.
+    assert place.checkpoints() == sorted(f"step-{n}" for n in range(1, 25))
+
+
+def test_killed_while_saving(finished, workplace):
+    check_kills_while_saving(finished, workplace, seed=1, kills=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_while_saving_thirty_times(finished, workplace, seed):
+    check_kills_while_saving(finished, workplace, seed=seed, kills=30)
