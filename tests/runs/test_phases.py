@@ -26,7 +26,7 @@ def start(workplace, devices: int) -> Workplace:
     return place
 
 
-@pytest.fixture(scope="session", params=[1, 4], ids=["one device", "four devices"])
+@pytest.fixture(scope="session", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["one device", "four devices"])
 def whole(request, workplace):
     """The run that is never killed: (devices, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)

@@ -1,0 +1,23 @@
+"""`jaxlm.train`, sending itself a signal when a step is dispatched: `<signal>:<process>:<step>[:twice]`."""
+
+import os
+import sys
+
+import jax
+
+from jaxlm import train
+from jaxlm.engine import reports
+
+NUMBER, PROCESS, STEP, *TWICE = os.environ["JAXLM_TEST_SIGNAL"].split(":")
+
+
+def signalling(self, step, *args, push=reports.Reports.push):
+    push(self, step, *args)
+    if step == int(STEP) and jax.process_index() == int(PROCESS):
+        for _ in range(2 if TWICE else 1):
+            os.kill(os.getpid(), int(NUMBER))
+
+
+if __name__ == "__main__":
+    reports.Reports.push = signalling
+    sys.exit(train.main())

@@ -1,0 +1,83 @@
+"""SIGTERM and SIGINT: the step is finished and saved, the exit code tells, and the run goes on bit for bit."""
+
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from tests.runs.commands import Workplace
+
+RUN = ("--config_path", "run.yaml")
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(workplace):
+    """Losses and last hashes of a run on one device, and of two processes with four devices each."""
+
+    def run(processes: int):
+        place = workplace(4 if processes == 2 else 1)
+        place.write()
+        results = [process_end(p) for p in started(place, processes)]
+        assert [r[0] for r in results] == [0] * processes, results
+        return place.losses(), place.digest("step-24")
+
+    return {processes: run(processes) for processes in (1, 2)}
+
+
+def started(place: Workplace, processes: int, module: str = "jaxlm.train", **environment: str) -> list[subprocess.Popen]:
+    """The command in so many processes that know of each other."""
+    if processes == 1:
+        return [place.start(*RUN, module=module, **environment)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = ("--trainer.distributed.coordinator_address", address, "--trainer.distributed.num_processes", "2")
+    return [
+        place.start(*RUN, *common, "--trainer.distributed.process_id", str(i), module=module, **environment)
+        for i in range(2)
+    ]
+
+
+def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("processes", "number", "to"),
+    [
+        (1, signal.SIGTERM, 0),
+        pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.slow),
+        (2, signal.SIGTERM, 1),
+    ],
+)
+def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
+    place = workplace(4 if processes == 2 else 1)
+    place.write()
+    running = started(place, processes, "tests.runs.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7")
+    results = [process_end(process) for process in running]
+    assert [code for code, _, _ in results] == [128 + number] * processes, results
+    saved = max(int(name.removeprefix("step-")) for name in place.checkpoints())
+    assert saved == 7 if processes == 1 else 7 <= saved <= 11
+    results = [process_end(process) for process in started(place, processes)]
+    assert [code for code, _, _ in results] == [0] * processes, results
+    assert (place.losses(), place.digest("step-24")) == uninterrupted[processes]
+
+
+def test_a_second_signal_ends_at_once(workplace):
+    place = workplace()
+    place.write()
+    (code, _, err) = process_end(started(place, 1, "tests.runs.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice")[0])
+    assert code == 143
+    assert "step-7" not in place.checkpoints()
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("processes", [2])
+def test_two_processes_lose_what_one_does(uninterrupted, processes):
+    alone, together = uninterrupted[1][0], uninterrupted[processes][0]
+    assert alone.keys() == together.keys()
+    for step, loss in alone.items():
+        assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
