@@ -39,6 +39,5 @@ def _memory_rows(memory) -> list[tuple[str, str]]:
 
 
 def _corners(phase: Phase) -> str:
-    corners = phase.optimizer.corner_points(phase.num_steps)
+    corners = phase.optimizer.schedule(phase.num_steps).corner_points()
     return ", ".join(f"step {phase.start + step} {name} {rate:.3g}" for step, rate, name in corners)
-

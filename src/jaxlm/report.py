@@ -41,5 +41,3 @@ def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 def _number(latest: dict[str, float], name: str) -> str:
     return f"{latest[name]:.4f}" if name in latest else "none"
-
-

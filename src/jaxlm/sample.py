@@ -1,6 +1,6 @@
 """A checkpoint to text.
 
-    python -m jaxlm.sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
+python -m jaxlm.sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
 """
 
 import argparse
@@ -29,13 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxlm.sample", description="Continues prompts with a trained model.")
-    parser.add_argument("--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxlm.sample", description="Continues prompts with a trained model."
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
+    )
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="for each prompt (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top_k", type=int, default=None, help="choose among so many of the likeliest tokens")
-    parser.add_argument("--top_p", type=float, default=None, help="choose among the likeliest that make up this probability")
+    parser.add_argument(
+        "--top_p", type=float, default=None, help="choose among the likeliest that make up this probability"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     return parser
 

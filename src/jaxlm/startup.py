@@ -22,7 +22,10 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
-        ("devices", f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}"),
+        (
+            "devices",
+            f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
+        ),
         ("mesh", str(plan.mesh)),
         ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
@@ -32,9 +35,15 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("evaluation", f"batches of {batches.eval}, every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
         ("attention", f"{attention.name}: {attention.reason}"),
-        ("loss", f"chunks of {default_chunk_tokens(platform)} tokens, gradient in the forward pass: logits are never whole"),
+        (
+            "loss",
+            f"chunks of {default_chunk_tokens(platform)} tokens, gradient in the forward pass: logits are never whole",
+        ),
         ("remat", _remat(plan)),
-        ("layers", "one compiled layer in a loop (scan)" if model.scan_layers else "each compiled on its own (unrolled)"),
+        (
+            "layers",
+            "one compiled layer in a loop (scan)" if model.scan_layers else "each compiled on its own (unrolled)",
+        ),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
@@ -56,7 +65,11 @@ def _remat(plan: Plan) -> str:
 
 def _phase(phase: Phase) -> str:
     optimizer = phase.optimizer
-    surgery = f", after {', '.join(type(s).__name__.removesuffix('Config') for s in phase.surgeries)}" if phase.surgeries else ""
+    surgery = (
+        f", after {', '.join(type(s).__name__.removesuffix('Config') for s in phase.surgeries)}"
+        if phase.surgeries
+        else ""
+    )
     return (
         f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
         f" {type(optimizer).__name__.removesuffix('Config')}, {optimizer.lr_schedule} to {optimizer.learning_rate:g}"

@@ -121,9 +121,7 @@ def _train_phases(run: Run, found: Found | None) -> tuple[RunState, Outcome]:
     return state, outcome
 
 
-def _train_phase(
-    run: Run, phase: Phase, state: RunState | None, resumed: Found | None
-) -> tuple[RunState, Outcome]:
+def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found | None) -> tuple[RunState, Outcome]:
     """Enters a phase, or goes on in the middle of it, and trains to its end."""
     plan = run.plan
     data = run.open_data(phase)

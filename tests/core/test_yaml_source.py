@@ -53,7 +53,7 @@ def test_mistakes_name_file_and_line(tmp_path, text, parts):
 
 
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
-    with pytest.raises(ConfigError, match="absent.yaml"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
         load_yaml(tmp_path / "absent.yaml")
 
 

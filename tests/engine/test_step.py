@@ -73,7 +73,9 @@ class Poisoned(NextToken):
             model = eqx.tree_at(lambda m: m.body.final_norm.weight, model, replace_fn=lambda w: _nan_gradient(w, bad))
         terms, metrics, slot = super().terms(model, batch, slot, key=key)
         if self.where == "loss":
-            terms["loss"] = eqx.tree_at(lambda s: s.total, terms["loss"], replace_fn=lambda t: jnp.where(bad, jnp.nan, t))
+            terms["loss"] = eqx.tree_at(
+                lambda s: s.total, terms["loss"], replace_fn=lambda t: jnp.where(bad, jnp.nan, t)
+            )
         return terms, metrics, slot
 
 
@@ -125,5 +127,7 @@ def _one_device_layout():
 
     from jaxlm.core.sharding import Layout
 
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(
+        np.array(jax.devices()[:1]).reshape(1, 1, 1), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3
+    )
     return Layout(mesh, {"batch": ("replica", "data")}, {"batch": ("replica", "data")})

@@ -113,7 +113,10 @@ class Workplace:
 def make_corpus(folder: Path) -> None:
     """A few modules of the standard library, some to train on and some held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    for split, names in {"train": ["argparse", "ast", "inspect", "textwrap"], "validation": ["bisect", "heapq"]}.items():
+    for split, names in {
+        "train": ["argparse", "ast", "inspect", "textwrap"],
+        "validation": ["bisect", "heapq"],
+    }.items():
         (folder / split).mkdir(parents=True)
         for name in names:
             (folder / split / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())

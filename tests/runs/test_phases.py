@@ -26,7 +26,9 @@ def start(workplace, devices: int) -> Workplace:
     return place
 
 
-@pytest.fixture(scope="session", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["one device", "four devices"])
+@pytest.fixture(
+    scope="session", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["one device", "four devices"]
+)
 def whole(request, workplace):
     """The run that is never killed: (devices, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
@@ -43,7 +45,9 @@ def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
     _, losses, before, after = whole
     assert len(losses) == 24
     frozen = {path for path in after if path.startswith("model.") and not path.endswith((".a", ".b"))}
-    assert {base_of(path): after[path] for path in frozen} == {p: h for p, h in before.items() if p.startswith("model.")}
+    assert {base_of(path): after[path] for path in frozen} == {
+        p: h for p, h in before.items() if p.startswith("model.")
+    }
     moments = [path for path in after if ".mu." in path or ".nu." in path]
     assert moments
     assert all(path.endswith((".a", ".b")) for path in moments)

@@ -25,7 +25,9 @@ def uninterrupted(workplace):
     return {processes: run(processes) for processes in (1, 2)}
 
 
-def started(place: Workplace, processes: int, module: str = "jaxlm.train", **environment: str) -> list[subprocess.Popen]:
+def started(
+    place: Workplace, processes: int, module: str = "jaxlm.train", **environment: str
+) -> list[subprocess.Popen]:
     """The command in so many processes that know of each other."""
     if processes == 1:
         return [place.start(*RUN, module=module, **environment)]

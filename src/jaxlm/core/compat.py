@@ -5,6 +5,7 @@ haliax 1.4.dev453 calls ``jax.core.is_constant_dim``, which jax removed in 0.11.
 """
 
 import jax
+import jax.core
 
 
 def restore_is_constant_dim() -> None:

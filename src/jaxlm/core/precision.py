@@ -83,6 +83,6 @@ def _dtype(name: str, text: str) -> jnp.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"trainer.mp: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
     dtype = jnp.dtype(_DTYPES[name])
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+    if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ConfigError(f"trainer.mp: '{text}' needs 64-bit arrays: set JAX_ENABLE_X64=1 in the environment")
     return dtype

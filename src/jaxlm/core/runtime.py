@@ -123,14 +123,14 @@ def make_layout(shape: MeshShape, mappings: AxisMappings, logical_axes: Mapping[
     Raises:
         ConfigError: an unknown logical or mesh axis, or a size that its mesh axes do not divide.
     """
-    sizes = dict(zip(MESH_AXES, (shape.replica, shape.data, shape.model), strict=True))
+    sizes: dict[str, int] = dict(zip(MESH_AXES, (shape.replica, shape.data, shape.model), strict=True))
     compute: dict[str, MeshAxes] = dict(mappings.shared)
-    compute.update({axis: MODEL for axis in mappings.tensor_parallel})
+    compute.update(dict.fromkeys(mappings.tensor_parallel, MODEL))
     if HEADS in mappings.tensor_parallel and logical_axes.get(KV_HEADS, 1) % shape.model == 0:
         compute.setdefault(KV_HEADS, MODEL)
     if mappings.batch is not None:
         compute[mappings.batch] = (REPLICA, DATA)
-    parameter = {**compute, **mappings.parameter, **{axis: DATA for axis in mappings.fsdp}}
+    parameter = {**compute, **mappings.parameter, **dict.fromkeys(mappings.fsdp, DATA)}
     for mapping in (compute, parameter):
         _check_mapping(mapping, sizes, logical_axes)
     devices = np.asarray(jax.devices()).reshape(tuple(sizes.values()))

@@ -7,7 +7,7 @@ unit's parameters where it uses them, inside the scan over layers, so that only 
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -109,6 +109,6 @@ def _gather(arrays, layout: Layout):
     return gather(arrays)
 
 
-def axis_mapping_table(mapping: Mapping[str, str | tuple[str, ...]]) -> str:
+def axis_mapping_table(mapping: ResourceMapping) -> str:
     """`embed: data, mlp: model`, for people to read."""
     return ", ".join(f"{k}: {v if isinstance(v, str) else '+'.join(v)}" for k, v in sorted(mapping.items())) or "none"

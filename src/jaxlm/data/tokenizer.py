@@ -97,7 +97,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise ConfigError(f"data.tokenizer: '{path}': no tokenizer.json there (looked for {file.resolve()})")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+    except Exception as error:
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
     backend.no_truncation()
     backend.no_padding()

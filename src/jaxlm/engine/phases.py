@@ -54,7 +54,7 @@ class Phase:
         """True at every leaf that trains."""
         return tree.select(model, self.trainable)
 
-    def split(self, model: LanguageModel) -> tuple[LanguageModel, LanguageModel]:
+    def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): the same tree twice, with None where the other has the leaf."""
         return tree.partition(model, self.mask(model))
 

@@ -1,5 +1,6 @@
 """When to save: by the clock (temporary), by steps (permanent), and always at the end."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class CheckpointerConfig:
                 raise ConfigError(f"{path}.every: {rule.every} given, 1 or more steps expected")
             if rule.until is None and number < len(self.keep) - 1:
                 raise ConfigError(f"{path}.until: missing; only the last rule may go on to the end of the run")
-        if any(a is not None and b is not None and a >= b for a, b in zip(untils, untils[1:], strict=False)):
+        if any(a is not None and b is not None and a >= b for a, b in itertools.pairwise(untils)):
             raise ConfigError(f"trainer.checkpointer.keep: `until` must rise from rule to rule, given {untils}")
 
 

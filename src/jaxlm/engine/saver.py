@@ -14,7 +14,11 @@ class Saver:
     """Decides which checkpoints are saved in a phase, and has them written."""
 
     def __init__(
-        self, writer: CheckpointWriter, policy: CheckpointerConfig, phase: Phase, before_save: Sequence[Callable[[], None]]
+        self,
+        writer: CheckpointWriter,
+        policy: CheckpointerConfig,
+        phase: Phase,
+        before_save: Sequence[Callable[[], None]],
     ):
         """Args: before_save: called before each save; what they flush is on disk before the checkpoint is visible."""
         self._writer = writer

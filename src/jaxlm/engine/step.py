@@ -128,4 +128,3 @@ def _micro_axis(batch: Any) -> hax.Axis:
     """The micro-batch axis that every column of a training batch begins with."""
     column = next(leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf))
     return column.resolve_axis(MICROBATCH)
-

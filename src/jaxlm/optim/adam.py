@@ -37,6 +37,6 @@ class AdamConfig(OptimizerConfig):
                 clip,
                 optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
                 optax.add_decayed_weights(self.weight_decay, decay_mask(groups)),
-                optax.scale_by_learning_rate(self.schedule(num_steps)),
+                optax.scale_by_learning_rate(self.schedule(num_steps)),  # pyright: ignore[reportArgumentType]
             )
         )
