@@ -1,44 +1,43 @@
-# Two commands: `make quickstart` and `make test`. Each makes .venv itself.
-#   PYTHON=python3.12 chooses the interpreter, JAX=0.11.2 the jax version, TESTS=... what pytest runs.
+# Two commands: `make quickstart` and `make test`. Each makes the virtual environment itself.
+#   PYTHON=python3.12 chooses the interpreter, JAX=0.11.2 the jax version, TESTS=tests/engine what pytest runs,
+#   VENV=DIR another environment (PYTHON and JAX count when it is made).
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 TESTS ?= tests
-CONSTRAINTS := $(if $(JAX),,-c constraints.txt)
-JAX_PIN := $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)
-STAMP = $(VENV)/installed$(if $(JAX),-jax-$(JAX))
+# With a jax of one's own, what must follow it is left to the installer.
+CONSTRAIN = $(if $(JAX),sed -E '/^(jax|jaxlib|flax|numpy)=/d' constraints.txt && echo jax==$(JAX),cat constraints.txt)
 
-.PHONY: quickstart install test test-slow lint clean
+.PHONY: quickstart test test-slow lint clean
 
-quickstart: install
+quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m jaxlm.train --config_path config/quickstart.yaml
 
-install: $(STAMP)
-
-test: $(STAMP)-test
+test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest $(TESTS)
 
-test-slow: $(STAMP)-test
+test-slow: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -m slow $(TESTS)
 
-lint: $(STAMP)-test
+lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
 
-$(VENV)/bin/python:
+$(VENV)/constraints.txt: constraints.txt
 	$(if $(UV),$(UV) venv --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))
+	($(CONSTRAIN)) > $@
 
-$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) $(CONSTRAINTS) $(JAX_PIN) -e .
+$(VENV)/installed: $(VENV)/constraints.txt pyproject.toml
+	$(INSTALL) -c $(VENV)/constraints.txt -e .
 	touch $@
 
-$(STAMP)-test: $(STAMP)
-	$(INSTALL) $(CONSTRAINTS) $(JAX_PIN) -e ".[test]"
+$(VENV)/installed-test: $(VENV)/installed
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[test]"
 	touch $@
 
 clean:
