@@ -71,11 +71,23 @@ def for_compute(tree: T) -> T:
     Under FSDP this is the all-gather of one unit in the forward pass, and the reduce-scatter of its gradient in the
     backward pass. Outside of a layout, and on one device, it is the identity.
     """
+    return _for_compute(tree, sum_whole=False)
+
+
+def for_lookup(tree: T) -> T:
+    """`for_compute` for embedding tables: their gradient is summed whole before it is cut.
+
+    Left to itself, the partitioner would cut it first, and to that end move all the activations that it is made of.
+    """
+    return _for_compute(tree, sum_whole=True)
+
+
+def _for_compute(tree: T, *, sum_whole: bool) -> T:
     layout = current_layout()
     if layout is None or layout.mesh.size == 1:
         return tree
     arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(_gather(arrays, layout), rest)
+    return eqx.combine(_gather(arrays, layout, sum_whole), rest)
 
 
 def at_rest(tree: T, layout: Layout) -> T:
@@ -94,7 +106,7 @@ def _constrained(tree, layout: Layout, mapping: ResourceMapping):
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
 
 
-def _gather(arrays, layout: Layout):
+def _gather(arrays, layout: Layout, sum_whole: bool):
     @jax.custom_vjp
     def gather(tree):
         return _constrained(tree, layout, layout.compute)
@@ -103,7 +115,8 @@ def _gather(arrays, layout: Layout):
         return gather(tree), None
 
     def backward(_, cotangent):
-        return (_constrained(cotangent, layout, layout.parameter),)
+        summed = _constrained(cotangent, layout, layout.compute) if sum_whole else cotangent
+        return (_constrained(summed, layout, layout.parameter),)
 
     gather.defvjp(forward, backward)
     return gather(arrays)

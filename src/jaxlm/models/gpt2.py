@@ -13,7 +13,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
-from jaxlm.core.sharding import for_compute
+from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.cache import empty_cache
 from jaxlm.models.checks import check_at_least, check_choice, check_divides, check_probability
@@ -208,7 +208,7 @@ class Gpt2(LanguageModel):
     def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
         """Everything but the head."""
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
-        tokens, positions = for_compute((self.tokens, self.positions))
+        tokens, positions = for_lookup((self.tokens, self.positions))
         x = tokens(inputs.tokens) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body)
 

@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.sharding import for_compute
+from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.cache import empty_cache
 from jaxlm.models.checks import check_at_least, check_choice, check_divides
@@ -194,7 +194,7 @@ class Llama(LanguageModel):
 
     def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
         """Everything but the head."""
-        return self.body(for_compute(self.tokens)(inputs.tokens), inputs, cache, key)
+        return self.body(for_lookup(self.tokens)(inputs.tokens), inputs, cache, key)
 
     def lm_head(self) -> NamedArray:
         """The head's weight, {vocab, embed}: the token embedding itself where the two are tied."""
