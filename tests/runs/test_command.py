@@ -1,0 +1,161 @@
+"""The command as a person meets it: finishing, running again, going on, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.runs.commands import Workplace
+
+RUN = ("--config_path", "run.yaml")
+
+
+@pytest.fixture(scope="session")
+def finished(workplace) -> Workplace:
+    place = workplace()
+    place.write()
+    result = place.run(*RUN, "--trainer.num_train_steps", "12")
+    assert result.code == 0, result.err
+    return place
+
+
+@pytest.fixture
+def again(finished, workplace) -> Workplace:
+    """A copy of the finished run's folder."""
+    place = workplace()
+    shutil.copytree(finished.folder, place.folder, dirs_exist_ok=True)
+    return place
+
+
+def test_what_a_run_leaves(finished):
+    logs = finished.folder / "logs" / "run"
+    assert {path.name for path in logs.iterdir()} == {"config.yaml", "metrics.jsonl", "train.log", "loss.png"}
+    assert (logs / "loss.png").read_bytes().startswith(b"\x89PNG")
+    records = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    step = next(r for r in records if r["step"] == 5)
+    assert {"train/loss", "optim/learning_rate", "throughput/tokens_per_second", "grad/norm/total"} <= step.keys()
+    evals = [r for r in records if "eval/loss" in r]
+    assert [r["step"] for r in evals] == [9, 12]
+    assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
+    text = (logs / "train.log").read_text()
+    for part in ("devices", "mesh", "FLOPs a token", "attention", "compiling", "step 12/12", "gzip -9", "xz -9", "to sample"):
+        assert part in text
+    saved = finished.folder / "checkpoints" / "run" / "step-12"
+    assert {path.name for path in saved.iterdir()} == {"state", "run", "data", "checksums.json"}
+    assert (saved / "run" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_run_again_says_that_it_is_complete(again):
+    losses = again.losses()
+    result = again.run(*RUN, "--trainer.num_train_steps", "12")
+    assert result.code == 0, result.err
+    assert "the run is complete: all 12 steps are done" in result.out
+    assert again.losses() == losses
+
+
+def test_more_steps_go_on_from_the_checkpoint(again):
+    before = again.losses()
+    result = again.run(*RUN, "--trainer.num_train_steps", "15")
+    assert result.code == 0, result.err
+    assert "trainer.num_train_steps: 12 -> 15" in result.out
+    assert "spans steps 0 to 15 instead of 0 to 12" in result.out
+    assert {step: loss for step, loss in again.losses().items() if step <= 12} == before
+    assert sorted(again.losses()) == list(range(1, 16))
+
+
+def test_fewer_steps_than_are_done_is_refused(again):
+    result = again.run(*RUN, "--trainer.num_train_steps", "7")
+    assert result.code == 2
+    assert "step 12" in result.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (("--model.hidden_dim", "64"), "model.hidden_dim: 32 -> 64"),
+        (("--data.enforce_eos", "false"), "data.enforce_eos: True -> False"),
+        (("--data.train_urls", "[stdlib:validation]"), "data.train_urls"),
+    ],
+)
+def test_same_id_with_another_model_or_data_is_refused(again, changes, named):
+    result = again.run(*RUN, *changes)
+    assert result.code == 2
+    assert named in result.err
+    assert "--trainer.id" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again):
+    # Somebody edits the saved configurations so that the names no longer tell the difference.
+    shutil.rmtree(again.folder / "logs")
+    run = again.folder / "checkpoints" / "run"
+    for name in again.checkpoints():
+        if name != "step-12":
+            shutil.rmtree(run / name)
+    config = run / "step-12" / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("intermediate_dim: 64", "intermediate_dim: 96"))
+    from jaxlm.engine.integrity import seal
+
+    seal(run / "step-12")
+    result = again.run(*RUN, "--model.intermediate_dim", "96", "--trainer.num_train_steps", "12")
+    assert result.code == 2
+    assert "gate_proj.weight: saved float32[2, 64, 32], this model float32[2, 96, 32]" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_cache_of_another_tokenizer_is_refused(again):
+    result = again.run(*RUN, "--trainer.id", "other", "--data.vocab_size", "290")
+    assert result.code == 2
+    assert "cache_dir" in result.err
+    assert "vocab_size" in result.err
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_the_start(workplace):
+    place = workplace()
+    place.write()
+    (place.folder / "checkpoints").write_text("a file where the folder should be")
+    result = place.run(*RUN)
+    assert result.code == 1
+    assert "cannot be written to" in result.err
+    assert "compiling" not in result.out
+    assert "Traceback" not in result.err
+
+
+def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again):
+    result = again.run(*RUN, "--trainer.num_train_steps", "24", module="tests.runs.full_disk")
+    assert result.code == 1
+    assert "No space left" in result.err
+    assert "Traceback" not in result.err
+    assert "step-12" in again.checkpoints()
+    result = again.run(*RUN, "--trainer.num_train_steps", "24")
+    assert result.code == 0, result.err
+    assert all("unfinished" not in name for name in again.checkpoints())
+
+
+def test_sample_finds_everything_itself(finished):
+    arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
+    first, second = (finished.run(*arguments, module="jaxlm.sample") for _ in range(2))
+    assert first.code == 0, first.err
+    assert first.out == second.out
+    assert first.out.count("---") == 2
+    missing = finished.run("--checkpoint", "checkpoints/rum", module="jaxlm.sample")
+    assert missing.code == 2
+    assert "checkpoints/run" in missing.err
+
+
+def test_dry_run_needs_nothing(workplace):
+    place = workplace()
+    path = place.write()
+    path.write_text(path.read_text().replace(str(place.corpus), "/nowhere").replace(str(place.cache), "/nowhere/either"))
+    result = place.run(*RUN, "--dry_run", "true", "--data.tokenizer", "/nowhere/tokenizer.json")
+    assert result.code == 0, result.err
+    assert "memory a device" in result.out
+    assert "schedule" in result.out
+    assert [path.name for path in place.folder.iterdir()] == ["run.yaml"]
+
+
+def test_help_names_every_section(workplace):
+    result = workplace().run("--help")
+    assert result.code == 0
+    for option in ("--data.train_urls", "--trainer.train_batch_size", "--model.num_kv_heads", "--optimizer.beta2"):
+        assert option in result.out
