@@ -60,7 +60,7 @@ def _sizes(plan: Plan) -> str:
 def _remat(plan: Plan) -> str:
     if plan.config.model.gradient_checkpointing:
         return "each layer recomputed in the backward pass (model.gradient_checkpointing: true)"
-    return "none: activations are kept (model.gradient_checkpointing: false)"
+    return "cheap parts only: matrix products are kept (model.gradient_checkpointing: false)"
 
 
 def _phase(phase: Phase) -> str:

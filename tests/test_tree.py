@@ -1,0 +1,88 @@
+"""The shape of the repository: import direction, recipes that trace, documented functions, the tree in the README."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxlm.compiling import lower_step
+from jaxlm.config import read_config
+from jaxlm.dry_run import assumed_vocabulary
+from jaxlm.plan import make_plan
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "jaxlm"
+MODULES = sorted(path for path in SOURCE.rglob("*.py"))
+RECIPES = sorted((ROOT / "config").glob("*.yaml"))
+
+
+def test_import_contracts():
+    beside_python = Path(sys.executable).with_name("lint-imports")
+    command = str(beside_python) if beside_python.exists() else shutil.which("lint-imports")
+    if command is None:
+        pytest.skip("import-linter is not installed (pip install -e '.[test]')")
+    result = subprocess.run([command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_resolves_and_traces(path):
+    config = read_config(path)
+    # The recipes are written for any number of devices; here are eight, so the batch must divide by that.
+    config = replace(config, trainer=replace(config.trainer, train_batch_size=8, per_device_parallelism=-1))
+    plan = make_plan(config, "recipe", assumed_vocabulary(config)[0])
+    with plan.layout.use():
+        for phase in plan.phases:
+            assert "func.func public @main" in lower_step(plan, phase).as_text()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_begins_with_its_command_and_hardware(path):
+    header = path.read_text().split("\n\n")[0].split("\ndata:")[0]
+    assert f"python -m jaxlm.train --config_path config/{path.name}" in header
+    assert "Hardware:" in header
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_what_is_public_is_documented(path):
+    module = ast.parse(path.read_text())
+    if path.name == "__init__.py" and not module.body:
+        return
+    missing = [] if ast.get_docstring(module) else [str(path)]
+
+    def walk(body: list[ast.stmt], inside: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                if not ast.get_docstring(node):
+                    missing.append(f"{inside}{node.name}")
+                if isinstance(node, ast.ClassDef):
+                    walk(node.body, f"{inside}{node.name}.")
+
+    walk(module.body, "")
+    assert missing == []
+
+
+def test_the_tree_in_the_readme_is_the_real_one():
+    block = re.search(r"```\n(src/jaxlm/\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    listed, folder = set(), ""
+    for line in block[1].splitlines()[1:]:
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        if name.endswith("/"):
+            folder = name
+        else:
+            listed.add(name if depth == 1 else folder + name)
+    real = {str(path.relative_to(SOURCE)) for path in MODULES if path.name != "__init__.py"}
+    assert listed == real
+
+
+def test_no_file_is_too_long_and_none_is_unfinished():
+    for path in MODULES:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path
