@@ -1,20 +1,23 @@
 """A tiny run without files: model, mesh, phase and random batches."""
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
+from jaxlm.core.axes import MESH_AXES
 from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Phase, Recipe, enter_phase
-from jaxlm.engine.state import RunState
+from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.llama import LlamaConfig
@@ -27,6 +30,7 @@ AXES = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_size": 8, "voca
 F32 = Precision(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
 
 
+@lru_cache
 def layout(model: int = 1, replica: int = 1, fsdp: bool = True) -> Layout:
     """All simulated devices; data takes what model and replica leave."""
     shape = mesh_shape(len(jax.devices()), replica=replica, model=model)
@@ -63,6 +67,18 @@ def batch(columns: dict[str, np.ndarray], where: Layout, num_microbatches: int =
     return TokenBatch(**{k: hax.named(jax.device_put(v.reshape(shape), place), axes) for k, v in columns.items()})
 
 
+@lru_cache
+def one_device() -> Layout:
+    """The first device alone: nothing is sharded."""
+    devices = np.array(jax.devices()[:1]).reshape(1, 1, 1)
+    mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Layout(mesh, {"batch": ("replica", "data")}, {"batch": ("replica", "data")})
+
+
+# Compiled once for all tests that take the same step; layouts are cached above, so that `id` tells them apart.
+_PROGRAMS: dict[tuple[int, Phase, Precision], tuple[Any, ...]] = {}
+
+
 @dataclass
 class TinyRun:
     """A state and its step."""
@@ -72,11 +88,15 @@ class TinyRun:
     precision: Precision = F32
 
     def __post_init__(self):
-        self.recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
-        self.abstract = self.recipe.abstract_state(self.phase)
-        with self.where.use():
-            self.state: RunState = enter_phase(self.recipe, self.phase, self.where, None)
-        self._step = make_train_step(self.phase, self.where, self.precision, self.abstract)
+        key = (id(self.where), self.phase, self.precision)
+        if key not in _PROGRAMS:
+            recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+            step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))
+            with self.where.use():
+                state = enter_phase(recipe, self.phase, self.where, None)
+            _PROGRAMS[key] = (recipe, step, jax.tree.map(np.asarray, state), shardings(state, self.where))
+        self.recipe, self._step, state, places = _PROGRAMS[key]
+        self.state: RunState = jax.tree.map(lambda a, place: jax.device_put(a.copy(), place), state, places)
         self._blank = Ballot(self.where).cast(Wishes())
 
     def step(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> dict[str, float]:
