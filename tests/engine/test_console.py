@@ -1,0 +1,49 @@
+import io
+
+from jaxlm.core.hardware import peak_flops
+from jaxlm.engine.console import Console, duration, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_one_moving_line_that_gives_way_to_others():
+    stream = Terminal()
+    console = Console(stream)
+    console.progress("step 1")
+    console.progress("step 2")
+    console.show("eval")
+    assert stream.getvalue().split("\r\x1b[2K") == ["", "step 1", "step 2", "eval\n"]
+
+
+def test_elsewhere_progress_comes_as_lines_now_and_then_and_at_the_end():
+    stream = io.StringIO()
+    console = Console(stream)
+    for step in range(100):
+        console.progress(f"step {step}")
+    console.progress("step 100", last=True)
+    assert stream.getvalue() == "step 0\nstep 100\n"
+
+
+def test_the_log_has_lines_but_no_moving_ones(tmp_path):
+    console = Console(Terminal())
+    console.log_to(tmp_path / "train.log")
+    console.progress("step 1")
+    console.show("eval")
+    console.close()
+    assert (tmp_path / "train.log").read_text() == "eval\n"
+
+
+def test_durations_and_tables():
+    assert [duration(s) for s in (42.4, 190, 7500)] == ["42s", "3m10s", "2h05m"]
+    assert table("t", [("a", "1"), ("long", "2")]) == "t\n  a     1\n  long  2"
+
+
+def test_peak_rates_are_found_by_the_name_that_jax_gives():
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("TPU v5 lite") == 197e12
+    assert peak_flops("TPU v5p") == 459e12
+    assert peak_flops("cpu") is None

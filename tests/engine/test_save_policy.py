@@ -1,0 +1,49 @@
+from datetime import timedelta
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
+
+RULES = [KeepRule(2, 10), KeepRule(5, 20), KeepRule(10)]
+
+
+def test_which_steps_are_kept():
+    assert [s for s in range(1, 50) if is_permanent(RULES, s)] == [2, 4, 6, 8, 10, 15, 20, 30, 40]
+    assert not any(is_permanent([], s) for s in range(1, 50))
+    assert [s for s in range(1, 50) if is_permanent([KeepRule(7, 20)], s)] == [7, 14]
+
+
+def test_the_guides_own_example_is_allowed():
+    CheckpointerConfig(keep=[KeepRule(1000, 10_000), KeepRule(5000, 40_000), KeepRule(10_000)]).check()
+
+
+@pytest.mark.parametrize(
+    ("keep", "named"),
+    [
+        ([KeepRule(2), KeepRule(5)], "keep.0.until"),
+        ([KeepRule(2, 10), KeepRule(5, 10)], "rise"),
+        ([KeepRule(0)], "keep.0.every"),
+    ],
+)
+def test_rules_that_contradict_each_other(keep, named):
+    with pytest.raises(ConfigError, match=named):
+        CheckpointerConfig(keep=keep).check()
+
+
+def test_a_negative_interval():
+    with pytest.raises(ConfigError, match="save_interval"):
+        CheckpointerConfig(save_interval=timedelta(seconds=-1)).check()
+
+
+def test_the_clock_counts_from_the_last_save_of_any_kind():
+    now = [0.0]
+    clock = SaveClock(timedelta(seconds=10), lambda: now[0])
+    now[0] = 9.9
+    assert not clock.due()
+    now[0] = 10.0
+    assert clock.due()
+    clock.reset()
+    assert not clock.due()
+    now[0] = 20.0
+    assert clock.due()
