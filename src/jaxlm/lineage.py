@@ -1,5 +1,6 @@
 """Whether a run that is already there is the same run, and what has changed about it since."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,12 @@ from jaxlm.config import RunConfig, read_config
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import Cursor, find_checkpoints
+from jaxlm.engine.integrity import DamagedError, verify
 from jaxlm.engine.phases import Phase
 from jaxlm.plan import Plan, plan_phases
+
+# A checkpoint's file beside its configuration.
+DATA_IDENTITY = "data.json"
 
 # Keys of the model section that change how it is computed, not what it is.
 _NOT_IDENTITY = ("gradient_checkpointing", "scan_layers")
@@ -17,15 +22,14 @@ _NOT_IDENTITY = ("gradient_checkpointing", "scan_layers")
 
 def saved_config(plan: Plan) -> tuple[Path, RunConfig] | None:
     """The configuration that this run's newest checkpoint, or else its log folder, was saved with."""
-    checkpoints = find_checkpoints(plan.checkpoint_folder)
-    candidates = [path / "run" / "config.yaml" for path in reversed(checkpoints)] + [plan.log_folder / "config.yaml"]
-    for path in candidates:
-        if path.is_file():
-            try:
-                return path, read_config(path)
-            except (ConfigError, UnicodeDecodeError):
-                continue  # damaged, as the checkpoint around it will turn out to be
-    return None
+    for checkpoint in reversed(find_checkpoints(plan.checkpoint_folder)):
+        try:
+            verify(checkpoint, below="run/")
+        except DamagedError:
+            continue  # it will be set aside; until then it must not be taken at its word
+        return checkpoint / "run" / "config.yaml", read_config(checkpoint / "run" / "config.yaml")
+    logged = plan.log_folder / "config.yaml"
+    return (logged, read_config(logged)) if logged.is_file() else None
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:
@@ -43,7 +47,7 @@ def check_same_run(plan: Plan) -> RunConfig | None:
     path, before = found
     differences = [
         *_differences("model", _model_identity(before), _model_identity(plan.config)),
-        *_differences("data", _data_identity(before), _data_identity(plan.config)),
+        *_data_differences(path.with_name(DATA_IDENTITY), data_identity(plan)),
     ]
     if differences:
         raise ConfigError(
@@ -97,9 +101,19 @@ def _model_identity(config: RunConfig) -> dict[str, Any]:
     return {k: v for k, v in encode(config.model).items() if k not in _NOT_IDENTITY}
 
 
-def _data_identity(config: RunConfig) -> dict[str, Any]:
-    _, data = plan_phases(config)
-    return data[0].identity() if len(data) == 1 else {str(i): section.identity() for i, section in enumerate(data)}
+def data_identity(plan: Plan) -> dict[str, Any]:
+    """What each phase is trained on, by content: phase -> what `DataConfig.identity` says. Plain JSON."""
+    return {phase.name: data.identity() for phase, data in zip(plan.phases, plan.data, strict=True)}
+
+
+def _data_differences(saved: Path, now: Mapping[str, Any]) -> list[str]:
+    """What differs from the data of the phases that a checkpoint knows; phases may be added behind them."""
+    if not saved.is_file():
+        return []  # no checkpoint yet, so nothing has been trained
+    before = json.loads(saved.read_text())
+    return [
+        line for name in before for line in _differences(f"data of phase '{name}'", before[name], now.get(name, {}))
+    ]
 
 
 def _flat_config(config: RunConfig) -> dict[str, Any]:

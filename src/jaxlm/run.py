@@ -1,6 +1,7 @@
 """What stays open while a run trains: its folders, trackers and evaluations."""
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.trackers import JsonlTracker, Tracker
 from jaxlm.evals.base import EvalContext
+from jaxlm.lineage import DATA_IDENTITY, data_identity
 from jaxlm.plan import Plan
 
 
@@ -93,7 +95,7 @@ class Run:
 def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them again however the run ends."""
     config_text = dump(plan.config)
-    files = {"config.yaml": config_text.encode()} | {
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(data_identity(plan)).encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
     }
     writer = CheckpointWriter(plan.checkpoint_folder, files)

@@ -75,9 +75,9 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
+    before = check_same_run(plan)
     for data in plan.data:
         data.check()
-    before = check_same_run(plan)
     keep_compiled_programs(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))

@@ -38,7 +38,17 @@ def test_what_a_run_leaves(finished):
     assert [r["step"] for r in evals] == [9, 12]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
     text = (logs / "train.log").read_text()
-    for part in ("devices", "mesh", "FLOPs a token", "attention", "compiling", "step 12/12", "gzip -9", "xz -9", "to sample"):
+    for part in (
+        "devices",
+        "mesh",
+        "FLOPs a token",
+        "attention",
+        "compiling",
+        "step 12/12",
+        "gzip -9",
+        "xz -9",
+        "to sample",
+    ):
         assert part in text
     saved = finished.folder / "checkpoints" / "run" / "step-12"
     assert {path.name for path in saved.iterdir()} == {"state", "run", "data", "checksums.json"}
@@ -73,8 +83,8 @@ def test_fewer_steps_than_are_done_is_refused(again):
     ("changes", "named"),
     [
         (("--model.hidden_dim", "64"), "model.hidden_dim: 32 -> 64"),
-        (("--data.enforce_eos", "false"), "data.enforce_eos: True -> False"),
-        (("--data.train_urls", "[stdlib:validation]"), "data.train_urls"),
+        (("--data.enforce_eos", "false"), "data of phase 'train'.enforce_eos: True -> False"),
+        (("--data.train_urls", "[stdlib:validation]"), "data of phase 'train'.train_content"),
     ],
 )
 def test_same_id_with_another_model_or_data_is_refused(again, changes, named):
@@ -146,7 +156,9 @@ def test_sample_finds_everything_itself(finished):
 def test_dry_run_needs_nothing(workplace):
     place = workplace()
     path = place.write()
-    path.write_text(path.read_text().replace(str(place.corpus), "/nowhere").replace(str(place.cache), "/nowhere/either"))
+    path.write_text(
+        path.read_text().replace(str(place.corpus), "/nowhere").replace(str(place.cache), "/nowhere/either")
+    )
     result = place.run(*RUN, "--dry_run", "true", "--data.tokenizer", "/nowhere/tokenizer.json")
     assert result.code == 0, result.err
     assert "memory a device" in result.out

@@ -107,7 +107,9 @@ class _Decoder:
 
     def dataclass(self, kind: Any, tree: Any, path: KeyPath, default: Any = None) -> Any:
         if not isinstance(tree, Mapping):
-            keys = ", ".join(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else "type, ..."
+            keys = (
+                ", ".join(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else "type, ..."
+            )
             raise self._error(path, f"{_shown(tree)} given, a section with keys expected ({keys})")
         if is_choice(kind):
             kind = self._choice(kind, tree, path, default)

@@ -65,7 +65,9 @@ def parse_precision(text: str) -> Precision:
     for part in parts:
         name, _, value = part.strip().partition("=")
         if name not in _PARTS:
-            raise ConfigError(f"trainer.mp: '{text}' has the part '{name}'. Allowed: p=, c=, o= (params, compute, output)")
+            raise ConfigError(
+                f"trainer.mp: '{text}' has the part '{name}'. Allowed: p=, c=, o= (params, compute, output)"
+            )
         found[_PARTS[name]] = _dtype(value.strip(), text)
     params = found.get("params", jnp.dtype(jnp.float32))
     compute = found.get("compute", params)
@@ -79,7 +81,9 @@ def parse_precision(text: str) -> Precision:
 
 def _dtype(name: str, text: str) -> jnp.dtype:
     if name in ("f16", "float16", "half"):
-        raise ConfigError(f"trainer.mp: '{text}': float16 needs dynamic loss scaling, which is not built in. Use bfloat16")
+        raise ConfigError(
+            f"trainer.mp: '{text}': float16 needs dynamic loss scaling, which is not built in. Use bfloat16"
+        )
     if name not in _DTYPES:
         raise ConfigError(f"trainer.mp: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
     dtype = jnp.dtype(_DTYPES[name])

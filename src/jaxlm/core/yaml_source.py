@@ -52,7 +52,9 @@ def load_yaml(path: Path | str) -> Source:
     if tree is None:
         raise ConfigError(f"{path}: the file is empty. It needs at least one section, such as `trainer:`")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: the file holds {_kind(tree)}; a mapping of sections was expected (data:, model:, ...)")
+        raise ConfigError(
+            f"{path}: the file holds {_kind(tree)}; a mapping of sections was expected (data:, model:, ...)"
+        )
     return Source(tree, reader.marks)
 
 
@@ -81,7 +83,9 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(

@@ -1,22 +1,13 @@
 """Tokens on disk: one long array that is mapped into memory, and where each document begins in it.
 
-    <cache_dir>/<split>/tokens.bin     uint16, or uint32 for vocabularies above 65,536
-                        offsets.npy    int64 [documents + 1]
-                        cache.json     what it was made from, and checksums
-
-A cache is complete or invisible: it is built in `<split>.building` and renamed when it is whole. Building goes on after a
-kill where it stopped, shard by shard.
+<cache_dir>/<split>/tokens.bin     uint16, or uint32 for vocabularies above 65,536
+                    offsets.bin    int64 [documents + 1]
+                    cache.json     what it was made from, and checksums
 """
 
-import contextlib
-import fcntl
-import itertools
 import json
-import os
-import shutil
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +15,9 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources import TextFile
-from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.recipe import Recipe, check_same
 
-_SHARD_BYTES = 4 << 20  # of text: what a kill can cost
-_SHOW_EVERY_S = 2.0
-_NAMES_SHOWN = 5
+TOKENS, OFFSETS, ABOUT = "tokens.bin", "offsets.bin", "cache.json"
 
 
 class DamagedCacheError(ConfigError):
@@ -47,6 +35,7 @@ class TokenCache:
         vocab_size: ids are below this.
         num_bytes: of the documents' text.
         fingerprint: CRC-32 of tokens and offsets: equal for equal data.
+        documents_of: how many documents each file gave, in their order.
     """
 
     folder: Path
@@ -55,6 +44,7 @@ class TokenCache:
     vocab_size: int
     num_bytes: int
     fingerprint: str
+    documents_of: Mapping[str, int]
 
     @property
     def num_tokens(self) -> int:
@@ -65,206 +55,82 @@ class TokenCache:
         """int32: the tokens at `places`.
 
         Raises:
-            DamagedCacheError: an id that the vocabulary does not have; names file and place.
+            DamagedCacheError: an id that the vocabulary does not have; names cache file, place, and source.
         """
         ids = self.tokens[places].astype(np.int32)
         if ids.size and ids.max() >= self.vocab_size:
             bad = np.unravel_index(int(ids.argmax()), ids.shape)
             raise DamagedCacheError(
-                f"{self.folder / 'tokens.bin'}: token {places[bad]} is {ids[bad]}, but the vocabulary has"
-                f" {self.vocab_size}. The cache is damaged: delete {self.folder} and start again"
+                f"{self.folder / TOKENS}: token {places[bad]} ({self.source_of(int(places[bad]))}) is {ids[bad]},"
+                f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.folder} and start again"
             )
         return ids
 
-
-def recipe(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos: bool) -> dict[str, Any]:
-    """Everything that decides about a cache's content."""
-    made_from: dict[str, Any] = {
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "enforce_bos": bos,
-        "enforce_eos": eos,
-        "files": {file.name: file.digest for file in files},
-    }
-    if any(file.path.suffix == ".jsonl" for file in files):
-        made_from["text_key"] = files[0].text_key
-    return made_from
+    def source_of(self, place: int) -> str:
+        """The file and the document in it that a token came from, for messages."""
+        document = int(np.searchsorted(self.offsets, place, side="right")) - 1
+        for name, number in self.documents_of.items():
+            if document < number:
+                return f"document {document + 1} of {name}"
+            document -= number
+        raise AssertionError(f"no source has token {place}")
 
 
-def open_or_build(
-    folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Mapping[str, Any], show: Callable[[str], None]
-) -> TokenCache:
-    """The cache in `folder`, built first where there is none.
-
-    Raises:
-        ConfigError: what is there was made from something else (says from what), or is damaged.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        if not folder.exists():
-            _build(folder, files, tokenizer, made_from, show)
-    return open_cache(folder, made_from)
-
-
-def open_cache(folder: Path, made_from: Mapping[str, Any] | None = None) -> TokenCache:
+def open_cache(folder: Path, made_from: Recipe | None = None) -> TokenCache:
     """An existing cache, its files checked.
 
     Raises:
         ConfigError: it was made from something else than `made_from`.
         DamagedCacheError: a file is missing, or is not what was written.
     """
-    try:
-        about = json.loads((folder / "cache.json").read_text())
-        if made_from is not None:
-            _check_recipe(folder, about["made_from"], made_from)
-        dtype = np.dtype(about["dtype"])
-        tokens = np.memmap(folder / "tokens.bin", dtype, mode="r") if about["num_tokens"] else np.zeros(0, dtype)
-        offsets = np.load(folder / "offsets.npy")
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise _damaged(folder, str(error)) from error
-    for name, array in (("tokens", tokens), ("offsets", offsets)):
-        if len(array) != about[f"num_{name}"] or zlib.crc32(np.ascontiguousarray(array)) != about[f"crc32_{name}"]:
-            raise _damaged(folder, f"the {name} are not what was written")
-    fingerprint = f"{about['crc32_tokens']:08x}{about['crc32_offsets']:08x}"
-    return TokenCache(folder, tokens, offsets, about["made_from"]["vocab_size"], about["num_bytes"], fingerprint)
-
-
-def _damaged(folder: Path, problem: str) -> DamagedCacheError:
-    return DamagedCacheError(f"the token cache {folder} is damaged: {problem}. Delete it; it will be built again")
-
-
-def _check_recipe(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    if before == now:
-        return
-    differences = [
-        f"{key}: {_short(before.get(key))} then, {_short(now.get(key))} now"
-        for key in dict.fromkeys([*before, *now])
-        if key != "files" and before.get(key) != now.get(key)
-    ]
-    then, today = before["files"], now["files"]
-    for label, names in (
-        ("files added", today.keys() - then.keys()),
-        ("files removed", then.keys() - today.keys()),
-        ("files changed", {name for name in then.keys() & today.keys() if then[name] != today[name]}),
-    ):
-        if names:
-            listed = ", ".join(sorted(names)[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-            differences.append(f"{label}: {len(names)} ({listed})")
-    raise ConfigError(
-        f"the token cache {folder} was made from something else:\n  "
-        + "\n  ".join(differences)
-        + "\nChoose another data.cache_dir, or delete this one to build it anew"
+    about = read_about(folder)
+    if made_from is not None:
+        check_same("token cache", folder, about["made_from"], made_from)
+    dtype = np.dtype(about["dtype"])
+    tokens = np.memmap(_sized(folder / TOKENS, about["num_tokens"] * dtype.itemsize), dtype, mode="r")
+    _check_sum(folder / TOKENS, tokens, about["crc32"][TOKENS])
+    offsets = np.fromfile(_sized(folder / OFFSETS, (about["num_documents"] + 1) * 8), np.int64)
+    _check_sum(folder / OFFSETS, offsets, about["crc32"][OFFSETS])
+    return TokenCache(
+        folder,
+        tokens,
+        offsets,
+        vocab_size=about["made_from"]["vocab_size"],
+        num_bytes=about["num_bytes"],
+        fingerprint=f"{about['crc32'][TOKENS]:08x}{about['crc32'][OFFSETS]:08x}",
+        documents_of=dict(zip(about["made_from"]["files"], about["documents_of_files"], strict=True)),
     )
 
 
-def _short(value: Any) -> str:
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 15 else str(value)
+def read_about(folder: Path) -> dict[str, Any]:
+    """What `cache.json` says of a finished cache: `made_from`, counts, checksums."""
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+    except FileNotFoundError:
+        raise _damaged(folder / ABOUT, "the file is missing") from None
+    except ValueError as error:
+        raise _damaged(folder / ABOUT, f"not JSON ({error})") from error
+    expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
+    if not isinstance(about, dict) or about.keys() != expected:
+        raise _damaged(folder / ABOUT, "other keys than this version of jaxlm writes")
+    return about
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One builder at a time on this machine; the others wait and then find the cache."""
-    with open(folder.with_name(f"{folder.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _sized(path: Path, size: int) -> Path:
+    """The path of a file that is there and has so many bytes."""
+    if not path.is_file():
+        raise _damaged(path, "the file is missing")
+    if path.stat().st_size != size:
+        raise _damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
+    return path
 
 
-def _build(
-    folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Mapping[str, Any], show: Callable[[str], None]
-) -> None:
-    building = folder.with_name(f"{folder.name}.building")
-    plan = building / "made_from.json"
-    if not plan.is_file() or json.loads(plan.read_text()) != made_from:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        _write(plan, json.dumps(made_from).encode())
-    if not (building / "cache.json").is_file():
-        _make_shards(building, files, tokenizer, made_from, show)
-        _join_shards(building, made_from, show)
-    for leftover in [*building.glob("shard-*"), plan]:
-        leftover.unlink()
-    os.rename(building, folder)
+def _check_sum(path: Path, content: np.ndarray, crc32: int) -> None:
+    if zlib.crc32(content.data) != crc32:
+        raise _damaged(path, "its content is not what was written")
 
 
-def _make_shards(
-    building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Mapping[str, Any], show: Callable[[str], None]
-) -> None:
-    """Tokenizes all documents, _SHARD_BYTES of text at a time; shards that are there already are skipped over."""
-    before = [tokenizer.bos_id] if made_from["enforce_bos"] and tokenizer.bos_id is not None else []
-    after = [tokenizer.eos_id] if made_from["enforce_eos"] and tokenizer.eos_id is not None else []
-    documents = itertools.chain.from_iterable(file.documents() for file in files)
-    total_bytes = sum(file.path.stat().st_size for file in files)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    began = last_shown = time.monotonic()
-    num_bytes = num_tokens = 0
-    for number, texts in enumerate(_batches_of_text(documents)):
-        shard_bytes = sum(len(text.encode()) for text in texts)
-        num_bytes += shard_bytes
-        path = building / f"shard-{number:06d}.npz"
-        if path.is_file():
-            continue
-        encoded = [[*before, *ids, *after] for ids in tokenizer.encode_batch(texts)]
-        lengths = np.array([len(ids) for ids in encoded], np.int64)
-        tokens = np.fromiter(itertools.chain.from_iterable(encoded), dtype, int(lengths.sum()))
-        with open(path.with_suffix(".unfinished"), "wb") as file:
-            np.savez(file, tokens=tokens, lengths=lengths, num_bytes=shard_bytes)
-        os.replace(path.with_suffix(".unfinished"), path)
-        num_tokens += len(tokens)
-        if time.monotonic() - last_shown > _SHOW_EVERY_S:
-            last_shown = time.monotonic()
-            pace = num_tokens / (last_shown - began)
-            show(f"tokenizing: {num_bytes / total_bytes:.0%} of {total_bytes / 1e6:.1f} MB, {pace:,.0f} tokens/s")
-
-
-def _batches_of_text(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= _SHARD_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _join_shards(building: Path, made_from: Mapping[str, Any], show: Callable[[str], None]) -> None:
-    lengths, num_bytes, crc, dtype = [], 0, 0, np.dtype(np.uint16)
-    with open(building / "tokens.bin", "wb") as file:
-        for path in sorted(building.glob("shard-*.npz")):
-            with np.load(path) as shard:
-                tokens = shard["tokens"]
-                lengths.append(shard["lengths"])
-                num_bytes += int(shard["num_bytes"])
-            crc, dtype = zlib.crc32(tokens, crc), tokens.dtype
-            file.write(tokens.data)
-        file.flush()
-        os.fsync(file.fileno())
-    if not lengths:
-        raise ConfigError("the data holds no text at all: every file is empty")
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-    np.save(building / "offsets.npy", offsets)
-    about = {
-        "made_from": dict(made_from),
-        "dtype": dtype.name,
-        "num_tokens": int(offsets[-1]),
-        "num_offsets": len(offsets),
-        "num_bytes": num_bytes,
-        "crc32_tokens": crc,
-        "crc32_offsets": zlib.crc32(offsets),
-    }
-    _write(building / "cache.json", json.dumps(about).encode())
-    show(f"token cache: {len(offsets) - 1:,} documents, {int(offsets[-1]):,} tokens, {num_bytes:,} bytes of text")
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a small file whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with open(unfinished, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+def _damaged(path: Path, problem: str) -> DamagedCacheError:
+    return DamagedCacheError(
+        f"the token cache is damaged: {path}: {problem}. Delete the folder {path.parent}; it will be built again"
+    )

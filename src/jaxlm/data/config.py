@@ -1,21 +1,23 @@
 """The `data` section: which text, cut into which tokens."""
 
-import json
-import os
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache import TokenCache, open_or_build, recipe
+from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
+from jaxlm.data.cache import TokenCache, read_about
+from jaxlm.data.cache_building import document_ends, open_or_build
 from jaxlm.data.packing import Windows
+from jaxlm.data.recipe import cache_recipe, check_same, content_of
 from jaxlm.data.sources import TextFile, find_files
-from jaxlm.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
 
 TRAIN_BPE = "bpe"
 _DEFAULT_VOCABULARY = 8192
-_MAX_BPE_BYTES = 1 << 30  # of training text; more changes a vocabulary little and takes memory
+_USUAL_TEXT_KEY = "text"
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class DataConfig:
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
         text_key: the key of the text in .jsonl records.
         shuffle: a new order of the windows in each epoch; false reads them as they stand.
-        enforce_bos: begin every document with the tokenizer's token for that, if it has one.
-        enforce_eos: end every document with the tokenizer's token for that, if it has one.
+        enforce_bos: begin every document with the tokenizer's token for that.
+        enforce_eos: end every document with the tokenizer's token for that.
     """
 
     train_urls: list[str] = field(default_factory=list)
@@ -52,28 +54,49 @@ class DataConfig:
     cache_dir: str = "cache/"
     tokenizer: str = TRAIN_BPE
     vocab_size: int | None = None
-    text_key: str = "text"
+    text_key: str = _USUAL_TEXT_KEY
     shuffle: bool = True
     enforce_bos: bool = True
     enforce_eos: bool = True
 
     def check(self) -> None:
-        """Looks for every file, and writes nothing. Raises `ConfigError` for what is not there."""
+        """Looks for every file, and writes nothing.
+
+        Raises:
+            ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches in
+                `cache_dir` that were made from other text or with other options.
+        """
         if not self.train_urls:
             raise ConfigError("data.train_urls: empty. Name files, folders or globs, or 'stdlib:train'")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigError(f"data.vocab_size: {self.vocab_size} given, null or 1 and more expected")
-        if self.tokenizer == TRAIN_BPE and self.vocab_size is not None and self.vocab_size < 257:
-            raise ConfigError(f"data.vocab_size: {self.vocab_size} given; bytes and the end of text need 257 at least")
-        if self.tokenizer != TRAIN_BPE:
-            self.load_tokenizer(show=lambda _: None)
-        self._train_files()
-        self._validation_files()
+        self._check_tokenizer()
+        splits = {"train": self._train_files(), "validation": self._validation_files()}
+        if self.text_key != _USUAL_TEXT_KEY and not any(
+            file.has_records for files in splits.values() for file in files
+        ):
+            raise ConfigError(
+                f"data.text_key: '{self.text_key}' given, but no file is .jsonl, and others have no keys. Leave it out"
+            )
+        for split, files in splits.items():
+            folder = Path(self.cache_dir) / split
+            if files and folder.exists():
+                self._check_cache(folder, files)
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs' data the same, as far as a configuration tells."""
-        own = {k: v for k, v in vars(self).items() if k not in ("cache_dir", "validation_urls")}
-        return {**own, "train_urls": list(self.train_urls)}
+        """What makes two runs' data the same: content, not places. Reads all files; plain JSON.
+
+        Not among it: `cache_dir`, and the validation text, which nothing is trained on.
+        """
+        trained = {"bpe": self.vocab_size or _DEFAULT_VOCABULARY}
+        files = content_of(self._train_files())
+        return {
+            "train_files": len(files),
+            "train_content": hashlib.sha256("".join(files.values()).encode()).hexdigest(),
+            "tokenizer": trained if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).fingerprint,
+            "text_key": self.text_key,
+            "shuffle": self.shuffle,
+            "enforce_bos": self.enforce_bos,
+            "enforce_eos": self.enforce_eos,
+        }
 
     def load_tokenizer(self, show: Callable[[str], None]) -> Tokenizer:
         """The tokenizer that the section names, trained first if that is what it asks for.
@@ -82,7 +105,8 @@ class DataConfig:
             ConfigError: there is none, or its vocabulary is not `vocab_size`.
         """
         if self.tokenizer == TRAIN_BPE:
-            return self._trained_here(show)
+            size = self.vocab_size or _DEFAULT_VOCABULARY
+            return trained_tokenizer(Path(self.cache_dir) / "tokenizer", self._train_files(), size, show)
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
             raise ConfigError(
@@ -114,37 +138,22 @@ class DataConfig:
     def _cache(
         self, split: str, files: list[TextFile], tokenizer: Tokenizer, show: Callable[[str], None]
     ) -> TokenCache:
-        made_from = recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
+        made_from = cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
         return open_or_build(Path(self.cache_dir) / split, files, tokenizer, made_from, show)
 
-    def _trained_here(self, show: Callable[[str], None]) -> Tokenizer:
-        """Trained once and kept in the cache folder, complete or invisible."""
-        folder = Path(self.cache_dir) / "tokenizer"
-        files = self._train_files()
-        size = self.vocab_size or _DEFAULT_VOCABULARY
-        made_from = {"vocab_size": size, "files": {file.name: file.digest for file in files}}
-        note = folder / "made_from.json"
-        if note.is_file():
-            if json.loads(note.read_text()) != made_from:
-                raise ConfigError(
-                    f"the tokenizer in {folder} was trained on other files or for another vocab_size than"
-                    f" {size:,}. Choose another data.cache_dir, or delete this one"
-                )
-            return load_tokenizer(str(folder))
-        show(f"training a BPE tokenizer of {size:,} tokens on {len(files):,} files ...")
-        tokenizer = train_bpe(_up_to(files, _MAX_BPE_BYTES), size)
-        unfinished = folder.with_name(f"tokenizer.{os.getpid()}.unfinished")
-        tokenizer.save(unfinished)
-        (unfinished / "made_from.json").write_text(json.dumps(made_from))
-        os.rename(unfinished, folder)
-        return load_tokenizer(str(folder))
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer != TRAIN_BPE:
+            document_ends(self.load_tokenizer(show=lambda _: None), bos=self.enforce_bos, eos=self.enforce_eos)
+        elif self.vocab_size is not None and self.vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"data.vocab_size: {self.vocab_size} given; bytes and the end of text need at least"
+                f" {SMALLEST_VOCABULARY}"
+            )
 
-
-def _up_to(files: list[TextFile], max_bytes: int) -> Iterator[str]:
-    seen = 0
-    for file in files:
-        for document in file.documents():
-            yield document
-            seen += len(document)
-            if seen > max_bytes:
-                return
+    def _check_cache(self, folder: Path, files: list[TextFile]) -> None:
+        """Compares what needs no tokenizer; opening the cache compares the rest."""
+        before = read_about(folder)["made_from"]
+        now = {**before, "enforce_bos": self.enforce_bos, "enforce_eos": self.enforce_eos, "files": content_of(files)}
+        if "text_key" in before:
+            now["text_key"] = self.text_key
+        check_same("token cache", folder, before, now)

@@ -1,8 +1,8 @@
 """Documents packed into windows of equal length, none of their tokens lost.
 
-    tokens    B a a a E|B b b E B|c c ...        windows of 5, and one token more for the last target
-    targets   a a a E .|b b E . c|c ...          every token but a document's first is a target once
-    segments  1 1 1 1 1|1 1 1 1 2|1 ...
+tokens    B a a a E|B b b E B|c c ...        windows of 5, and one token more for the last target
+targets   a a a E .|b b E . c|c ...          every token but a document's first is a target once
+segments  1 1 1 1 1|1 1 1 1 2|1 ...
 """
 
 import numpy as np

@@ -7,21 +7,20 @@ A `.txt` or `.py` file is one document, a `.jsonl` file has one in each line.
 """
 
 import difflib
+import functools
 import glob
 import hashlib
 import json
-import sysconfig
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data import stdlib
 
 SUFFIXES = (".txt", ".jsonl", ".py")
-_STDLIB = "stdlib:"
-_STDLIB_SPLITS = ("train", "validation")
-_HELD_OUT_OF = 20
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class TextFile:
 
     Attributes:
         path: where it is.
-        name: how it is known in fingerprints: independent of the machine for the standard library.
+        name: how it is known in fingerprints: relative to its URL, so that data may move to another folder or machine.
         text_key: the key of the text in a `.jsonl` record.
     """
 
@@ -38,11 +37,21 @@ class TextFile:
     name: str
     text_key: str
 
-    @cached_property
+    @property
+    def has_records(self) -> bool:
+        """Whether each line is a document of its own."""
+        return self.path.suffix == ".jsonl"
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.path.stat().st_size
+
+    @property
     def digest(self) -> str:
         """SHA-256 of its content."""
-        with open(self.path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        stat = self.path.stat()
+        return _digest(self.path.resolve(), stat.st_size, stat.st_mtime_ns)
 
     def documents(self) -> Iterator[str]:
         """Its documents, empty ones left out.
@@ -50,7 +59,7 @@ class TextFile:
         Raises:
             ConfigError: not UTF-8, or a record that is no JSON or has no text; names file and byte or line.
         """
-        if self.path.suffix == ".jsonl":
+        if self.has_records:
             yield from self._records()
             return
         text = self._decoded(self.path.read_bytes(), "")
@@ -60,21 +69,28 @@ class TextFile:
     def _records(self) -> Iterator[str]:
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                text = self._decoded(line, f"line {number}: ").strip()
-                if not text:
-                    continue
-                try:
-                    record = json.loads(text)
-                except json.JSONDecodeError as error:
-                    raise ConfigError(f"{self.path}: line {number}: not JSON ({error})") from error
-                value = record.get(self.text_key) if isinstance(record, dict) else None
-                if not isinstance(value, str):
-                    keys = ", ".join(record) if isinstance(record, dict) else "none"
-                    raise ConfigError(
-                        f"{self.path}: line {number}: no text under data.text_key '{self.text_key}'. Its keys: {keys}"
-                    )
-                if value:
-                    yield value
+                text = self._decoded(line, f"line {number}: ")
+                if not text.isspace() and (document := self._text_of(text, number)):
+                    yield document
+
+    def _text_of(self, line: str, number: int) -> str:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{self.path}: line {number}: not JSON ({error.msg} at column {error.colno})") from error
+        text = record.get(self.text_key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(record) if isinstance(record, dict) else "none"
+            raise ConfigError(
+                f"{self.path}: line {number}: no text under data.text_key '{self.text_key}'. Its keys: {keys}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            raise ConfigError(
+                f"{self.path}: line {number}: the text is not Unicode: {text[error.start]!a} at character {error.start}"
+            ) from error
+        return text
 
     def _decoded(self, raw: bytes, where: str) -> str:
         try:
@@ -86,8 +102,15 @@ class TextFile:
             ) from error
 
 
+@functools.cache
+def _digest(path: Path, size: int, mtime_ns: int) -> str:
+    # Size and time are no part of the answer: they only tell this process when to look again.
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def find_files(urls: Sequence[str], key: str, text_key: str) -> list[TextFile]:
-    """The files that URLs mean, each once, in an order that does not depend on the file system.
+    """The files that URLs mean, each once: in the order of the URLs, and sorted by name within each.
 
     Args:
         key: where the URLs are configured (`data.train_urls`), for messages.
@@ -95,33 +118,61 @@ def find_files(urls: Sequence[str], key: str, text_key: str) -> list[TextFile]:
     Raises:
         ConfigError: a URL that matches nothing; says what there is nearby.
     """
-    found: dict[str, TextFile] = {}
+    found: dict[Path, TextFile] = {}
+    names: set[str] = set()
     for number, url in enumerate(urls):
-        for file in _files_of(url, f"{key}[{number}]", text_key):
-            found.setdefault(file.name, file)
+        for name, path in _files_of(url, f"{key}[{number}]"):
+            place = path.resolve()
+            if place in found:
+                continue
+            # Files of two URLs may have one name; the later one says which URL it is of.
+            name = name if name not in names else f"{name} ({key}[{number}])"
+            names.add(name)
+            found[place] = TextFile(path, name, text_key)
     return list(found.values())
 
 
-def _files_of(url: str, key: str, text_key: str) -> list[TextFile]:
-    if url.startswith(_STDLIB):
-        return _standard_library(url, key)
+def _files_of(url: str, key: str) -> list[tuple[str, Path]]:
+    if url.startswith(stdlib.SCHEME):
+        return stdlib.library_files(url.removeprefix(stdlib.SCHEME), key)
     if "://" in url:
         raise ConfigError(f"{key}: '{url}': only local files, folders and globs are read, and stdlib:train|validation")
     path = Path(url).expanduser()
     if path.is_dir():
-        paths = [p for p in sorted(path.rglob("*")) if p.is_file() and p.suffix in SUFFIXES]
+        root, paths = path, [p for p in _below(path) if p.suffix in SUFFIXES]
         if not paths:
             raise ConfigError(f"{key}: the folder '{url}' holds no file that ends in {', '.join(SUFFIXES)}")
     elif path.is_file():
-        paths = [path]
+        root, paths = path.parent, [path]
     else:
-        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
+        root = _before_wildcards(path)
+        paths = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
         if not paths:
             raise ConfigError(f"{key}: '{url}' matches no file{_nearby(path)}")
     for p in paths:
         if p.suffix not in SUFFIXES:
             raise ConfigError(f"{key}: '{p}' ends in '{p.suffix}'. Allowed: {', '.join(SUFFIXES)}")
-    return [TextFile(p, str(p), text_key) for p in paths]
+    if not any(p.stat().st_size for p in paths):
+        raise ConfigError(f"{key}: '{url}' holds no text: {len(paths)} file(s), all of them empty")
+    return sorted((p.relative_to(root).as_posix(), p) for p in paths)
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files of a folder and the folders in it; hidden ones are not meant."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _before_wildcards(pattern: Path) -> Path:
+    fixed = []
+    for part in pattern.parts[:-1]:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return Path(*fixed)
 
 
 def _nearby(path: Path) -> str:
@@ -129,36 +180,5 @@ def _nearby(path: Path) -> str:
     while not folder.is_dir():
         folder = folder.parent
     names = sorted(p.name for p in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=5, cutoff=0.3) or names[:5]
+    near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN, cutoff=0.3) or names[:_NAMES_SHOWN]
     return f" (looked in {folder.resolve()}, which holds {', '.join(near) if near else 'nothing'})"
-
-
-def _standard_library(url: str, key: str) -> list[TextFile]:
-    """Source files of the standard library, without installed packages; a hash of the path decides the split.
-
-    Files that are not UTF-8 (there are a few on purpose, as tests) and empty ones are left out.
-    """
-    split = url.removeprefix(_STDLIB)
-    if split not in _STDLIB_SPLITS:
-        raise ConfigError(f"{key}: '{url}' given. Allowed: {', '.join(_STDLIB + s for s in _STDLIB_SPLITS)}")
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in ("site-packages", "dist-packages") or not path.is_file():
-            continue
-        held_out = hashlib.sha256(relative.as_posix().encode()).digest()[0] % _HELD_OUT_OF == 0
-        if held_out == (split == "validation") and _is_text(path):
-            files.append(TextFile(path, f"{_STDLIB}{relative.as_posix()}", "text"))
-    if not files:
-        raise ConfigError(f"{key}: this Python has no source files of its standard library in {root}")
-    return files
-
-
-def _is_text(path: Path) -> bool:
-    raw = path.read_bytes()
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return bool(raw)

@@ -1,10 +1,12 @@
-"""Text to token ids and back: a byte-level BPE, trained here or loaded."""
+"""Text to token ids and back."""
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,34 +16,44 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
-# Names under which tokenizers keep the token that ends, and the one that begins, a document.
-_EOS_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
-_BOS_NAMES = (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>")
-
-# Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the split of cl100k,
-# written out again for code, where indentation is most of the white space.
-_PIECES = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+[ \t]*|\s+(?!\S)|\s+"
-)
+# Names of the tokens that begin and end a document, for tokenizers whose settings do not tell.
+_USUAL_NAMES = {
+    "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>"),
+    "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
+}
+_LONG_TEXT = 1 << 20  # characters; longer texts are cut, so that all cores work on one, and in bounded memory
+_ENCODED_AT_ONCE = 1 << 23  # characters
+_LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with its special tokens found.
+    """A `tokenizers` tokenizer and its special tokens. Text that looks like a special token is still text.
 
     Attributes:
         vocab_size: ids run from 0 to this, exclusive.
         bos_id, eos_id: of the tokens that begin and end a document; None where there is none.
     """
 
-    def __init__(self, backend: "tokenizers.Tokenizer", bos: str | None = None, eos: str | None = None):
+    def __init__(self, backend: "tokenizers.Tokenizer", bos_id: int | None, eos_id: int | None):
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # as the text that they are
         self._backend = backend
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.bos_id = self._special_id(bos, _BOS_NAMES)
-        self.eos_id = self._special_id(eos, _EOS_NAMES)
+        self._cuts_lines = _begins_tokens_at_lines(json.loads(backend.to_str())["pre_tokenizer"])
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.bos_id = bos_id
+        self.eos_id = eos_id
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special tokens around it. Uses all cores."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """As `encode_batch`, each text as int32 [tokens]: for much text."""
+        parts = [self._parts(text) for text in texts]
+        encoded = self._encode(itertools.chain.from_iterable(parts))
+        return [np.concatenate(list(itertools.islice(encoded, len(own)))) for own in parts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out."""
@@ -51,40 +63,73 @@ class Tokenizer:
         """int32 [vocab]: bytes of text that each token stands for; 0 for special tokens.
 
         Counted on raw bytes: a token may be half a character, which no decoder could show.
+
+        Raises:
+            ConfigError: the tokens are neither byte-level nor SentencePiece's, so that their bytes cannot be told.
         """
         counts = np.zeros(self.vocab_size, np.int32)
-        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
-        to_byte = _byte_alphabet()
-        for token, number in self._backend.get_vocab(with_added_tokens=True).items():
-            if token not in special:
-                whole = all(char in to_byte for char in token)
-                counts[number] = len(token) if whole else len(token.encode())
+        length = self._length_rule()
+        for token, number in self._backend.get_vocab(with_added_tokens=False).items():
+            counts[number] = length(token)
+        for number, token in self._backend.get_added_tokens_decoder().items():  # these are matched as they stand
+            counts[number] = 0 if token.special else len(token.content.encode())
         return counts
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides about ids."""
-        return hashlib.sha256(self._json().encode()).hexdigest()
+        return hashlib.sha256(f"{self._json()} {self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        names = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        special = {k: self._backend.id_to_token(v) for k, v in names.items() if v is not None}
-        (folder / "tokenizer_config.json").write_text(json.dumps(special))
+        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        names = {key: None if i is None else self._backend.id_to_token(i) for key, i in numbers.items()}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
         (folder / "tokenizer.json").write_text(self._json())
 
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)
 
-    def _special_id(self, given: str | None, usual: Sequence[str]) -> int | None:
-        candidates = (given,) if given is not None else usual
-        return next((i for name in candidates if (i := self._backend.token_to_id(name)) is not None), None)
+    def _parts(self, text: str) -> list[str]:
+        """A long text, cut only where every byte-level tokenizer ends one token and begins another.
+
+        That is between a line that ends in a letter or digit and one that begins with one: the newline between them is
+        a piece of its own in the pre-tokenizers of GPT-2, cl100k and `train_bpe` alike, on both sides of the cut.
+        """
+        parts, start = [], 0
+        while self._cuts_lines and len(text) - start > _LONG_TEXT:
+            found = _LINE_ENDS.search(text, start + _LONG_TEXT)
+            if found is None:
+                break
+            parts.append(text[start : found.start()])
+            start = found.start()
+        return [*parts, text[start:]]
+
+    def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        for group in _grouped(texts, _ENCODED_AT_ONCE):
+            for encoding in self._backend.encode_batch_fast(group, add_special_tokens=False):
+                yield np.asarray(encoding.ids, np.int32)
+
+    def _length_rule(self):
+        made = json.loads(self._json())
+        kinds = json.dumps([made["pre_tokenizer"], made["decoder"], made["normalizer"]])
+        if '"ByteLevel"' in kinds:
+            return len  # one character stands for one byte
+        if "\u2581" in json.dumps(made, ensure_ascii=False) and not made["model"].get("continuing_subword_prefix"):
+            return lambda token: 1 if _BYTE_TOKEN.fullmatch(token) else len(token.replace("\u2581", " ").encode())
+        raise ConfigError(
+            "data.tokenizer: bits per byte need to know how many bytes each token stands for, and this tokenizer is"
+            f" neither byte-level nor SentencePiece's (its model is {made['model']['type']}). Use one that is"
+        )
 
 
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
+
+    The tokens that begin and end a document are the `bos_token` and `eos_token` of `tokenizer_config.json` beside it,
+    else `bos_token_id` and `eos_token_id` of `config.json`, else tokens with the usual names.
 
     Raises:
         ConfigError: no such file, or not a tokenizer.
@@ -94,49 +139,60 @@ def load_tokenizer(path: str) -> Tokenizer:
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
-        raise ConfigError(f"data.tokenizer: '{path}': no tokenizer.json there (looked for {file.resolve()})")
+        raise ConfigError(
+            f"data.tokenizer: '{path}': no tokenizer.json there (looked for {file.resolve()})."
+            " Give a tokenizer.json, a folder with one, or 'bpe' to train one"
+        )
+    content = _read_json(file)
+    if not isinstance(content.get("model"), dict):
+        raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"))
+
+
+def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:
+    settings, model = _read_json(file.with_name("tokenizer_config.json")), _read_json(file.with_name("config.json"))
+    if f"{side}_token" in settings:
+        token = settings[f"{side}_token"]
+        name = token.get("content") if isinstance(token, dict) else token
+        if name is not None and backend.token_to_id(name) is None:
+            raise ConfigError(
+                f"data.tokenizer: {side}_token in tokenizer_config.json is '{name}', no token of '{file}'"
+            )
+        return None if name is None else backend.token_to_id(name)
+    if f"{side}_token_id" in model:
+        number = model[f"{side}_token_id"]
+        return number[0] if isinstance(number, list) else number
+    numbers = (backend.token_to_id(name) for name in _USUAL_NAMES[side])
+    return next((number for number in numbers if number is not None), None)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """{} where there is no such file."""
+    if not file.is_file():
+        return {}
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:
-        raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True  # text that looks like a special token is still text
-    settings = file.parent / "tokenizer_config.json"
-    special = json.loads(settings.read_text()) if settings.is_file() else {}
-    return Tokenizer(backend, _content(special.get("bos_token")), _content(special.get("eos_token")))
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer: '{file}' is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` tokens, or fewer where the texts do not give so many.
-
-    Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1, over bytes as in GPT-2.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    backend = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer=trainer)
-    backend.encode_special_tokens = True
-    return Tokenizer(backend)
+def _begins_tokens_at_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether this is byte-level with words split off by a pattern, and does nothing to the beginning of a text."""
+    steps = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    byte_level = [step for step in steps if step["type"] == "ByteLevel"]
+    splits = any(step["type"] == "Split" or step.get("use_regex") for step in steps)
+    return bool(byte_level) and splits and not any(step["add_prefix_space"] for step in byte_level)
 
 
-def _content(token: object) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
-
-
-def _byte_alphabet() -> set[str]:
-    """The characters by which byte-level tokenizers write the 256 bytes, one each."""
-    from tokenizers import pre_tokenizers
-
-    return set(pre_tokenizers.ByteLevel.alphabet())
+def _grouped(texts: Iterable[str], most_characters: int) -> Iterator[list[str]]:
+    group, size = [], 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= most_characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

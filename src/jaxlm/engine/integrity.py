@@ -27,8 +27,11 @@ def seal(folder: Path) -> None:
         _fsync(path)
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Path, below: str = "") -> None:
     """Reads every file below `folder` and compares it with `checksums.json`.
+
+    Args:
+        below: looks only at files whose relative path begins so.
 
     Raises:
         DamagedError: a file is missing, extra, of another length or of other content.
@@ -38,7 +41,8 @@ def verify(folder: Path) -> None:
         assert isinstance(expected, dict)
     except (OSError, ValueError, AssertionError) as error:
         raise DamagedError(f"{CHECKSUMS} cannot be read ({error})") from error
-    found = set(_files(folder))
+    expected = {name: digest for name, digest in expected.items() if name.startswith(below)}
+    found = {name for name in _files(folder) if name.startswith(below)}
     for name in sorted(found.symmetric_difference(expected)):
         raise DamagedError(f"{name} is {'not part of it' if name in found else 'missing'}")
     with ThreadPoolExecutor() as pool:

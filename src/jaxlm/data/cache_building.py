@@ -1,0 +1,211 @@
+"""Text into token caches that are complete or invisible.
+
+A cache is built in `<split>.building` and takes its name when it is whole. The work is kept in shards, so that after a
+kill it goes on where it stopped, and comes to the same bytes.
+"""
+
+import errno
+import json
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import BadZipFile
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.cache import ABOUT, OFFSETS, TOKENS, TokenCache, open_cache
+from jaxlm.data.durable import locked, prepared, publish, replacing, sync
+from jaxlm.data.recipe import Recipe, same
+from jaxlm.data.sources import TextFile
+from jaxlm.data.tokenizer import Tokenizer
+
+_SHARD_CHARACTERS = 1 << 22  # what a kill can cost
+_SHOW_EVERY_S = 2.0
+_PLAN = "made_from.json"
+
+Show = Callable[[str], None]
+
+
+def open_or_build(
+    folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
+) -> TokenCache:
+    """The cache in `folder`, built first where there is none.
+
+    Raises:
+        ConfigError: what is there was made from something else (says from what), or is damaged; or the folder cannot
+            be written.
+    """
+    building = folder.with_name(f"{folder.name}.building")
+    if not folder.exists() or building.exists():
+        with locked(prepared(folder.parent), show):
+            if not folder.exists():  # another process may have been faster
+                _build(folder, building, files, tokenizer, made_from, show)
+            shutil.rmtree(building, ignore_errors=True)
+    return open_cache(folder, made_from)
+
+
+def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The ids in front of and behind every document.
+
+    Raises:
+        ConfigError: one is asked for that the tokenizer does not have.
+    """
+    ends = []
+    for name, number, enforced in (("bos", tokenizer.bos_id, bos), ("eos", tokenizer.eos_id, eos)):
+        if enforced and number is None:
+            raise ConfigError(
+                f"data.enforce_{name}: true, but the tokenizer has no {name.upper()} token. Set it to false"
+            )
+        ends.append(np.array([number] if enforced else [], np.int32))
+    return ends[0], ends[1]
+
+
+def _build(
+    folder: Path, building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
+) -> None:
+    _begin(building, made_from)
+    try:
+        _make_shards(building, files, tokenizer, made_from, show)
+        _join_shards(building, files, made_from, show)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            f"data.cache_dir: no space left for {building}. What is finished stays: make room and start again"
+        ) from error
+    publish(building / "finished", folder)
+
+
+def _begin(building: Path, made_from: Recipe) -> None:
+    """Keeps what an interrupted start has left, if that was of the same recipe."""
+    plan = building / _PLAN
+    if not plan.is_file() or not same(json.loads(plan.read_text()), made_from):
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+        with replacing(plan) as path:
+            path.write_text(json.dumps(made_from))
+    shutil.rmtree(building / "finished", ignore_errors=True)
+    for leftover in building.glob("*.tmp"):
+        leftover.unlink()
+
+
+def _make_shards(
+    building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
+) -> None:
+    """Tokenizes all documents, so many characters at a time; shards that are there already are kept."""
+    before, after = document_ends(tokenizer, bos=made_from["enforce_bos"], eos=made_from["enforce_eos"])
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    progress = _Progress(building.stem, sum(file.size for file in files), show)
+    for number, (texts, sources) in enumerate(_shards_of_text(files)):
+        num_bytes = sum(len(text.encode()) for text in texts)
+        path = building / f"shard-{number:06d}.npz"
+        if _is_whole(path):
+            progress.skip(num_bytes)
+            continue
+        encoded = [np.concatenate([before, ids, after]).astype(dtype) for ids in tokenizer.encode_arrays(texts)]
+        lengths = np.array([len(ids) for ids in encoded], np.int64)
+        tokens = np.concatenate(encoded)
+        with replacing(path) as unfinished, open(unfinished, "wb") as file:
+            np.savez(file, tokens=tokens, lengths=lengths, sources=sources, num_bytes=num_bytes)
+        progress.add(num_bytes, len(texts), len(tokens))
+
+
+def _is_whole(shard: Path) -> bool:
+    """Whether a shard is there and readable; the archive keeps a checksum of each array."""
+    if not shard.is_file():
+        return False
+    try:
+        with np.load(shard) as arrays:
+            return all(arrays[name].dtype is not None for name in arrays.files)
+    except (BadZipFile, ValueError, EOFError):
+        return False
+
+
+def _shards_of_text(files: Sequence[TextFile]) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Documents, and the number of the file that each is from."""
+    texts: list[str] = []
+    sources: list[int] = []
+    size = 0
+    for number, file in enumerate(files):
+        for text in file.documents():
+            texts.append(text)
+            sources.append(number)
+            size += len(text)
+            if size >= _SHARD_CHARACTERS:
+                yield texts, np.array(sources, np.int64)
+                texts, sources, size = [], [], 0
+    if texts:
+        yield texts, np.array(sources, np.int64)
+
+
+def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, show: Show) -> None:
+    """Writes `finished/` from all shards, `cache.json` last."""
+    finished = building / "finished"
+    finished.mkdir()
+    with replacing(finished / TOKENS) as path, open(path, "wb") as file:
+        joined = _append_shards(sorted(building.glob("shard-*.npz")), file)
+    if not joined["lengths"]:
+        raise ConfigError("the data holds no text at all: no record of its files has any")
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
+    with replacing(finished / OFFSETS) as path:
+        offsets.tofile(path)
+    num_tokens, num_documents, num_bytes = int(offsets[-1]), len(offsets) - 1, joined["num_bytes"]
+    about = {
+        "made_from": dict(made_from),
+        "dtype": joined["dtype"],
+        "num_tokens": num_tokens,
+        "num_documents": num_documents,
+        "num_bytes": num_bytes,
+        "documents_of_files": np.bincount(np.concatenate(joined["sources"]), minlength=len(files)).tolist(),
+        "crc32": {TOKENS: joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
+    }
+    with replacing(finished / ABOUT) as path:
+        path.write_text(json.dumps(about))
+    sync(finished)
+    show(f"{building.stem}: {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
+
+
+def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
+    """Writes the tokens of all shards; returns what belongs to them."""
+    joined: dict[str, Any] = {"lengths": [], "sources": [], "num_bytes": 0, "crc32": 0, "dtype": None}
+    for path in shards:
+        with np.load(path) as shard:
+            tokens = shard["tokens"]
+            joined["lengths"].append(shard["lengths"])
+            joined["sources"].append(shard["sources"])
+            joined["num_bytes"] += int(shard["num_bytes"])
+        joined["crc32"] = zlib.crc32(tokens, joined["crc32"])
+        joined["dtype"] = tokens.dtype.name
+        file.write(tokens.data)
+    return joined
+
+
+class _Progress:
+    """A line every two seconds; the pace is of what this process has tokenized itself."""
+
+    def __init__(self, name: str, total_bytes: int, show: Show):
+        self._name, self._total_bytes, self._show = name, total_bytes, show
+        self._bytes = self._documents = self._tokens = 0
+        self._began = self._shown = time.monotonic()
+
+    def skip(self, num_bytes: int) -> None:
+        """What an interrupted start had done already."""
+        self._bytes += num_bytes
+
+    def add(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
+        """What has just been done."""
+        self._bytes += num_bytes
+        self._documents += num_documents
+        self._tokens += num_tokens
+        now = time.monotonic()
+        if now - self._shown > _SHOW_EVERY_S:
+            self._shown = now
+            pace = self._tokens / (now - self._began)
+            self._show(
+                f"{self._name}: tokenizing, {self._bytes / self._total_bytes:.0%} of {self._total_bytes / 1e6:.1f} MB,"
+                f" {self._documents:,} documents, {self._tokens:,} tokens, {pace:,.0f} tokens/s"
+            )

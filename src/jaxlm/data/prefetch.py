@@ -1,0 +1,74 @@
+"""Making things ahead of time in a thread."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_S = 0.05  # how soon a thread that waits for room sees that nobody wants more
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+class Prefetch(Generic[T]):
+    """`make(0), make(1), ...`, a few of them ahead of the one that is asked for.
+
+    The thread ends with `close`, when nothing refers to this object any more, or with the main thread. It is no daemon:
+    a daemon that is inside of the device runtime while the interpreter takes itself apart can crash the process.
+    """
+
+    def __init__(self, make: Callable[[int], T], depth: int):
+        self._ready: queue.Queue[T | _Failure] = queue.Queue(maxsize=depth)
+        self._failure: _Failure | None = None
+        self._closed = threading.Event()
+        # The thread must not keep its owner alive, or a forgotten owner would never end.
+        target, owner = _fill, weakref.ref(self)
+        self._thread = threading.Thread(target=target, args=(owner, self._closed, self._ready, make), name="prefetch")
+        self._thread.start()
+
+    def take(self) -> T:
+        """The next one.
+
+        Raises:
+            BaseException: what `make` raised, with its traceback; again at every later call.
+        """
+        found = self._failure or self._ready.get()
+        if isinstance(found, _Failure):
+            self._failure = found
+            raise found.error
+        return found
+
+    def close(self) -> None:
+        """Ends the thread and waits for it, at most for the one that it is making."""
+        self._closed.set()
+        self._thread.join()
+
+
+def _fill(
+    owner: weakref.ref, closed: threading.Event, ready: "queue.Queue[T | _Failure]", make: Callable[[int], T]
+) -> None:
+    def wanted() -> bool:
+        return not closed.is_set() and owner() is not None and threading.main_thread().is_alive()
+
+    number = 0
+    while wanted():
+        try:
+            made: T | _Failure = make(number)
+        except BaseException as error:  # nobody sees it here: it is raised where the result is asked for
+            made = _Failure(error)
+        while wanted():
+            try:
+                ready.put(made, timeout=_POLL_S)
+                break
+            except queue.Full:
+                continue
+        if isinstance(made, _Failure):
+            return
+        number += 1

@@ -1,0 +1,66 @@
+"""Small corpora and caches of known tokens."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxlm.data.bpe import train_bpe
+from jaxlm.data.cache import TokenCache
+from jaxlm.data.tokenizer import Tokenizer
+
+WORDS = [
+    "def",
+    "return",
+    "self",
+    "value",
+    "größe",
+    "名前",
+    "x",
+    "import",
+    "42",
+    "1999",
+    "\n    ",
+    "\n",
+    "(",
+    "):",
+    "🙂",
+]
+
+
+def some_text(seed: int, num_words: int = 60) -> str:
+    """Words, code and other scripts, the same for the same seed."""
+    chooser = random.Random(seed)
+    return " ".join(chooser.choice(WORDS) + str(chooser.randrange(30)) for _ in range(num_words))
+
+
+def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
+    """Text files and one file of records; returns the documents in the order in which they are read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [some_text(seed) for seed in range(num_files)]
+    records = [some_text(100 + seed, 20) for seed in range(num_files)]
+    for number, text in enumerate(texts):
+        (folder / f"b{number}.txt").write_text(text)
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in records))
+    return [*records, *texts]
+
+
+def small_tokenizer(vocab_size: int = 320) -> Tokenizer:
+    """A BPE trained on `some_text`."""
+    return train_bpe([some_text(seed) for seed in range(20)], vocab_size)
+
+
+def cache_of(documents: Sequence[Sequence[int]], vocab_size: int = 1 << 16) -> TokenCache:
+    """A cache in memory."""
+    lengths = [len(document) for document in documents]
+    tokens = np.array([token for document in documents for token in document], np.uint16)
+    offsets = np.array([0, *np.cumsum(lengths)], np.int64)
+    return TokenCache(Path("cache/train"), tokens, offsets, vocab_size, 0, "", {"some.txt": len(documents)})
+
+
+def numbered_cache(num_tokens: int, document_length: int = 7) -> TokenCache:
+    """Token i is i, in documents of one length."""
+    numbers = list(range(num_tokens))
+    return cache_of([numbers[at : at + document_length] for at in range(0, num_tokens, document_length)])

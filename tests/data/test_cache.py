@@ -1,0 +1,320 @@
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import cache_building
+from jaxlm.data.cache import DamagedCacheError, TokenCache, open_cache
+from jaxlm.data.cache_building import open_or_build
+from jaxlm.data.recipe import cache_recipe
+from jaxlm.data.sources import find_files
+from tests.data.helpers import small_tokenizer, some_text, write_corpus
+
+ROOT = Path(__file__).parents[2]
+FILES = ("tokens.bin", "offsets.bin", "cache.json")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    write_corpus(tmp_path / "text")
+    return tmp_path / "text"
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 300)
+
+
+def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, show=lambda line: None) -> TokenCache:
+    files = find_files([str(corpus)], "data.train_urls", "text")
+    made_from = cache_recipe(files, tokenizer, bos=bos, eos=eos)
+    return open_or_build(folder, files, tokenizer, made_from, show)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, True), (False, True), (True, False), (False, False)])
+def test_holds_every_document_between_its_special_tokens(tmp_path, tokenizer, corpus, bos, eos):
+    documents = write_corpus(corpus)
+    cache = build(tmp_path / "cache" / "train", corpus, tokenizer, bos=bos, eos=eos)
+    assert cache.num_bytes == sum(len(text.encode()) for text in documents)
+    assert len(cache.offsets) == len(documents) + 1
+    for number, text in enumerate(documents):
+        ids = cache.tokens[cache.offsets[number] : cache.offsets[number + 1]].tolist()
+        expected = tokenizer.encode_batch([text])[0]
+        assert ids == [tokenizer.bos_id] * bos + expected + [tokenizer.eos_id] * eos
+    assert cache.tokens.dtype == np.uint16
+
+
+def test_says_which_document_a_token_is_from(tmp_path, tokenizer, corpus):
+    cache = build(tmp_path / "train", corpus, tokenizer)
+    assert cache.source_of(0) == "document 1 of a.jsonl"
+    assert cache.source_of(int(cache.offsets[6]) - 1) == "document 6 of a.jsonl"
+    assert cache.source_of(int(cache.offsets[6])) == "document 1 of b0.txt"
+    assert cache.source_of(cache.num_tokens - 1) == "document 1 of b5.txt"
+
+
+def test_wide_ids_for_wide_vocabularies(tmp_path, tokenizer, corpus, monkeypatch):
+    monkeypatch.setattr(tokenizer, "vocab_size", (1 << 16) + 1)
+    assert build(tmp_path / "wide", corpus, tokenizer).tokens.dtype == np.uint32
+    monkeypatch.setattr(tokenizer, "vocab_size", 1 << 16)
+    assert build(tmp_path / "narrow", corpus, tokenizer).tokens.dtype == np.uint16
+
+
+def test_is_built_once_and_leaves_nothing_else(tmp_path, tokenizer, corpus):
+    said: list[str] = []
+    build(tmp_path / "cache" / "train", corpus, tokenizer, show=said.append)
+    assert len(said) == 1
+    assert said[0].startswith("train: 12 documents, ")
+    build(tmp_path / "cache" / "train", corpus, tokenizer, show=said.append)
+    assert len(said) == 1
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".lock", "train"]
+    assert sorted(p.name for p in (tmp_path / "cache" / "train").iterdir()) == sorted(FILES)
+
+
+def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, tokenizer, corpus, monkeypatch):
+    expected = contents(build(tmp_path / "one", corpus, tokenizer).folder)
+    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 1 << 20)
+    moved = shutil.copytree(corpus, tmp_path / "elsewhere" / "books")
+    monkeypatch.chdir(moved.parent)
+    assert contents(build(Path("two"), Path("books"), tokenizer).folder) == expected
+
+
+class TestOtherRecipe:
+    """A cache of something else is refused, with what is different."""
+
+    def refused(self, tmp_path, corpus, tokenizer, message, **options):
+        with pytest.raises(ConfigError, match=message) as caught:
+            build(tmp_path / "train", corpus, tokenizer, **options)
+        assert "Choose another data.cache_dir, or delete this one" in str(caught.value)
+        assert not isinstance(caught.value, DamagedCacheError)
+
+    @pytest.fixture(autouse=True)
+    def built(self, tmp_path, corpus, tokenizer):
+        build(tmp_path / "train", corpus, tokenizer)
+
+    def test_options(self, tmp_path, corpus, tokenizer):
+        self.refused(tmp_path, corpus, tokenizer, r"enforce_eos: True then, False now", eos=False)
+        self.refused(tmp_path, corpus, tokenizer, r"enforce_bos: True then, False now", bos=False)
+
+    def test_tokenizer(self, tmp_path, corpus):
+        self.refused(
+            tmp_path, corpus, small_tokenizer(321), r"(?s)tokenizer: \w{12}\.\.\. then, .*vocab_size: 320 then, 321"
+        )
+
+    def test_text_key(self, tmp_path, corpus, tokenizer):
+        files = find_files([str(corpus)], "data.train_urls", "body")
+        made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        with pytest.raises(ConfigError, match="text_key: text then, body now"):
+            open_or_build(tmp_path / "train", files, tokenizer, made_from, print)
+
+    def test_files(self, tmp_path, corpus, tokenizer):
+        (corpus / "b1.txt").write_text("changed")
+        self.refused(tmp_path, corpus, tokenizer, r"files changed: 1 \(b1\.txt\)")
+        (corpus / "c.txt").write_text("new")
+        (corpus / "b0.txt").unlink()
+        self.refused(
+            tmp_path, corpus, tokenizer, r"(?s)added: 1 \(c\.txt\).*removed: 1 \(b0\.txt\).*changed: 1 \(b1\.txt\)"
+        )
+
+    def test_order(self, tmp_path, corpus, tokenizer):
+        files = find_files([str(corpus)], "data.train_urls", "text")[::-1]
+        made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        with pytest.raises(ConfigError, match="the order of the files"):
+            open_or_build(tmp_path / "train", files, tokenizer, made_from, print)
+
+
+class TestDamage:
+    @pytest.fixture
+    def folder(self, tmp_path, corpus, tokenizer):
+        return build(tmp_path / "train", corpus, tokenizer).folder
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "extended"])
+    def test_is_found_on_opening(self, folder, name, damage):
+        raw = (folder / name).read_bytes()
+        if damage == "deleted":
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes({"truncated": raw[:-2], "emptied": b"", "extended": raw + b"\0\0"}[damage])
+        with pytest.raises(DamagedCacheError, match=rf"{name}: .* Delete the folder .*train"):
+            open_cache(folder)
+
+    @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
+    def test_any_flipped_bit_is_found(self, folder, name):
+        raw = (folder / name).read_bytes()
+        for place in np.linspace(0, len(raw) - 1, 25).astype(int):
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << (place % 8)
+            (folder / name).write_bytes(flipped)
+            with pytest.raises(DamagedCacheError, match=name):
+                open_cache(folder)
+
+    def test_a_token_beyond_the_vocabulary(self, folder):
+        cache = open_cache(folder)
+        tokens = np.array(cache.tokens)
+        tokens[41] = 9999
+        broken = TokenCache(folder, tokens, cache.offsets, cache.vocab_size, 0, "", cache.documents_of)
+        with pytest.raises(
+            DamagedCacheError, match=r"tokens\.bin: token 41 \(document 1 of a\.jsonl\) is 9999.* has 320"
+        ):
+            broken.read(np.arange(30, 50))
+
+
+def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus, tokenizer, monkeypatch):
+    build(tmp_path / "cache" / "train", corpus, tokenizer)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(cache_building, "locked", None)
+    build(tmp_path / "cache" / "train", corpus, tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written"):
+        build(tmp_path / "cache" / "validation", corpus, tokenizer)
+
+
+def test_a_cache_folder_that_cannot_be(tmp_path, corpus, tokenizer):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*file/cache cannot be made"):
+        build(tmp_path / "file" / "cache" / "train", corpus, tokenizer)
+
+
+def test_no_text_at_all(tmp_path, tokenizer):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ConfigError, match="holds no text at all"):
+        build(tmp_path / "train", tmp_path / "text", tokenizer)
+    assert not (tmp_path / "train").exists()
+
+
+def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
+    monkeypatch.setattr(cache_building, "_SHOW_EVERY_S", -1.0)
+    said: list[str] = []
+    build(tmp_path / "train", corpus, tokenizer, show=said.append)
+    assert len(said) > 5
+    assert " of 0.0 MB, 12 documents, " in said[-2]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from jaxlm.data import cache_building
+from tests.data.helpers import small_tokenizer
+from tests.data.test_cache import build
+
+cache_building._SHARD_CHARACTERS = 300
+corpus, work = Path(sys.argv[1]), Path(sys.argv[2])
+tokenizer = small_tokenizer()
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def attempt(folder, most_calls):
+    '''Builds in a child that kills itself at its most_calls-th call to the file system. Returns its signal.'''
+    child = os.fork()
+    if child == 0:
+        calls = [0]
+        def counted(function):
+            def call(*arguments, **named):
+                calls[0] += 1
+                if calls[0] > most_calls:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **named)
+            return call
+        for name in ("fsync", "replace", "rename", "open", "mkdir", "unlink", "rmdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        build(folder, corpus, tokenizer)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+number = 0
+while attempt(work / f"at-{number}" / "train", number) != 0:
+    assert attempt(work / f"at-{number}" / "train", 10**9) == 0
+    number += 2
+print(number)
+tries = 1
+while attempt(work / "often" / "train", 40) != 0:
+    tries += 1
+    assert tries < 100
+print(tries)
+"""
+
+
+def test_killed_at_any_moment_it_comes_to_the_same_bytes(tmp_path, corpus, tokenizer):
+    expected = contents(build(tmp_path / "whole", corpus, tokenizer).folder)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(corpus), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    num_moments, num_tries = map(int, done.stdout.split())
+    assert num_moments > 60
+    assert num_tries > 2  # each start got further than the one before
+    for folder in [*tmp_path.glob("at-*/train"), tmp_path / "often" / "train"]:
+        assert contents(folder) == expected, folder
+    assert not list(tmp_path.glob("*/train.building"))
+
+
+def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monkeypatch):
+    def too_late(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_building, "_join_shards", too_late)
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path / "train", corpus, tokenizer)
+    shards = sorted((tmp_path / "train.building").glob("shard-*"))
+    assert len(shards) > 5
+    damaged = bytearray(shards[2].read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shards[2].write_bytes(damaged)
+    encoded = []
+    original = tokenizer.encode_arrays
+    monkeypatch.setattr(tokenizer, "encode_arrays", lambda texts: encoded.append(texts) or original(texts))
+    build(tmp_path / "train", corpus, tokenizer)
+    assert len(encoded) == 1  # the damaged one
+    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+
+
+def test_an_unfinished_cache_of_something_else_is_begun_anew(tmp_path, corpus, tokenizer):
+    unfinished = tmp_path / "train.building"
+    unfinished.mkdir()
+    (unfinished / "made_from.json").write_text(json.dumps({"files": {"old.txt": "0"}}))
+    (unfinished / "shard-000000.npz").write_bytes(b"something else")
+    cache = build(tmp_path / "train", corpus, tokenizer)
+    assert cache.documents_of["b0.txt"] == 1
+
+
+def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:
+    tokenizer = small_tokenizer()
+    barrier.wait()
+    results.put(build(folder, corpus, tokenizer).fingerprint)
+
+
+def test_builders_in_several_processes_do_not_disturb_each_other(tmp_path, tokenizer):
+    corpus = tmp_path / "text"
+    corpus.mkdir()
+    for number in range(40):
+        (corpus / f"{number}.txt").write_text(some_text(number, 300))
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    arguments = (tmp_path / "cache" / "train", corpus, barrier, results)
+    processes = [context.Process(target=_build_and_report, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    fingerprints = {results.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert fingerprints == {build(tmp_path / "alone", corpus, tokenizer).fingerprint}
+    assert contents(tmp_path / "cache" / "train") == contents(tmp_path / "alone")

@@ -1,0 +1,171 @@
+import dataclasses
+import json
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import bpe
+from jaxlm.data.config import DataConfig
+from tests.data.helpers import small_tokenizer, some_text, write_corpus
+
+
+def silent(line: str) -> None:
+    del line
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_corpus(tmp_path / "text")
+    (tmp_path / "other.txt").write_text(some_text(500))
+    return DataConfig(
+        train_urls=[str(tmp_path / "text")],
+        validation_urls=[str(tmp_path / "other.txt")],
+        cache_dir=str(tmp_path / "cache"),
+        vocab_size=300,
+    )
+
+
+def changed(config: DataConfig, **fields: object) -> DataConfig:
+    return dataclasses.replace(config, **fields)
+
+
+def test_opens_what_it_names(config):
+    said: list[str] = []
+    config.check()
+    tokenizer = config.load_tokenizer(said.append)
+    data = config.open(tokenizer, 16, said.append)
+    assert tokenizer.vocab_size == 300
+    assert [line.split(" ")[0] for line in said] == ["training", "train:", "validation:"]
+    assert data.validation is not None
+    text = "".join(config.validation_documents())
+    assert data.validation.cache.num_bytes == len(text.encode())
+    ids = data.validation.cache.tokens[1:-1]
+    assert tokenizer.decode(ids.tolist()) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+
+
+def test_a_second_start_makes_nothing(config, monkeypatch):
+    said: list[str] = []
+    first = config.open(config.load_tokenizer(silent), 16, silent)
+    monkeypatch.setattr(bpe, "train_bpe", None)
+    config.check()
+    second = config.open(config.load_tokenizer(said.append), 16, said.append)
+    assert said == []
+    assert second.train.cache.fingerprint == first.train.cache.fingerprint
+
+
+def test_checking_writes_nothing(config, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    config.check()
+    config.identity()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train_urls": []}, r"data\.train_urls: empty\. Name files"),
+        ({"validation_urls": ["nowhere.txt"]}, r"data\.validation_urls\[0\]: 'nowhere\.txt' matches no file"),
+        ({"vocab_size": 256}, r"data\.vocab_size: 256 given; .* at least 257"),
+        ({"tokenizer": "nowhere"}, r"data\.tokenizer: 'nowhere': no tokenizer\.json there"),
+    ],
+)
+def test_what_cannot_be(config, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        changed(config, **fields).check()
+
+
+def test_a_text_key_without_records_has_no_effect(config):
+    changed(config, text_key="body").check()  # there is a .jsonl among the files
+    [other] = config.validation_urls
+    with pytest.raises(ConfigError, match=r"data\.text_key: 'body' given, but no file is \.jsonl"):
+        changed(config, text_key="body", train_urls=[other]).check()
+
+
+class TestGivenTokenizer:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        small_tokenizer(310).save(tmp_path / "given")
+        return tmp_path / "given"
+
+    def test_vocab_size_must_agree(self, config, folder):
+        assert changed(config, tokenizer=str(folder), vocab_size=310).load_tokenizer(silent).vocab_size == 310
+        assert changed(config, tokenizer=str(folder), vocab_size=None).load_tokenizer(silent).vocab_size == 310
+        with pytest.raises(ConfigError, match=r"data\.vocab_size: 300 given, but the tokenizer .* has 310 tokens"):
+            changed(config, tokenizer=str(folder)).check()
+
+    @pytest.mark.parametrize("side", ["bos", "eos"])
+    def test_enforced_tokens_must_exist(self, config, folder, side):
+        names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", f"{side}_token": None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
+        config = changed(config, tokenizer=str(folder), vocab_size=None)
+        with pytest.raises(ConfigError, match=rf"data\.enforce_{side}: true, but the tokenizer has no {side.upper()}"):
+            config.check()
+        changed(config, **{f"enforce_{side}": False}).check()
+
+
+class TestTrainedTokenizer:
+    def test_is_refused_for_other_text(self, config, tmp_path):
+        config.load_tokenizer(silent)
+        with pytest.raises(
+            ConfigError, match=r"(?s)tokenizer .*made from something else.*vocab_size: 300 then, 301 now"
+        ):
+            changed(config, vocab_size=301).load_tokenizer(silent)
+        (tmp_path / "text" / "b3.txt").write_text("changed")
+        with pytest.raises(ConfigError, match=r"files changed: 1 \(b3\.txt\)"):
+            config.load_tokenizer(silent)
+
+    def test_an_interrupted_training_leaves_nothing_in_the_way(self, config, tmp_path, monkeypatch):
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bpe, "publish", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                config.load_tokenizer(silent)
+        assert not (tmp_path / "cache" / "tokenizer").exists()
+        config.load_tokenizer(silent)
+        assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "tokenizer"]
+
+    def test_says_when_the_text_gives_fewer_tokens(self, config):
+        said: list[str] = []
+        tokenizer = changed(config, vocab_size=100_000).load_tokenizer(said.append)
+        assert tokenizer.vocab_size < 100_000
+        assert f"no more than {tokenizer.vocab_size:,} different tokens" in said[-1]
+
+    def test_default_size(self, config):
+        said: list[str] = []
+        changed(config, vocab_size=None).load_tokenizer(said.append)
+        assert said[0].startswith("training a BPE tokenizer of 8,192 tokens")
+
+
+def test_a_cache_of_other_text_is_refused_before_anything_is_made(config, tmp_path):
+    config.open(config.load_tokenizer(silent), 16, silent)
+    with pytest.raises(ConfigError, match="enforce_eos: True then, False now"):
+        changed(config, enforce_eos=False).check()
+    (tmp_path / "other.txt").write_text("changed")
+    with pytest.raises(ConfigError, match=r"(?s)cache/validation was made.*files changed: 1 \(other\.txt\)"):
+        config.check()
+
+
+class TestIdentity:
+    def test_is_of_the_content(self, config, tmp_path):
+        before = config.identity()
+        assert json.loads(json.dumps(before)) == before
+        moved = (tmp_path / "text").rename(tmp_path / "moved")
+        assert changed(config, train_urls=[str(moved)], cache_dir="elsewhere", validation_urls=[]).identity() == before
+        (moved / "b0.txt").write_text("changed")
+        assert changed(config, train_urls=[str(moved)]).identity() != before
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"vocab_size": 301}, {"text_key": "x"}, {"shuffle": False}, {"enforce_bos": False}, {"enforce_eos": False}],
+    )
+    def test_knows_every_field_that_matters(self, config, fields):
+        assert changed(config, **fields).identity() != config.identity()
+
+    def test_knows_the_tokenizer(self, config, tmp_path):
+        for size in (300, 310):
+            small_tokenizer(size).save(tmp_path / str(size))
+        found = [changed(config, tokenizer=str(tmp_path / name)).identity()["tokenizer"] for name in ("300", "310")]
+        assert len({str(identity) for identity in [*found, config.identity()["tokenizer"]]}) == 3

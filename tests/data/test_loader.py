@@ -1,0 +1,232 @@
+import dataclasses
+import gc
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+
+from jaxlm.core.axes import BATCH, DATA, MESH_AXES, MICROBATCH, POSITION, REPLICA
+from jaxlm.core.sharding import Layout
+from jaxlm.core.types import TokenBatch
+from jaxlm.data.cache import DamagedCacheError
+from jaxlm.data.loader import WindowBatches, eval_batches, train_batches
+from jaxlm.data.packing import Windows
+from tests.data.helpers import numbered_cache
+
+SEQ_LEN = 8
+NAMES = [field.name for field in dataclasses.fields(TokenBatch)]
+
+
+def layout_of(replica: int = 1, data: int = 1, model: int = 1, **mapping: str) -> Layout:
+    shape = (replica, data, model)
+    if jax.device_count() < np.prod(shape):
+        pytest.skip("needs simulated devices")
+    devices = np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Layout(mesh, {}, {BATCH: (REPLICA, DATA), **mapping})
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return Windows(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 windows, the last one not full
+
+
+def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> WindowBatches:
+    return train_batches(
+        windows,
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        layout=layout or layout_of(),
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def rows(batch: TokenBatch) -> dict[str, np.ndarray]:
+    """[rows, position] of every column, in the global order."""
+    return {name: np.asarray(getattr(batch, name).array).reshape(-1, SEQ_LEN) for name in NAMES}
+
+
+def take(batches: WindowBatches, number: int) -> list[dict[str, np.ndarray]]:
+    taken = [rows(next(batches)) for _ in range(number)]
+    batches.close()
+    return taken
+
+
+def assert_same(first: list[dict[str, np.ndarray]], second: list[dict[str, np.ndarray]]) -> None:
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        for name in NAMES:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def test_axes_and_dtypes(windows):
+    batches = open_batches(windows, num_microbatches=2)
+    batch = next(batches)
+    batches.close()
+    for name in NAMES:
+        column = getattr(batch, name)
+        assert [(axis.name, axis.size) for axis in column.axes] == [(MICROBATCH, 2), (BATCH, 4), (POSITION, SEQ_LEN)]
+        assert column.array.dtype == (np.float32 if name == "loss_mask" else np.int32)
+    single = open_batches(windows)
+    assert [axis.name for axis in next(single).tokens.axes] == [MICROBATCH, BATCH, POSITION]
+    single.close()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_epoch_holds_every_window_once(windows, shuffle):
+    taken = take(open_batches(windows, shuffle=shuffle), 19)  # 152 examples: four epochs of 38
+    starts = np.concatenate([batch["tokens"][:, 0] for batch in taken]).reshape(4, 38)
+    for epoch in starts:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(38) * SEQ_LEN)
+    in_order = [(np.diff(epoch) == SEQ_LEN).all() for epoch in starts]
+    assert in_order == [not shuffle] * 4
+    assert len({tuple(epoch) for epoch in starts}) == (4 if shuffle else 1)
+
+
+def test_the_seed_alone_decides(windows):
+    assert_same(take(open_batches(windows), 6), take(open_batches(windows), 6))
+    other = take(open_batches(windows, seed=6), 1)
+    assert (other[0]["tokens"] != take(open_batches(windows), 1)[0]["tokens"]).any()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"data": 8}, {"replica": 2, "data": 4}, {"data": 4, "model": 2}, {"data": 2, "model": 4, POSITION: "model"}],
+    ids=str,
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_sharded_batches_equal_unsharded_ones(windows, shape, num_microbatches):
+    layout = layout_of(**shape)
+    options = {"batch_size": 16, "num_microbatches": num_microbatches}
+    sharded = open_batches(windows, layout=layout, **options)
+    first = next(sharded)
+    shard = first.tokens.array.addressable_shards[0].data.shape
+    ways = shape.get("replica", 1) * shape["data"]
+    length = SEQ_LEN // 4 if POSITION in shape else SEQ_LEN
+    assert shard == (num_microbatches, 16 // num_microbatches // ways, length)
+    assert len(first.tokens.array.addressable_shards) == 8
+    assert_same([rows(first), *take(sharded, 5)], take(open_batches(windows, **options), 6))
+
+
+@settings(max_examples=12, deadline=None)
+@given(before=st.integers(0, 12), num_microbatches=st.sampled_from([1, 2, 4, 8]))
+def test_a_restored_position_goes_on_identically(windows, before, num_microbatches):
+    expected = take(open_batches(windows), before + 3)
+    first = open_batches(windows)
+    for _ in range(before):
+        next(first)
+    state = first.state()
+    first.close()
+    again = open_batches(windows, num_microbatches=num_microbatches)
+    again.restore(state)
+    assert again.state() == state == {"examples": 8 * before}
+    assert_same(take(again, 3), expected[before:])
+
+
+def test_the_position_holds_for_another_batch_size(windows):
+    everything = take(open_batches(windows, batch_size=4), 10)
+    order = np.concatenate([batch["tokens"][:, 0] for batch in everything])
+    batches = open_batches(windows, batch_size=16)
+    batches.restore({"examples": 12})
+    np.testing.assert_array_equal(take(batches, 1)[0]["tokens"][:, 0], order[12:28])
+    assert batches.state() == {"examples": 28}
+
+
+def test_restoring_while_it_reads_ahead(windows):
+    expected = take(open_batches(windows), 6)
+    batches = open_batches(windows)
+    for _ in range(5):
+        next(batches)
+    batches.restore({"examples": 8})
+    assert_same(take(batches, 4), expected[1:5])
+
+
+def test_a_far_position_costs_no_more_than_a_near_one(windows):
+    batches = open_batches(windows)
+    batches.restore({"examples": 10**15})
+    began = time.monotonic()
+    next(batches)
+    assert time.monotonic() - began < 5
+    batches.close()
+
+
+class CountingWindows(Windows):
+    """Windows that remember who was read."""
+
+    def __init__(self, cache, seq_len):
+        super().__init__(cache, seq_len)
+        self.reads: list[np.ndarray] = []
+
+    def read(self, indices):
+        self.reads.append(np.asarray(indices))
+        return super().read(indices)
+
+
+def test_each_row_is_read_once_though_many_devices_hold_it():
+    counting = CountingWindows(numbered_cache(SEQ_LEN * 40), SEQ_LEN)
+    batches = open_batches(counting, batch_size=16, layout=layout_of(data=2, model=4), shuffle=False)
+    next(batches)
+    batches.close()
+    np.testing.assert_array_equal(counting.reads[0], np.arange(16))
+
+
+def test_a_failure_names_the_place_and_keeps_its_traceback():
+    cache = numbered_cache(SEQ_LEN * 10)
+    broken = Windows(dataclasses.replace(cache, vocab_size=45), SEQ_LEN)
+    batches = open_batches(broken, batch_size=2, shuffle=False)
+    next(batches)
+    next(batches)
+    for _ in range(2):
+        with pytest.raises(DamagedCacheError, match=r"token \d+ \(document 7 of some\.txt\) is 4[5-9]") as caught:
+            next(batches)
+        functions = [entry.name for entry in caught.traceback]
+        assert "read" in functions
+    assert batches.state() == {"examples": 4}
+    batches.close()
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_closed_or_forgotten_no_thread_stays(windows):
+    closed = open_batches(windows)
+    next(closed)
+    closed.close()
+    assert not prefetch_threads()
+    forgotten = open_batches(windows)
+    next(forgotten)
+    del forgotten
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while prefetch_threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("batch_size", [8, 16, 64])
+    def test_one_pass_in_order_and_padding_at_the_end(self, windows, batch_size):
+        found = [
+            rows(b) for b in eval_batches(windows, batch_size=batch_size, layout=layout_of(data=8), max_batches=None)
+        ]
+        assert len(found) == -(-38 // batch_size)
+        expected = windows.read(np.arange(38))
+        for name in NAMES:
+            together = np.concatenate([batch[name] for batch in found])
+            np.testing.assert_array_equal(together[:38], expected[name])
+            assert not together[38:].any()
+
+    def test_axes(self, windows):
+        batch = next(iter(eval_batches(windows, batch_size=8, layout=layout_of(), max_batches=None)))
+        assert [(axis.name, axis.size) for axis in batch.tokens.axes] == [(BATCH, 8), (POSITION, SEQ_LEN)]
+
+    @pytest.mark.parametrize(("most", "expected"), [(None, 5), (2, 2), (5, 5), (99, 5)])
+    def test_at_most_so_many(self, windows, most, expected):
+        assert len(list(eval_batches(windows, batch_size=8, layout=layout_of(), max_batches=most))) == expected

@@ -1,0 +1,85 @@
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+
+import pytest
+
+from jaxlm.data.prefetch import Prefetch
+
+
+def own_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_gives_everything_in_order_and_no_more_than_its_depth_ahead():
+    made = []
+
+    def make(number):
+        made.append(number)
+        return number * number
+
+    ahead = Prefetch(make, depth=2)
+    assert [ahead.take() for _ in range(5)] == [0, 1, 4, 9, 16]
+    wait_until(lambda: len(made) >= 7)
+    time.sleep(0.2)
+    ahead.close()
+    assert made == list(range(8))  # five taken, two waiting, one in the thread's hands
+
+
+def test_a_failure_comes_in_its_turn_with_its_traceback_and_stays():
+    def read_record(number):
+        if number == 2:
+            raise ValueError(f"record {number} is broken")
+        return number
+
+    ahead = Prefetch(read_record, depth=4)
+    assert [ahead.take(), ahead.take()] == [0, 1]
+    for _ in range(3):
+        with pytest.raises(ValueError, match="record 2 is broken") as caught:
+            ahead.take()
+        assert "read_record" in "".join(traceback.format_tb(caught.value.__traceback__))
+    ahead.close()
+    assert not own_threads()
+
+
+def test_close_is_prompt_when_nobody_takes():
+    ahead = Prefetch(lambda number: number, depth=2)
+    ahead.take()
+    began = time.monotonic()
+    ahead.close()
+    ahead.close()
+    assert time.monotonic() - began < 1
+    assert not own_threads()
+
+
+def test_a_forgotten_one_ends_its_thread():
+    ahead = Prefetch(lambda number: number, depth=2)
+    ahead.take()
+    del ahead
+    gc.collect()
+    wait_until(lambda: not own_threads())
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "cycle = [ahead]; cycle.append(cycle); del ahead"])
+def test_the_interpreter_ends_with_one_open(ending):
+    program = textwrap.dedent(
+        f"""
+        from jaxlm.data.prefetch import Prefetch
+        ahead = Prefetch(lambda number: number, depth=2)
+        ahead.take()
+        {ending}
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

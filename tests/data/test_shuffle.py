@@ -1,0 +1,81 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlm.data.shuffle import permuted
+
+
+def order(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    return permuted(np.arange(size), size, seed=seed, epoch=np.full(size, epoch))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64, 65, 997, 1024, 1025, 4096, 65537])
+def test_is_a_permutation(size):
+    np.testing.assert_array_equal(np.sort(order(size, seed=3, epoch=2)), np.arange(size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 5000), seed=st.integers(-(2**31), 2**63), epoch=st.integers(0, 2**40))
+def test_is_a_permutation_for_any_size_seed_and_epoch(size, seed, epoch):
+    np.testing.assert_array_equal(np.sort(order(size, seed, epoch)), np.arange(size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(2**33, 2**50), indices=st.lists(st.integers(0, 2**33 - 1), min_size=1, max_size=50, unique=True)
+)
+def test_sizes_that_no_array_could_hold(size, indices):
+    places = permuted(np.array(indices), size, seed=1, epoch=np.zeros(len(indices), np.int64))
+    assert len(set(places.tolist())) == len(indices)
+    assert places.min() >= 0
+    assert places.max() < size
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), size=st.integers(1, 2000))
+def test_an_index_is_answered_alone_as_among_others(data, size):
+    index, epoch = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 5))
+    alone = permuted(np.array([index]), size, seed=9, epoch=np.array([epoch]))
+    assert alone[0] == order(size, 9, epoch)[index]
+
+
+def test_epochs_and_seeds_have_their_own_orders():
+    orders = {tuple(order(50, seed, epoch)) for seed, epoch in itertools.product(range(20), range(20))}
+    assert len(orders) == 400
+
+
+def epochs_of(size: int, num_epochs: int) -> np.ndarray:
+    """[num_epochs, size]: one order a row."""
+    epochs, indices = np.repeat(np.arange(num_epochs), size), np.tile(np.arange(size), num_epochs)
+    return permuted(indices, size, seed=0, epoch=epochs).reshape(num_epochs, size)
+
+
+def excess(counts: np.ndarray, degrees_of_freedom: int) -> float:
+    """Pearson's chi-square of counts that should be equal, in standard deviations above its mean."""
+    expected = counts.sum() / counts.size
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    return (chi_square - degrees_of_freedom) / np.sqrt(2 * degrees_of_freedom)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_orders_of_a_few_are_equally_frequent(size):
+    _, counts = np.unique(epochs_of(size, 60_000), axis=0, return_counts=True)
+    assert len(counts) == len(list(itertools.permutations(range(size))))
+    assert excess(counts, len(counts) - 1) < 5
+
+
+@pytest.mark.parametrize("size", [5, 10, 30])
+def test_each_index_lands_everywhere_equally_often(size):
+    orders = epochs_of(size, 60_000)
+    landed = np.stack([np.bincount(orders[:, index], minlength=size) for index in range(size)])
+    assert excess(landed, (size - 1) ** 2) < 5
+
+
+def test_neighbours_are_torn_apart():
+    size = 10_000
+    steps = np.abs(np.diff(order(size)))
+    assert abs(steps.mean() / size - 1 / 3) < 0.02  # of two places chosen independently
+    assert (steps == 1).mean() < 0.002

@@ -1,0 +1,136 @@
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.sources import find_files
+
+
+def names(*urls, text_key="text"):
+    return [file.name for file in find_files([str(url) for url in urls], "data.train_urls", text_key)]
+
+
+def documents(*urls, text_key="text"):
+    files = find_files([str(url) for url in urls], "data.train_urls", text_key)
+    return [text for file in files for text in file.documents()]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ("b.txt", "a.py", "deep/er/c.jsonl", "deep/d.txt", ".hidden/e.txt", "notes.md", ".f.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n" if path.suffix == ".jsonl" else name)
+    return tmp_path
+
+
+def test_folders_files_and_globs(tree):
+    assert names(tree) == ["a.py", "b.txt", "deep/d.txt", "deep/er/c.jsonl"]
+    assert names(tree / "b.txt", tree / "a.py") == ["b.txt", "a.py"]
+    assert names(tree / "*.txt") == ["b.txt"]
+    assert names(tree / "**/*.txt") == ["b.txt", "deep/d.txt"]
+    assert names(tree / "deep" / "*" / "*.jsonl") == ["er/c.jsonl"]
+    assert documents(tree) == ["a.py", "b.txt", "deep/d.txt", "deep/er/c.jsonl"]
+
+
+def test_a_file_is_read_once_and_names_stay_apart(tree, tmp_path_factory):
+    assert names(tree / "b.txt", tree) == ["b.txt", "a.py", "deep/d.txt", "deep/er/c.jsonl"]
+    other = tmp_path_factory.mktemp("other")
+    (other / "b.txt").write_text("another b")
+    assert names(tree / "b.txt", other / "b.txt") == ["b.txt", "b.txt (data.train_urls[1])"]
+
+
+def test_same_documents_from_any_folder(tree, monkeypatch):
+    absolute = names(tree / "deep")
+    monkeypatch.chdir(tree)
+    assert names("deep") == absolute
+    monkeypatch.chdir(tree / "deep")
+    assert names("../deep") == names(".") == absolute
+
+
+def test_a_digest_follows_the_content_and_not_the_time(tree):
+    [file] = find_files([str(tree / "b.txt")], "data.train_urls", "text")
+    before = file.digest
+    os.utime(file.path, (1, 1))
+    assert file.digest == before
+    file.path.write_text("other")
+    assert file.digest != before
+
+
+def test_records(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"body": "one\\ntwo"}\n\n   \n{"body": ""}\r\n{"body": "gr\\u00f6\\u00dfe", "id": 1}', newline="")
+    assert documents(path, text_key="body") == ["one\ntwo", "größe"]
+
+
+def test_text_is_read_byte_for_byte(tmp_path):
+    raw = "\ufeffa\r\nb\rc\n\x00 größe".encode()
+    (tmp_path / "x.txt").write_bytes(raw)
+    assert documents(tmp_path)[0].encode() == raw
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"good \xe9 bad", r"x\.txt: not UTF-8 text \(byte 0xe9 at offset 5\)"),
+        ("x.py", b"# coding: latin-1\n\xe9\xe8", r"x\.py: not UTF-8 text \(byte 0xe9 at offset 18\)"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', r"x\.jsonl: line 2: not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n\n{"body": "a"}\n', r"x\.jsonl: line 3: no text under .*'text'.*keys: body"),
+        ("x.jsonl", b'{"text": 5}\n', r"x\.jsonl: line 1: no text under"),
+        ("x.jsonl", b"[1, 2]\n", r"x\.jsonl: line 1: no text under"),
+        ("x.jsonl", b'{"text": "\xff"}\n', r"x\.jsonl: line 1: not UTF-8 text \(byte 0xff at offset 10\)"),
+        ("x.jsonl", b'{"text": "a\\ud800"}\n', r"x\.jsonl: line 1: the text is not Unicode: '\\ud800' at character 1"),
+    ],
+)
+def test_unreadable_text_names_file_and_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("{tree}/b.text", r"data\.train_urls\[1\]: '.*b\.text' matches no file .*which holds b\.txt"),
+        ("{tree}/nowhere/*.txt", r"data\.train_urls\[1\]: .*matches no file"),
+        ("{tree}/notes.md", r"data\.train_urls\[1\]: .* ends in '\.md'\. Allowed: \.txt, \.jsonl, \.py"),
+        ("{tree}/empty", r"data\.train_urls\[1\]: the folder .* holds no file that ends in"),
+        ("{tree}/nothing.txt", r"data\.train_urls\[1\]: .* holds no text: 1 file\(s\), all of them empty"),
+        ("gs://bucket/x.txt", r"data\.train_urls\[1\]: .*only local files"),
+        ("stdlib:test", r"data\.train_urls\[1\]: 'stdlib:test' given\. Allowed: stdlib:train, stdlib:validation"),
+    ],
+)
+def test_urls_that_mean_nothing(tree, url, message):
+    (tree / "empty").mkdir()
+    (tree / "nothing.txt").touch()
+    with pytest.raises(ConfigError, match=message):
+        names(tree / "a.py", url.format(tree=tree))
+
+
+class TestStandardLibrary:
+    def test_splits_share_neither_files_nor_content(self):
+        train = find_files(["stdlib:train"], "data.train_urls", "text")
+        held_out = find_files(["stdlib:validation"], "data.validation_urls", "text")
+        assert not {file.name for file in train} & {file.name for file in held_out}
+        digests = [file.digest for file in [*train, *held_out]]
+        assert len(set(digests)) == len(digests)
+        assert 0.03 < len(held_out) / len(digests) < 0.07
+
+    def test_holds_all_readable_text_and_nothing_else(self):
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [file for split in ("train", "validation") for file in find_files([f"stdlib:{split}"], "x", "text")]
+        everything = {file.path.read_bytes() for file in found}
+        for path in root.rglob("*.py"):
+            if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
+                content = path.read_bytes()
+                readable = content.decode(errors="ignore").encode() == content
+                assert (content in everything) == bool(readable and content), path
+        assert all(file.name == f"stdlib:{file.path.relative_to(root).as_posix()}" for file in found)
+        assert "stdlib:json/decoder.py" in {file.name for file in found}
+
+    def test_is_sorted(self):
+        found = names("stdlib:train")
+        assert found == sorted(found)

@@ -1,0 +1,242 @@
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import tokenizer as tokenizer_module
+from jaxlm.data.bpe import train_bpe
+from jaxlm.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from tests.data.helpers import small_tokenizer, some_text
+
+GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2_tokenizer"
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+code_like = st.lists(
+    st.sampled_from(["def ", "x", "\n", "    ", "\t", " ", "\r\n", "é", "12", "_", "((", "'s"]), max_size=40
+)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return small_tokenizer()
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=any_text | code_like.map("".join))
+def test_any_text_comes_back_byte_for_byte(small, text):
+    [ids] = small.encode_batch([text])
+    assert small.decode(ids) == text
+    assert small.token_bytes()[ids].sum() == len(text.encode())
+
+
+def test_text_that_looks_like_a_special_token_is_text(small):
+    text = f"a{END_OF_TEXT}b"
+    [ids] = small.encode_batch([text])
+    assert small.eos_id not in ids
+    assert small.decode(ids) == text
+    assert small.decode([small.bos_id, *ids, small.eos_id]) == text
+
+
+def test_token_bytes_of_single_bytes_and_of_the_end_of_text(small):
+    counts = small.token_bytes()
+    assert counts.dtype == np.int32
+    assert counts.shape == (small.vocab_size,)
+    assert counts[small.eos_id] == 0
+    assert (counts == 0).sum() == 1
+    assert (counts == 1).sum() == 256
+
+
+def test_training_is_the_same_in_another_process():
+    program = textwrap.dedent(
+        """
+        from tests.data.helpers import small_tokenizer
+        print(small_tokenizer().fingerprint)
+        """
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    environment = {"PYTHONPATH": f"{root / 'src'}:{root}", "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == small_tokenizer().fingerprint
+
+
+def test_vocabulary_is_no_larger_than_the_text_gives():
+    assert train_bpe(["ab ab ab"], 1000).vocab_size < 270
+    assert small_tokenizer(300).vocab_size == 300
+
+
+def test_saved_and_loaded(small, tmp_path):
+    small.save(tmp_path)
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(str(path))
+        assert loaded.fingerprint == small.fingerprint
+        assert (loaded.bos_id, loaded.eos_id) == (small.bos_id, small.eos_id)
+        assert loaded.encode_batch([some_text(5)]) == small.encode_batch([some_text(5)])
+
+
+def saved_with(small: Tokenizer, folder: Path, **settings: object) -> Path:
+    """The small tokenizer with two more special tokens and other settings beside it."""
+    small.save(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for name in ("<begin>", "</s>"):
+        number = 1 + max(token["id"] for token in content["added_tokens"] + [{"id": small.vocab_size - 1}])
+        content["added_tokens"].append({**content["added_tokens"][0], "id": number, "content": name})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").unlink()
+    for name, setting in settings.items():
+        (folder / f"{name}.json").write_text(json.dumps(setting))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "bos", "eos"),
+    [
+        ({"tokenizer_config": {"bos_token": "<begin>", "eos_token": {"content": "</s>"}}}, 320, 321),
+        ({"tokenizer_config": {"bos_token": None, "eos_token": "</s>"}}, None, 321),
+        ({"config": {"bos_token_id": 320, "eos_token_id": [321, 0]}}, 320, 321),
+        ({"tokenizer_config": {"eos_token": "<begin>"}, "config": {"bos_token_id": 321, "eos_token_id": 0}}, 321, 320),
+        ({}, 0, 0),  # <|endoftext|>
+    ],
+)
+def test_where_special_tokens_are_found(small, tmp_path, settings, bos, eos):
+    loaded = load_tokenizer(str(saved_with(small, tmp_path, **settings)))
+    assert (loaded.bos_id, loaded.eos_id) == (bos, eos)
+    assert loaded.vocab_size == 322
+    assert loaded.token_bytes()[[0, 320, 321]].tolist() == [0, 0, 0]
+
+
+def test_the_fingerprint_knows_the_special_tokens(small, tmp_path):
+    before = load_tokenizer(str(saved_with(small, tmp_path))).fingerprint
+    after = load_tokenizer(str(saved_with(small, tmp_path, config={"eos_token_id": 321}))).fingerprint
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"no tokenizer\.json there .*or 'bpe' to train one"),
+        ("{", r"is not JSON"),
+        ('{"version": 1}', r"is not a tokenizer: it has no \"model\""),
+    ],
+)
+def test_what_is_no_tokenizer(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{message}"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_special_token_that_does_not_exist(small, tmp_path):
+    with pytest.raises(ConfigError, match=r"eos_token in tokenizer_config\.json is '<stop>', no token of"):
+        load_tokenizer(str(saved_with(small, tmp_path, tokenizer_config={"eos_token": "<stop>"})))
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Word starts are marked, and unknown characters fall back to bytes, as in Llama 2."""
+    import tokenizers
+    from tokenizers import models
+
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "a",
+        "b",
+        "\u2581a",
+        "\u2581\u2581",
+    ]
+    merges = [("\u2581", "a"), ("\u2581", "\u2581")]
+    model = models.BPE(
+        {w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(backend, 1, 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text("ab é🙂\n", max_size=30))
+def test_token_bytes_of_a_sentencepiece_vocabulary(text):
+    tokenizer = sentencepiece_like()
+    [ids] = tokenizer.encode_batch([text])
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+
+
+def test_bytes_of_other_vocabularies_are_not_guessed():
+    import tokenizers
+    from tokenizers import models
+
+    words = Tokenizer(
+        tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]")), None, None
+    )
+    with pytest.raises(ConfigError, match=r"neither byte-level nor SentencePiece's .*WordPiece"):
+        words.token_bytes()
+
+
+class TestLongTexts:
+    """They are cut for the tokenizer, and the ids must not tell."""
+
+    @pytest.fixture(autouse=True)
+    def short(self, monkeypatch):
+        monkeypatch.setattr(tokenizer_module, "_LONG_TEXT", 20)
+        monkeypatch.setattr(tokenizer_module, "_ENCODED_AT_ONCE", 50)
+
+    @staticmethod
+    def agree(tokenizer: Tokenizer, text: str) -> int:
+        whole = tokenizer._backend.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode_batch([text, "a", text])[0] == whole
+        assert tokenizer.encode_batch([text, "a", text])[2] == whole
+        return len(tokenizer._parts(text))
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        text=st.lists(
+            st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
+        )
+    )
+    def test_same_ids_as_uncut(self, small, text):
+        self.agree(small, "".join(text))
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        text=st.lists(
+            st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
+        )
+    )
+    @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
+    def test_same_ids_as_uncut_with_gpt2(self, gpt2, text):
+        self.agree(gpt2, "".join(text))
+
+    @pytest.fixture(scope="class")
+    def gpt2(self):
+        return load_tokenizer(str(GPT2))
+
+    def test_cuts_where_it_can(self, small):
+        assert self.agree(small, "abc def\nghi " * 30) > 10
+        assert self.agree(small, "no line here " * 30) == 1
+
+    def test_never_cuts_for_tokenizers_that_it_does_not_know(self):
+        assert self.agree(sentencepiece_like(), "ab\nab" * 30) == 1
+
+
+@pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
+def test_gpt2_agrees_with_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(GPT2))
+    ours = load_tokenizer(str(GPT2))
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (50257, theirs.bos_token_id, theirs.eos_token_id)
+    texts = [some_text(seed) for seed in range(10)]
+    assert ours.encode_batch(texts) == [theirs(text)["input_ids"] for text in texts]
+    counts = ours.token_bytes()
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        assert counts[ids].sum() == len(text.encode())
