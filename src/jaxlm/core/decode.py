@@ -37,7 +37,7 @@ def encode(value: Any) -> Any:
     """A dataclass as plain values; classes from a registry carry their `type`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        kind = type(value)
+        kind: Any = type(value)
         return {CHOICE_TYPE_KEY: kind.get_choice_name(kind), **fields} if is_choice(kind) else fields
     if isinstance(value, timedelta):
         return format_duration(value)
@@ -77,7 +77,7 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
         section, over = file.get(field.name), overrides.get(field.name)
         if not isinstance(section, dict) or not isinstance(over, Mapping):
             continue
-        base = hints[field.name]
+        base: Any = hints[field.name]
         if is_choice(base):
             old = chosen_class(base, section, _default_of(field))
             new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
