@@ -32,7 +32,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("precision", str(plan.precision)),
         ("model", _sizes(plan)),
         ("batch", f"{batches.train} x {model.seq_len} = {plan.tokens_per_step:,} tokens a step, {micro}"),
-        ("evaluation", f"batches of {batches.eval}, every {trainer.steps_per_eval} steps"),
+        ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
         ("attention", f"{attention.name}: {attention.reason}"),
         (
@@ -48,6 +48,12 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
     ]
+
+
+def _evals(plan: Plan) -> str:
+    names = ", ".join(type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals) or "none"
+    most = plan.config.trainer.max_eval_batches
+    return f"{names}, on {'all' if most is None else f'{most}'} batches of {plan.batches.eval},"
 
 
 def _sizes(plan: Plan) -> str:

@@ -87,7 +87,8 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
                     del section[key]
                     dropped.append(f"{field.name}.{key}")
         elif dataclasses.is_dataclass(base):
-            dropped += [f"{field.name}.{path}" for path in drop_stale_keys(base, section, over)]
+            inside: Any = base
+            dropped += [f"{field.name}.{path}" for path in drop_stale_keys(inside, section, over)]
     return dropped
 
 

@@ -1,0 +1,323 @@
+"""Every field matters: each one, changed, gives another plan, another program, another behaviour, or an error.
+
+The fields are found by walking the dataclasses, so a new one without an entry here fails. Nothing below looks at the
+configuration itself: only at what was made of it.
+"""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.compiling import keep_compiled_programs, lower_step
+from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import DistributedConfig
+from jaxlm.core.yaml_source import Source
+from jaxlm.data.config import DataConfig
+from jaxlm.data.loader import train_batches
+from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
+from jaxlm.engine.trackers import TrackerConfig
+from jaxlm.evals.base import EvalConfig, EvalContext
+from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.rotary import RotaryConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.plan import make_plan
+from jaxlm.startup import describe
+from jaxlm.surgery.base import SurgeryConfig
+
+SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
+MODELS = {
+    "gpt2": {"type": "gpt2", **SIZES},
+    "llama": {"type": "llama", **SIZES, "intermediate_dim": 32, "num_kv_heads": 4},
+}
+TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
+
+
+def tree(model: str = "llama", **sections: Any) -> dict[str, Any]:
+    return {"model": dict(MODELS[model]), "trainer": dict(TRAINER), **copy.deepcopy(sections)}
+
+
+ROPES = {name: tree() for name in RotaryConfig.get_known_choices()}
+for name, base in ROPES.items():
+    base["model"]["rope"] = {"type": name} | ({"original_max_position_embeddings": 8} if name == "llama3" else {})
+LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2}]}])
+PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"})
+
+# What to change each field to, where twice a number or the opposite would not do. A dictionary goes over the whole tree.
+CHANGES: dict[str, Any] = {
+    "model.hidden_dim": 64,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.activation_function": "relu",
+    "model.embed_pdrop": 0.5,
+    "model.resid_pdrop": 0.5,
+    "model.attn_pdrop": 0.5,
+    "model.upcast_attn": {"model": {"upcast_attn": True}, "trainer": {"mp": "p=f32,c=bfloat16"}},
+    "model.rope": {"model": {"rope": {"type": "llama3"}}},
+    "trainer.id": "y",
+    "trainer.train_batch_size": 32,
+    "trainer.per_device_parallelism": 1,
+    "trainer.per_device_eval_parallelism": 4,
+    "trainer.max_eval_batches": 3,
+    "trainer.mp": "p=f32,c=bfloat16",
+    "trainer.log_dir": "elsewhere",
+    "trainer.batch_axis": None,
+    "trainer.fsdp_axis": None,
+    "trainer.tensor_parallel_axes": ["mlp"],
+    "trainer.model_axis_size": 2,
+    "trainer.replica_ici_axis_size": 2,
+    "trainer.axis_resources": {"trainer": {"axis_resources": {"mlp": "model"}}},
+    "trainer.parameter_axis_resources": {"trainer": {"parameter_axis_resources": {"mlp": "model"}}},
+    "trainer.checkpointer.base_path": "elsewhere",
+    "trainer.checkpointer.save_interval": "7m",
+    "trainer.checkpointer.keep": [],
+    "trainer.checkpointer.keep.0.until": 50,
+    "optimizer.lr_schedule": "linear",
+    "optimizer.weight_decay": 0.1,
+    "optimizer.warmup": 10,
+    "optimizer.decay": 10,
+    "optimizer.weight_decay_modules": {"optimizer": {"weight_decay": 0.1, "weight_decay_modules": ["norm"]}},
+    "objective.z_loss_weight": 1e-4,
+    "objective.label_smoothing": 0.1,
+    "surgery.target": "mlp",
+    "phases.0.name": "q",
+    "phases.0.num_train_steps": 50,
+    "phases.0.surgery": [{"type": "lora"}],
+    "phases.0.trainable": ["mlp"],
+    "phases.0.objective": {"phases": [{"name": "p", "objective": {"type": "next_token", "z_loss_weight": 1e-3}}]},
+    "phases.0.optimizer": {"phases": [{"name": "p", "optimizer": {"type": "adam", "learning_rate": 1e-2}}]},
+}
+# Fields whose effect is shown by a test of its own below (or elsewhere), and where.
+SHOWN_ELSEWHERE = {
+    "trainer.compilation_cache_dir": "test_compiled_programs_are_kept_where_the_field_says",
+    "trainer.tracker": "test_tracker_fields",
+    "trainer.distributed": "test_distributed_fields",
+    "trainer.checkpointer": "its fields",
+    "data": "test_data_fields",
+    "model": "its fields",
+    "trainer": "its fields",
+    "optimizer": "its fields",
+    "objective": "its fields",
+    "evals": "test_sample_fields",
+    "phases": "its fields",
+    "phases.0.data": "test_a_phase_has_data_of_its_own",
+    "dry_run": "tests/runs/test_command.py",
+}
+
+
+def fields(prefix: str, kind: type) -> list[str]:
+    return [f"{prefix}.{field.name}".lstrip(".") for field in dataclasses.fields(kind)]
+
+
+def cases() -> list[tuple[str, dict[str, Any]]]:
+    """(dotted field, tree that it is changed in) of every field there is."""
+    found = [(name, tree()) for name in fields("", RunConfig)]
+    for name, kind in ModelConfig.get_known_choices().items():
+        found += [(path, tree(name)) for path in fields("model", kind)]
+    for name, kind in RotaryConfig.get_known_choices().items():
+        found += [(path, ROPES[name]) for path in fields("model.rope", kind)]
+    keep = tree()
+    keep["trainer"]["checkpointer"] = {"keep": [{"every": 10}]}
+    found += [(path, tree()) for path in fields("trainer", TrainerConfig)]
+    found += [(path, tree()) for path in fields("trainer.checkpointer", CheckpointerConfig)]
+    found += [(path, keep) for path in fields("trainer.checkpointer.keep.0", KeepRule)]
+    for name, kind in OptimizerConfig.get_known_choices().items():
+        found += [(path, tree(optimizer={"type": name})) for path in fields("optimizer", kind)]
+    for name, kind in ObjectiveConfig.get_known_choices().items():
+        found += [(path, tree(objective={"type": name})) for path in fields("objective", kind)]
+    assert list(SurgeryConfig.get_known_choices()) == ["lora"]
+    found += [(path, LORA) for path in fields("surgery", SurgeryConfig.get_known_choices()["lora"])]
+    found += [(path, PHASES) for path in fields("phases.0", PhaseConfig)]
+    return [(path, base) for path, base in found if path not in SHOWN_ELSEWHERE]
+
+
+def merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: merged(base.get(key), value) for key, value in over.items()}
+    return over
+
+
+def changed(base: dict[str, Any], path: str) -> dict[str, Any]:
+    """The tree with one field changed."""
+    change = CHANGES.get(path)
+    if isinstance(change, dict):
+        return merged(base, change)
+    result = copy.deepcopy(base)
+    keys = path.replace("surgery.", "phases.0.surgery.0.").split(".")
+    node: Any = result
+    for key in keys[:-1]:
+        node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
+    node[keys[-1]] = change if path in CHANGES else automatic(base, path)
+    return result
+
+
+def automatic(base: dict[str, Any], path: str) -> Any:
+    """Twice a number, the opposite of a switch."""
+    node: Any = decode_run(Source(base), None)
+    for key in path.replace("surgery.", "phases.0.surgery.0.").split("."):
+        node = node[int(key)] if isinstance(node, list) else getattr(node, key)
+    if isinstance(node, bool):
+        return not node
+    assert isinstance(node, (int, float)), (
+        f"{path}: say in CHANGES what to change it to, or in SHOWN_ELSEWHERE where it is shown"
+    )
+    return node * 2 or 1
+
+
+def plan_of(base: dict[str, Any]) -> Any:
+    return make_plan(decode_run(Source(base), None), base["trainer"]["id"], 64)
+
+
+def outline(plan: Any) -> Any:
+    """What the plan says and schedules."""
+    rates = [[float(p.optimizer.schedule(p.num_steps)(s)) for s in range(0, p.num_steps, 3)] for p in plan.phases]
+    groups = [
+        [(g.name, g.num_parameters, g.weight_decay) for g in p.groups(plan.recipe.abstract_state(p).model)]
+        for p in plan.phases
+    ]
+    shapes = [str(jax.tree.map(lambda x: x.shape, plan.recipe.abstract_state(p))) for p in plan.phases]
+    return describe(plan), rates, groups, shapes, plan.checkpoint_folder, plan.log_folder
+
+
+def programs(plan: Any) -> list[str]:
+    with plan.layout.use():
+        return [lower_step(plan, phase).as_text() for phase in plan.phases]
+
+
+def initial_parameters(plan: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(plan.recipe.operate(plan.recipe.first_model(), plan.phases[0]))]
+
+
+def numbers_differ(a: Any, b: Any) -> bool:
+    one, two = initial_parameters(a), initial_parameters(b)
+    return any(x.shape != y.shape or not np.array_equal(x, y) for x, y in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(("path", "base"), cases(), ids=lambda x: x if isinstance(x, str) else x["model"]["type"])
+def test_field(path, base):
+    before = plan_of(base)
+    try:
+        after = plan_of(changed(base, path))
+    except ConfigError:
+        return
+    assert outline(before) != outline(after) or numbers_differ(before, after) or programs(before) != programs(after)
+
+
+DATA = {
+    "train_urls": ["{corpus}/b.txt"],
+    "validation_urls": ["{corpus}/b.txt"],
+    "cache_dir": "{corpus}/other",
+    "tokenizer": "{corpus}/saved",
+    "vocab_size": 300,
+    "text_key": "other",
+    "shuffle": False,
+    "enforce_bos": False,
+    "enforce_eos": False,
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DataConfig)])
+def test_data_fields(name, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "some text {i}", "other": "what {i}"}}\n' for i in range(99)))
+    (tmp_path / "b.txt").write_text("entirely different words " * 40)
+
+    def made(cache: str, **changes: Any) -> list[Any]:
+        config = DataConfig(
+            **({"train_urls": [f"{tmp_path}/a.jsonl"], "cache_dir": f"{tmp_path}/{cache}", "vocab_size": 280} | changes)
+        )
+        tokenizer = config.load_tokenizer(show=lambda _: None)
+        data = config.open(tokenizer, 16, show=lambda _: None)
+        batches = train_batches(
+            data.train, batch_size=8, num_microbatches=1, layout=plan_of(tree()).layout, seed=0, shuffle=config.shuffle
+        )
+        batch = next(batches)
+        batches.close()
+        folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+        return [np.asarray(x).tolist() for x in jax.tree.leaves(batch)] + [data.validation is None, folders]
+
+    first = DataConfig(train_urls=[f"{tmp_path}/b.txt"], cache_dir=f"{tmp_path}/t", vocab_size=270)
+    first.load_tokenizer(show=lambda _: None).save(tmp_path / "saved")
+    usual = made("usual")
+    change = {name: [u.format(corpus=tmp_path) for u in DATA[name]] if isinstance(DATA[name], list) else DATA[name]}
+    if isinstance(DATA[name], str):
+        change = {name: DATA[name].format(corpus=tmp_path)}
+    if name == "tokenizer":
+        change["vocab_size"] = None
+    cache = "usual" if name == "cache_dir" else "usual2"
+    assert made(cache, **change)[: None if name == "cache_dir" else -1] != usual[: None if name == "cache_dir" else -1]
+
+
+SAMPLES = {
+    "prompts": ["cd"],
+    "max_new_tokens": 3,
+    "temperature": 0.0,
+    "top_k": 1,
+    "top_p": 0.01,
+    "seed": 7,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_sample_fields(name, tmp_path):
+    choices = EvalConfig.get_known_choices()
+    assert {kind: [f.name for f in dataclasses.fields(choices[kind])] for kind in choices} == {
+        "loss": [],
+        "samples": list(SAMPLES),
+    }
+    (tmp_path / "a.txt").write_text("abcd " * 200)
+    tokenizer = DataConfig(train_urls=[f"{tmp_path}/a.txt"], cache_dir=f"{tmp_path}/c", vocab_size=260).load_tokenizer(
+        show=lambda _: None
+    )
+    plan = plan_of(tree())
+    model = plan.recipe.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+    model = jax.tree.map(lambda x: x * 20, model)
+
+    def shown(**changes: Any) -> list[str]:
+        lines: list[str] = []
+        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), None, lines.append)
+        config = choices["samples"](**{"prompts": ["ab"], "max_new_tokens": 8, "temperature": 3.0} | changes)
+        config.open(context).run(model)
+        return lines
+
+    assert shown() == shown()
+    assert shown(**{name: SAMPLES[name]}) != shown()
+
+
+def test_tracker_fields(tmp_path):
+    kinds = TrackerConfig.get_known_choices()
+    assert {kind: [f.name for f in dataclasses.fields(kinds[kind])] for kind in kinds} == {"tensorboard": ["logdir"]}
+    kinds["tensorboard"](logdir=str(tmp_path / "here")).open("run", resume_step=0).close()
+    assert list((tmp_path / "here" / "run").iterdir())
+
+
+def test_distributed_fields(monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: seen.append((args, kwargs)))
+    DistributedConfig("host:1", 2, 1, [0, 3]).join()
+    assert seen == [(("host:1", 2, 1), {"local_device_ids": [0, 3]})]
+    for partial in (DistributedConfig("host:1"), DistributedConfig(num_processes=2), DistributedConfig(process_id=0)):
+        with pytest.raises(ConfigError, match="go together"):
+            partial.join()
+
+
+def test_compiled_programs_are_kept_where_the_field_says(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        keep_compiled_programs(str(tmp_path))
+        assert Path(jax.config.jax_compilation_cache_dir) == tmp_path
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_phase_has_data_of_its_own():
+    config = decode_run(
+        Source(tree(data={"train_urls": ["a"]}, phases=[{"name": "p"}, {"name": "q", "data": {"train_urls": ["b"]}}])),
+        None,
+    )
+    assert [d.train_urls for d in make_plan(config, "x", 64).data] == [["a"], ["b"]]
