@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.schedules import Schedule, Shape, make_schedule
 
 # Without a list of its own, weight decay leaves out what these match: norms, biases and embeddings.
-_NO_DECAY = re.compile(r"norm|bias|embed|(^|\.)(wte|wpe)(\.|$)")
+_NO_DECAY = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""AdamW against torch's, and against the published algorithm in float64."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.base import parameter_groups
+
+SHAPES = {"w.weight": (5, 4), "norm.weight": (4,), "w.bias": (5,)}
+
+
+def values(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: (scale * rng.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def nested(flat: dict[str, np.ndarray]) -> dict:
+    out: dict = {}
+    for name, value in flat.items():
+        module, leaf = name.split(".")
+        axes = tuple(hax.Axis(f"{name}{i}", n) for i, n in enumerate(value.shape))
+        out.setdefault(module, {})[leaf] = hax.named(jnp.asarray(value), axes)
+    return out
+
+
+def trained(config: AdamConfig, num_steps: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    params = nested(values(0))
+    optimizer = config.build(parameter_groups(params, config), num_steps)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for number in range(num_steps):
+        params, state = step(params, state, nested(values(number + 1, scale)))
+    return {path: np.asarray(leaf.array) for path, leaf in tree.leaves(params)}
+
+
+CONFIGS = {
+    "usual": AdamConfig(learning_rate=1e-2, weight_decay=0.1, warmup=0.3),
+    "no clipping": AdamConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=None, lr_schedule="constant"),
+    "other numbers": AdamConfig(learning_rate=3e-2, beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=0.5, warmup=0),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ten_steps_are_torchs(name):
+    torch = pytest.importorskip("torch")
+    config = CONFIGS[name]
+    params = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in values(0).items()}
+    groups = [
+        {"params": [params["w.weight"]], "weight_decay": config.weight_decay},
+        {"params": [params["norm.weight"], params["w.bias"]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(config.beta1, config.beta2), eps=config.epsilon)
+    for number in range(10):
+        for group in optimizer.param_groups:
+            group["lr"] = float(config.schedule(10)(number))
+        for key, gradient in values(number + 1, 3.0).items():
+            params[key].grad = torch.tensor(gradient)
+        if config.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params.values(), config.max_grad_norm)
+        optimizer.step()
+    for key, value in trained(config, 10, 3.0).items():
+        np.testing.assert_allclose(value, params[key].detach().numpy(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ten_steps_are_the_published_algorithms(name):
+    config = CONFIGS[name]
+    params = {k: v.astype(np.float64) for k, v in values(0).items()}
+    mean = {k: np.zeros_like(v) for k, v in params.items()}
+    square = {k: np.zeros_like(v) for k, v in params.items()}
+    for t in range(1, 11):
+        gradient = {k: v.astype(np.float64) for k, v in values(t, 3.0).items()}
+        norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
+        shrink = 1.0 if config.max_grad_norm is None else min(1.0, config.max_grad_norm / norm)
+        rate = float(config.schedule(10)(t - 1))
+        for k, g in gradient.items():
+            mean[k] = config.beta1 * mean[k] + (1 - config.beta1) * g * shrink
+            square[k] = config.beta2 * square[k] + (1 - config.beta2) * (g * shrink) ** 2
+            step = mean[k] / (1 - config.beta1**t) / (np.sqrt(square[k] / (1 - config.beta2**t)) + config.epsilon)
+            decay = config.weight_decay if k == "w.weight" else 0.0
+            params[k] = params[k] - rate * (step + decay * params[k])
+    for key, value in trained(config, 10, 3.0).items():
+        np.testing.assert_allclose(value, params[key], atol=2e-6, rtol=1e-5)
+
+
+def abstract(config):
+    return jax.eval_shape(lambda: config.build(vocab_axis(64), key=jax.random.PRNGKey(0)))
+
+
+def test_what_decays_by_default():
+    models = {
+        "gpt2": abstract(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4)),
+        "llama": abstract(
+            LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=4)
+        ),
+    }
+    layer = "body.layers.stacked."
+    decaying = {
+        name: {p for g in parameter_groups(m, AdamConfig(weight_decay=0.1)) if g.weight_decay for p in g.paths}
+        for name, m in models.items()
+    }
+    assert decaying == {
+        "gpt2": {f"{layer}attn.{p}_proj.weight" for p in "qkvo"} | {f"{layer}mlp.{p}_proj.weight" for p in ("up", "down")},
+        "llama": {f"{layer}attn.{p}_proj.weight" for p in "qkvo"}
+        | {f"{layer}mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+        | {"head.weight"},
+    }  # fmt: skip
+
+
+def test_the_table_covers_every_leaf_once_and_a_list_replaces_the_default():
+    model = abstract(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
+    groups = parameter_groups(model, AdamConfig(weight_decay=0.1, weight_decay_modules=["tokens", "norm"]))
+    paths = [path for group in groups for path in group.paths]
+    assert sorted(paths) == sorted(path for path, _ in tree.leaves(model))
+    assert sum(g.num_parameters for g in groups) == tree.num_parameters(model)
+    decaying = {path for group in groups if group.weight_decay for path in group.paths}
+    assert decaying == {path for path in paths if "tokens" in path or "norm" in path}
+    with pytest.raises(ConfigError, match="nothing_like_it"):
+        parameter_groups(model, AdamConfig(weight_decay_modules=["nothing_like_it"]))

@@ -1,0 +1,164 @@
+"""Mistakes in a configuration: one message, exit code 2, nothing written. And what a configuration becomes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxlm import train
+from jaxlm.config import decode_run, read_config
+from jaxlm.core.decode import dump
+from jaxlm.core.yaml_source import Source, load_yaml
+
+GOOD = """
+data: {train_urls: ["text.txt"], vocab_size: 300}
+model: {type: llama, seq_len: 16, hidden_dim: 32, intermediate_dim: 32, num_layers: 1, num_heads: 4, num_kv_heads: 4}
+trainer: {num_train_steps: 4, train_batch_size: 8}
+"""
+
+# (text of run.yaml, or a change of the good one; options; what the message must name)
+MISTAKES = {
+    "wrong key": (
+        GOOD.replace("seq_len", "seq_length"),
+        (),
+        ["run.yaml:3", "model.seq_length", "Did you mean 'seq_len'"],
+    ),
+    "wrong section": (GOOD.replace("trainer:", "trainers:"), (), ["run.yaml:4", "trainers", "Did you mean 'trainer'"]),
+    "wrong type": (
+        GOOD,
+        ("--trainer.num_train_steps", "many"),
+        ["num_train_steps", "'many' given", "a whole number expected"],
+    ),
+    "null": (GOOD, ("--trainer.seed", "null"), ["trainer.seed", "null given"]),
+    "true is no number": (GOOD, ("--trainer.seed", "true"), ["trainer.seed", "true given"]),
+    "duplicate key": (GOOD + "trainer: {seed: 1}\n", (), ["run.yaml:5", "trainer", "line 4"]),
+    "missing include": (GOOD + "optimizer: !include no.yaml\n", (), ["run.yaml:5", "no.yaml"]),
+    "cyclic include": (GOOD + "optimizer: !include run.yaml\n", (), ["run.yaml:5", "circle"]),
+    "syntax": ("trainer: [1\n", (), ["run.yaml:2"]),
+    "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "gpt2, llama"]),
+    "batch that does not divide": (
+        GOOD,
+        ("--trainer.train_batch_size", "12"),
+        ["train_batch_size: 12", "8 devices", "8, 16"],
+    ),
+    "micro-batch that does not divide": (
+        GOOD,
+        ("--trainer.train_batch_size", "48", "--trainer.per_device_parallelism", "4"),
+        ["per_device_parallelism: 4", "Allowed: 1, 2, 3, 6"],
+    ),
+    "heads that do not divide": (GOOD.replace("num_heads: 4", "num_heads: 5"), (), ["model.num_heads", "5", "32"]),
+    "key heads that do not divide": (
+        GOOD.replace("num_kv_heads: 4", "num_kv_heads: 3"),
+        (),
+        ["model.num_kv_heads", "3", "4"],
+    ),
+    "mesh that does not divide": (GOOD, ("--trainer.model_axis_size", "3"), ["model_axis_size", "3", "1, 2, 4, 8"]),
+    "unknown axis": (GOOD, ("--trainer.fsdp_axis", "embedd"), ["'embedd'", "embed"]),
+    "unknown mesh axis": (GOOD, ("--trainer.axis_resources", "{mlp: modle}"), ["'modle'", "model"]),
+    "glob that matches nothing": (
+        GOOD,
+        ("--data.train_urls", "[nowhere/*.txt]"),
+        ["data.train_urls[0]", "nowhere/*.txt"],
+    ),
+    "no data": (GOOD, ("--data.train_urls", "[]"), ["data.train_urls", "empty"]),
+    "bad duration": (GOOD, ("--trainer.checkpointer.save_interval", "soon"), ["save_interval", "'soon'", "15m"]),
+    "bad keep": (GOOD, ("--trainer.checkpointer.keep", "[{every: 5}, {every: 10}]"), ["keep.0.until"]),
+    "bad pattern": (GOOD + "phases: [{name: a, trainable: ['(']}]\n", (), ["'('", "regular expression"]),
+    "pattern that matches nothing": (GOOD + "phases: [{name: a, trainable: [attnn]}]\n", (), ["'attnn'", "attn"]),
+    "surgery that matches nothing": (
+        GOOD + "phases: [{name: a, surgery: [{type: lora, target: zzz}]}]\n",
+        (),
+        ["'zzz'"],
+    ),
+    "two phases of one name": (GOOD + "phases: [{name: a}, {name: a}]\n", (), ["phases", "a, a"]),
+    "bad precision": (GOOD, ("--trainer.mp", "p=f32,c=bf17"), ["trainer.mp", "bf17", "bfloat16"]),
+    "float16": (GOOD, ("--trainer.mp", "f16"), ["trainer.mp", "loss scaling"]),
+    "bad warmup": (GOOD, ("--optimizer.warmup", "1.5"), ["optimizer.warmup", "1.5"]),
+    "bad schedule": (GOOD, ("--optimizer.lr_schedule", "cosin"), ["lr_schedule", "'cosin'", "cosine"]),
+    "missing tokenizer": (GOOD, ("--data.tokenizer", "gone.json"), ["data.tokenizer", "gone.json"]),
+    "option without value": (GOOD, ("--dry_run",), ["--dry_run", "needs a value"]),
+    "word that is no option": (GOOD, ("dry_run",), ["'dry_run'"]),
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a text " * 400)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_and_nothing_is_written(name, here, capsys):
+    text, options, parts = MISTAKES[name]
+    (here / "run.yaml").write_text(text)
+    assert train.main(["--config_path", "run.yaml", *options]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    for part in parts:
+        assert part in message, message
+    assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "text.txt"]
+
+
+def test_a_missing_file(here, capsys):
+    assert train.main(["--config_path", "gone.yaml"]) == 2
+    assert str(here / "gone.yaml") in capsys.readouterr().err
+
+
+def test_the_id_is_the_files_stem_unless_given(here):
+    (here / "mine.yaml").write_text(GOOD)
+    assert read_config(here / "mine.yaml").trainer.id == "mine"
+    (here / "mine.yaml").write_text(GOOD.replace("trainer: {", "trainer: {id: other, "))
+    assert read_config(here / "mine.yaml").trainer.id == "other"
+
+
+PHASES = (
+    GOOD
+    + """
+optimizer: {learning_rate: 1.0e-3, weight_decay: 0.1}
+evals: [{type: loss}, {type: samples, prompts: [a, b], top_k: 3}]
+phases:
+  - name: one
+  - name: two
+    surgery: [{type: lora, rank: 2}]
+    trainable: ['\\.[ab]$']
+    data: {train_urls: [other.txt], cache_dir: c2}
+    optimizer: {learning_rate: 1.0e-4}
+"""
+)
+
+
+def test_a_phase_takes_what_it_leaves_out_from_the_top(here):
+    (here / "run.yaml").write_text(PHASES)
+    one, two = read_config(here / "run.yaml").phases
+    assert one.optimizer is None
+    assert one.data is None
+    assert (two.optimizer.learning_rate, two.optimizer.weight_decay) == (1e-4, 0.1)
+    assert (two.data.train_urls, two.data.vocab_size) == (["other.txt"], 300)
+
+
+@pytest.mark.parametrize("text", [GOOD, PHASES], ids=["plain", "phases"])
+def test_what_is_saved_loads_back_equal(text, here):
+    (here / "run.yaml").write_text(text)
+    config = read_config(here / "run.yaml")
+    (here / "saved.yaml").write_text(dump(config))
+    assert read_config(here / "saved.yaml") == config
+    changed = replace(config, trainer=replace(config.trainer, seed=5))
+    assert decode_run(Source({"trainer": {"seed": 5}}), None).trainer.seed == changed.trainer.seed
+
+
+def test_another_type_on_the_command_line_drops_the_old_types_keys(here, capsys):
+    (here / "run.yaml").write_text(GOOD)
+    options = ["--model.type", "gpt2", "--dry_run", "true", "--trainer.train_batch_size", "16"]
+    assert train.main(["--config_path", "run.yaml", *options]) == 0
+    out = capsys.readouterr().out
+    assert "model.intermediate_dim, model.num_kv_heads" in out
+    assert "Gpt2, " in out
+
+
+def test_included_files_and_overrides_merge_deeply(here):
+    (here / "base.yaml").write_text(GOOD)
+    (here / "run.yaml").write_text("<<: !include base.yaml\ntrainer: {seed: 3}\n")
+    config = decode_run(load_yaml("run.yaml"), "run")
+    assert (config.trainer.seed, config.trainer.num_train_steps) == (3, 4)
