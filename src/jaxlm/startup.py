@@ -51,7 +51,9 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _evals(plan: Plan) -> str:
-    names = ", ".join(type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals) or "none"
+    names = (
+        ", ".join(type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals) or "none"
+    )
     most = plan.config.trainer.max_eval_batches
     return f"{names}, on {'all' if most is None else f'{most}'} batches of {plan.batches.eval},"
 

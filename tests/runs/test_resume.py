@@ -1,8 +1,10 @@
 """kill -9 at a random moment and the same command again: bit for bit the run that was never killed."""
 
 import random
+import re
 import signal
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -77,3 +79,22 @@ def test_killed_four_times(workplace, uninterrupted, mesh):
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_killed_five_times(workplace, uninterrupted, mesh, seed):
     check(workplace, uninterrupted, mesh, seed, kills=5)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 8", pytest.param("tp 2 x fsdp 4", marks=pytest.mark.slow)])
+def test_goes_on_on_another_mesh(workplace, uninterrupted, mesh):
+    """Begun on one device and killed, ended on eight: the same batches, and the same losses but for rounding."""
+    losses, _, _ = uninterrupted("one device")
+    place = workplace(1)
+    place.write()
+    process = place.start(*arguments("one device"), module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    elsewhere = replace(place, devices=8)
+    finished = elsewhere.run(*arguments(mesh))
+    assert finished.code == 0, finished.err
+    assert re.search(r"going on, from .*step-(5|10)$", finished.out, re.MULTILINE)
+    found = place.losses()
+    assert found.keys() == losses.keys()
+    for step, loss in losses.items():
+        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
