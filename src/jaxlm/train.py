@@ -94,10 +94,13 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         open_run(plan, tokenizer, console, stop, resume_step=resume_step) as run,
     ):
         state, outcome = _train_phases(run, found)
-    if is_main_process() and isinstance(outcome, Done):
+    newest = find_checkpoints(plan.checkpoint_folder)[-1]
+    if isinstance(outcome, Interrupted):
+        console.show(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
+    elif is_main_process():
         final_report(plan, console)
     console.close()
-    return TrainResult(state, outcome, find_checkpoints(plan.checkpoint_folder)[-1], plan)
+    return TrainResult(state, outcome, newest, plan)
 
 
 def _train_phases(run: Run, found: Found | None) -> tuple[RunState, Outcome]:

@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.durable import locked, prepared, publish, sync
-from jaxlm.data.recipe import check_same, tokenizer_recipe
+from jaxlm.data.recipe import Recipe, check_same, tokenizer_recipe
 from jaxlm.data.sources import TextFile
 from jaxlm.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
+_MADE_FROM = "made_from.json"
 _MOST_CHARACTERS = 1 << 30  # of training text; more changes a vocabulary little and takes memory
 
 # Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the split of cl100k,
@@ -66,8 +68,22 @@ def trained_tokenizer(
         with locked(prepared(folder.parent), show):
             if not folder.exists():  # another process may have been faster
                 _train(folder, files, vocab_size, json.dumps(made_from), show)
-    check_same("tokenizer", folder, json.loads((folder / "made_from.json").read_text()), made_from)
+    check_same("tokenizer", folder, _made_from(folder), made_from)
     return load_tokenizer(str(folder))
+
+
+def _made_from(folder: Path) -> Recipe:
+    path = folder / _MADE_FROM
+    try:
+        recipe = json.loads(path.read_text())
+        if isinstance(recipe, dict) and isinstance(recipe.get("files"), dict):
+            return recipe
+    except (OSError, ValueError):
+        pass
+    raise ConfigError(
+        f"data.cache_dir: {folder} is not a tokenizer that was trained here, or is damaged: {path} is missing or not"
+        " readable. Choose another data.cache_dir, or delete this folder to train the tokenizer anew"
+    )
 
 
 def _train(
@@ -80,7 +96,7 @@ def _train(
     unfinished = folder.with_name(f"{folder.name}.building")
     shutil.rmtree(unfinished, ignore_errors=True)
     tokenizer.save(unfinished)
-    (unfinished / "made_from.json").write_text(made_from)
+    (unfinished / _MADE_FROM).write_text(made_from)
     for name in os.listdir(unfinished):
         sync(unfinished / name)
     publish(unfinished, folder)

@@ -2,7 +2,7 @@
 
 <cache_dir>/<split>/tokens.bin     uint16, or uint32 for vocabularies above 65,536
                     offsets.bin    int64 [documents + 1]
-                    cache.json     what it was made from, and checksums
+                    cache.json     what it was made from, and checksums, its own among them
 """
 
 import json
@@ -18,6 +18,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.recipe import Recipe, check_same
 
 TOKENS, OFFSETS, ABOUT = "tokens.bin", "offsets.bin", "cache.json"
+_SEAL = "seal"
 
 
 class DamagedCacheError(ConfigError):
@@ -51,17 +52,21 @@ class TokenCache:
         """Special tokens included."""
         return len(self.tokens)
 
-    def read(self, places: np.ndarray) -> np.ndarray:
-        """int32: the tokens at `places`.
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """int32 [len(starts), length]: the tokens from each start on, 0 beyond the last one.
 
         Raises:
             DamagedCacheError: an id that the vocabulary does not have; names cache file, place, and source.
         """
-        ids = self.tokens[places].astype(np.int32)
-        if ids.size and ids.max() >= self.vocab_size:
-            bad = np.unravel_index(int(ids.argmax()), ids.shape)
+        ids = np.zeros((len(starts), length), np.int32)
+        for row, start in zip(ids, starts.tolist(), strict=True):
+            found = self.tokens[start : start + length]
+            row[: len(found)] = found
+        if ids.max(initial=0) >= self.vocab_size:
+            row, column = np.unravel_index(int(ids.argmax()), ids.shape)
+            place = int(starts[row] + column)
             raise DamagedCacheError(
-                f"{self.folder / TOKENS}: token {places[bad]} ({self.source_of(int(places[bad]))}) is {ids[bad]},"
+                f"{self.folder / TOKENS}: token {place} ({self.source_of(place)}) is {ids[row, column]},"
                 f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.folder} and start again"
             )
         return ids
@@ -87,7 +92,8 @@ def open_cache(folder: Path, made_from: Recipe | None = None) -> TokenCache:
     if made_from is not None:
         check_same("token cache", folder, about["made_from"], made_from)
     dtype = np.dtype(about["dtype"])
-    tokens = np.memmap(_sized(folder / TOKENS, about["num_tokens"] * dtype.itemsize), dtype, mode="r")
+    # A plain view: slices of `memmap` itself are slow to make.
+    tokens = np.asarray(np.memmap(_sized(folder / TOKENS, about["num_tokens"] * dtype.itemsize), dtype, mode="r"))
     _check_sum(folder / TOKENS, tokens, about["crc32"][TOKENS])
     offsets = np.fromfile(_sized(folder / OFFSETS, (about["num_documents"] + 1) * 8), np.int64)
     _check_sum(folder / OFFSETS, offsets, about["crc32"][OFFSETS])
@@ -111,9 +117,20 @@ def read_about(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(folder / ABOUT, f"not JSON ({error})") from error
     expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
-    if not isinstance(about, dict) or about.keys() != expected:
+    if not isinstance(about, dict) or about.keys() != expected | {_SEAL}:
         raise _damaged(folder / ABOUT, "other keys than this version of jaxlm writes")
+    if about.pop(_SEAL) != _seal(about):
+        raise _damaged(folder / ABOUT, "its content is not what was written")
     return about
+
+
+def write_about(path: Path, about: Mapping[str, Any]) -> None:
+    """Writes what `read_about` reads, with a checksum of itself."""
+    path.write_text(json.dumps({**about, _SEAL: _seal(about)}))
+
+
+def _seal(about: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about).encode())
 
 
 def _sized(path: Path, size: int) -> Path:

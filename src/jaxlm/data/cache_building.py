@@ -5,27 +5,27 @@ kill it goes on where it stopped, and comes to the same bytes.
 """
 
 import errno
+import io
 import json
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
-from zipfile import BadZipFile
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache import ABOUT, OFFSETS, TOKENS, TokenCache, open_cache
+from jaxlm.data.cache import ABOUT, OFFSETS, TOKENS, TokenCache, open_cache, write_about
 from jaxlm.data.durable import locked, prepared, publish, replacing, sync
-from jaxlm.data.recipe import Recipe, same
+from jaxlm.data.recipe import Recipe, content_of
 from jaxlm.data.sources import TextFile
 from jaxlm.data.tokenizer import Tokenizer
 
 _SHARD_CHARACTERS = 1 << 22  # what a kill can cost
 _SHOW_EVERY_S = 2.0
-_PLAN = "made_from.json"
+_PLAN = "plan.json"
 
 Show = Callable[[str], None]
 
@@ -67,9 +67,10 @@ def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.nda
 def _build(
     folder: Path, building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
 ) -> None:
-    _begin(building, made_from)
     try:
+        _begin(building, made_from)
         _make_shards(building, files, tokenizer, made_from, show)
+        _check_unchanged(files, made_from)
         _join_shards(building, files, made_from, show)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -83,11 +84,13 @@ def _build(
 def _begin(building: Path, made_from: Recipe) -> None:
     """Keeps what an interrupted start has left, if that was of the same recipe."""
     plan = building / _PLAN
-    if not plan.is_file() or not same(json.loads(plan.read_text()), made_from):
+    # Shards of another size would hold other documents under the same numbers.
+    content = json.dumps({"shard_characters": _SHARD_CHARACTERS, "made_from": dict(made_from)}).encode()
+    if not plan.is_file() or plan.read_bytes() != content:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         with replacing(plan) as path:
-            path.write_text(json.dumps(made_from))
+            path.write_bytes(content)
     shutil.rmtree(building / "finished", ignore_errors=True)
     for leftover in building.glob("*.tmp"):
         leftover.unlink()
@@ -103,26 +106,41 @@ def _make_shards(
     for number, (texts, sources) in enumerate(_shards_of_text(files)):
         num_bytes = sum(len(text.encode()) for text in texts)
         path = building / f"shard-{number:06d}.npz"
-        if _is_whole(path):
+        if _read_shard(path) is not None:
             progress.skip(num_bytes)
             continue
         encoded = [np.concatenate([before, ids, after]).astype(dtype) for ids in tokenizer.encode_arrays(texts)]
         lengths = np.array([len(ids) for ids in encoded], np.int64)
         tokens = np.concatenate(encoded)
-        with replacing(path) as unfinished, open(unfinished, "wb") as file:
-            np.savez(file, tokens=tokens, lengths=lengths, sources=sources, num_bytes=num_bytes)
+        _write_shard(path, {"tokens": tokens, "lengths": lengths, "sources": sources, "num_bytes": num_bytes})
         progress.add(num_bytes, len(texts), len(tokens))
 
 
-def _is_whole(shard: Path) -> bool:
-    """Whether a shard is there and readable; the archive keeps a checksum of each array."""
-    if not shard.is_file():
-        return False
-    try:
-        with np.load(shard) as arrays:
-            return all(arrays[name].dtype is not None for name in arrays.files)
-    except (BadZipFile, ValueError, EOFError):
-        return False
+def _check_unchanged(files: Sequence[TextFile], made_from: Recipe) -> None:
+    now = content_of(files)
+    changed = sorted(name for name, digest in made_from["files"].items() if now[name] != digest)
+    if changed:
+        raise ConfigError(
+            f"{len(changed)} file(s) changed while they were tokenized: {', '.join(changed[:5])}. Start again"
+        )
+
+
+def _write_shard(path: Path, arrays: Mapping[str, Any]) -> None:
+    archive = io.BytesIO()
+    np.savez(archive, **arrays)
+    raw = archive.getvalue()
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(raw + zlib.crc32(raw).to_bytes(4, "little"))
+
+
+def _read_shard(path: Path) -> dict[str, np.ndarray] | None:
+    """What was written; None where there is no such shard, or it is damaged."""
+    raw = path.read_bytes() if path.is_file() else b""
+    archive, checksum = raw[:-4], raw[-4:]
+    if not archive or zlib.crc32(archive).to_bytes(4, "little") != checksum:
+        return None
+    with np.load(io.BytesIO(archive)) as arrays:
+        return dict(arrays)
 
 
 def _shards_of_text(files: Sequence[TextFile]) -> Iterator[tuple[list[str], np.ndarray]]:
@@ -152,7 +170,7 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, s
         raise ConfigError("the data holds no text at all: no record of its files has any")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
     with replacing(finished / OFFSETS) as path:
-        offsets.tofile(path)
+        path.write_bytes(offsets.data)  # `tofile` does not say that the disk is full
     num_tokens, num_documents, num_bytes = int(offsets[-1]), len(offsets) - 1, joined["num_bytes"]
     about = {
         "made_from": dict(made_from),
@@ -164,7 +182,7 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, s
         "crc32": {TOKENS: joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
     }
     with replacing(finished / ABOUT) as path:
-        path.write_text(json.dumps(about))
+        write_about(path, about)
     sync(finished)
     show(f"{building.stem}: {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
 
@@ -173,14 +191,14 @@ def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
     """Writes the tokens of all shards; returns what belongs to them."""
     joined: dict[str, Any] = {"lengths": [], "sources": [], "num_bytes": 0, "crc32": 0, "dtype": None}
     for path in shards:
-        with np.load(path) as shard:
-            tokens = shard["tokens"]
-            joined["lengths"].append(shard["lengths"])
-            joined["sources"].append(shard["sources"])
-            joined["num_bytes"] += int(shard["num_bytes"])
-        joined["crc32"] = zlib.crc32(tokens, joined["crc32"])
-        joined["dtype"] = tokens.dtype.name
-        file.write(tokens.data)
+        shard = _read_shard(path)
+        assert shard is not None, f"{path} was whole a moment ago"
+        joined["lengths"].append(shard["lengths"])
+        joined["sources"].append(shard["sources"])
+        joined["num_bytes"] += int(shard["num_bytes"])
+        joined["crc32"] = zlib.crc32(shard["tokens"], joined["crc32"])
+        joined["dtype"] = shard["tokens"].dtype.name
+        file.write(shard["tokens"].data)
     return joined
 
 

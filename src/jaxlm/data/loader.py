@@ -15,7 +15,7 @@ from jaxlm.core.types import TokenBatch
 from jaxlm.data.base import Batches
 from jaxlm.data.packing import Windows
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.data.shuffle import permuted
+from jaxlm.data.shuffle import shuffled
 
 _PREFETCHED = 2
 _COLUMNS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
@@ -54,10 +54,9 @@ class _Order:
         return _on_devices(lambda rows: self.windows.read(self._places(first + rows)), self.axes, self.layout)
 
     def _places(self, examples: np.ndarray) -> np.ndarray:
-        """Which windows the examples are: O(1) each, by the permutation of their epoch."""
+        """Which windows the examples are, wherever in the order: in O(1)."""
         size = len(self.windows)
-        epoch, index = np.divmod(examples, size)
-        return permuted(index, size, seed=self.seed, epoch=epoch) if self.shuffle else index
+        return shuffled(examples, size, seed=self.seed) if self.shuffle else examples % size
 
 
 class WindowBatches(Batches):

@@ -27,19 +27,30 @@ class Windows:
         Raises:
             DamagedCacheError: a token id that the vocabulary does not have.
         """
-        cache = self.cache
-        places = indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        inside = places < cache.num_tokens
-        ids = cache.read(np.minimum(places, cache.num_tokens - 1))
-        documents = np.searchsorted(cache.offsets, places, side="right")
+        starts = indices * self.seq_len
+        columns = np.arange(self.seq_len + 1, dtype=np.int32)
+        inside = columns < (self.cache.num_tokens - starts)[:, None]
+        begins = self._begins(starts)
+        ids = self.cache.read(starts, self.seq_len + 1)
         here, follows = slice(None, -1), slice(1, None)
-        same = (documents[:, here] == documents[:, follows]) & inside[:, follows]
-        first = np.maximum(cache.offsets[documents[:, here] - 1], places[:, :1])
-        padding = ~inside[:, here]
+        first = np.maximum.accumulate(np.where(begins[:, here], columns[here], 0), axis=1)
         return {
-            "tokens": np.where(padding, 0, ids[:, here]),
-            "targets": np.where(inside[:, follows], ids[:, follows], 0),
-            "loss_mask": same.astype(np.float32),
-            "segment_ids": np.where(padding, 0, documents[:, here] - documents[:, :1] + 1).astype(np.int32),
-            "positions": np.where(padding, 0, places[:, here] - first).astype(np.int32),
+            "tokens": ids[:, here].copy(),
+            "targets": ids[:, follows].copy(),
+            "loss_mask": (inside[:, follows] & ~begins[:, follows]).astype(np.float32),
+            "segment_ids": begins[:, here].cumsum(axis=1, dtype=np.int32) * inside[:, here],
+            "positions": (columns[here] - first) * inside[:, here],
         }
+
+    def _begins(self, starts: np.ndarray) -> np.ndarray:
+        """bool [len(starts), seq_len + 1]: whether a document, or the window itself, begins at this place."""
+        offsets = self.cache.offsets
+        # Two look-ups a window instead of one a token: only the documents that begin in it are touched.
+        first, beyond = np.searchsorted(offsets, [starts, starts + self.seq_len + 1])
+        counts = beyond - first
+        rows = np.repeat(np.arange(len(starts)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = np.zeros((len(starts), self.seq_len + 1), bool)
+        begins[rows, offsets[first[rows] + within] - starts[rows]] = True
+        begins[:, 0] = True
+        return begins

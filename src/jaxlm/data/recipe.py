@@ -42,7 +42,7 @@ def content_of(files: Sequence[TextFile]) -> dict[str, str]:
         return dict(zip([f.name for f in files], pool.map(lambda file: file.digest, files), strict=True))
 
 
-def same(before: Recipe, now: Recipe) -> bool:
+def _same(before: Recipe, now: Recipe) -> bool:
     """Whether both give the same, byte for byte. The order of files counts."""
     return before == now and list(before["files"]) == list(now["files"])
 
@@ -53,7 +53,7 @@ def check_same(what: str, folder: Path, before: Recipe, now: Recipe) -> None:
     Args:
         what: was made (`token cache`), for the message.
     """
-    if same(before, now):
+    if _same(before, now):
         return
     changes = [
         f"{key}: {_short(before.get(key))} then, {_short(now.get(key))} now"

@@ -4,10 +4,30 @@ A Feistel network is a bijection on 2k-bit numbers whatever its round function; 
 sent through again until they do not ("cycle walking"; Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).
 """
 
+import functools
+
 import numpy as np
 
+_BLOCK = 4096  # examples whose places are found together: numpy's cost a call is far above that of one number
 _ROUNDS = 10  # with 6, where an index of a very small set lands is measurably uneven over many epochs
 _WORD = 1 << 64
+
+
+def shuffled(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray:
+    """int64: the places of `examples` in an endless order, epoch after epoch, each a permutation of 0..size.
+
+    Args:
+        examples: int64 [count], near to each other; from 0 on.
+    """
+    first, last = int(examples.min()) // _BLOCK, int(examples.max()) // _BLOCK
+    places = np.concatenate([_block(number, size, seed) for number in range(first, last + 1)])
+    return places[examples - first * _BLOCK]
+
+
+@functools.lru_cache(maxsize=4)
+def _block(number: int, size: int, seed: int) -> np.ndarray:
+    epoch, index = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), size)
+    return permuted(index, size, seed=seed, epoch=epoch)
 
 
 def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: np.ndarray) -> np.ndarray:

@@ -152,6 +152,8 @@ def _files_of(url: str, key: str) -> list[tuple[str, Path]]:
     for p in paths:
         if p.suffix not in SUFFIXES:
             raise ConfigError(f"{key}: '{p}' ends in '{p.suffix}'. Allowed: {', '.join(SUFFIXES)}")
+        if not os.access(p, os.R_OK):
+            raise ConfigError(f"{key}: '{p}' may not be read. Change its permissions, or leave it out")
     if not any(p.stat().st_size for p in paths):
         raise ConfigError(f"{key}: '{url}' holds no text: {len(paths)} file(s), all of them empty")
     return sorted((p.relative_to(root).as_posix(), p) for p in paths)
