@@ -1,18 +1,19 @@
-import json
+import errno
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import cache_building
-from jaxlm.data.cache import DamagedCacheError, TokenCache, open_cache
+from jaxlm.data import cache_building, durable
+from jaxlm.data.cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
 from jaxlm.data.cache_building import open_or_build
 from jaxlm.data.recipe import cache_recipe
 from jaxlm.data.sources import find_files
@@ -155,10 +156,10 @@ class TestDamage:
         with pytest.raises(DamagedCacheError, match=rf"{name}: .* Delete the folder .*train"):
             open_cache(folder)
 
-    @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
+    @pytest.mark.parametrize("name", FILES)
     def test_any_flipped_bit_is_found(self, folder, name):
         raw = (folder / name).read_bytes()
-        for place in np.linspace(0, len(raw) - 1, 25).astype(int):
+        for place in np.linspace(0, len(raw) - 1, 200).astype(int):
             flipped = bytearray(raw)
             flipped[place] ^= 1 << (place % 8)
             (folder / name).write_bytes(flipped)
@@ -184,7 +185,7 @@ class TestDamage:
 
 def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "cache" / "train", corpus, tokenizer)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
     monkeypatch.setattr(cache_building, "locked", None)
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written"):
@@ -220,7 +221,7 @@ from jaxlm.data import cache_building
 from tests.data.helpers import small_tokenizer
 from tests.data.test_cache import build
 
-cache_building._SHARD_CHARACTERS = 300
+cache_building._SHARD_CHARACTERS = 1000
 corpus, work = Path(sys.argv[1]), Path(sys.argv[2])
 tokenizer = small_tokenizer()
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -248,10 +249,10 @@ def attempt(folder, most_calls):
 number = 0
 while attempt(work / f"at-{number}" / "train", number) != 0:
     assert attempt(work / f"at-{number}" / "train", 10**9) == 0
-    number += 2
+    number += 1
 print(number)
 tries = 1
-while attempt(work / "often" / "train", 40) != 0:
+while attempt(work / "often" / "train", 32) != 0:
     tries += 1
     assert tries < 100
 print(tries)
@@ -265,27 +266,33 @@ def test_killed_at_any_moment_it_comes_to_the_same_bytes(tmp_path, corpus, token
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     num_moments, num_tries = map(int, done.stdout.split())
-    assert num_moments > 60
+    assert num_moments > 50
     assert num_tries > 2  # each start got further than the one before
     for folder in [*tmp_path.glob("at-*/train"), tmp_path / "often" / "train"]:
         assert contents(folder) == expected, folder
     assert not list(tmp_path.glob("*/train.building"))
 
 
-def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monkeypatch):
+def interrupt(folder: Path, corpus: Path, tokenizer, monkeypatch) -> list[Path]:
+    """Leaves all shards of a cache, not yet joined."""
+
     def too_late(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(cache_building, "_join_shards", too_late)
         with pytest.raises(KeyboardInterrupt):
-            build(tmp_path / "train", corpus, tokenizer)
-    shards = sorted((tmp_path / "train.building").glob("shard-*"))
+            build(folder, corpus, tokenizer)
+    return sorted(folder.with_name(f"{folder.name}.building").glob("shard-*"))
+
+
+def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monkeypatch):
+    shards = interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)
     assert len(shards) > 5
     damaged = bytearray(shards[2].read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shards[2].write_bytes(damaged)
-    encoded = []
+    encoded: list[list[str]] = []
     original = tokenizer.encode_arrays
     monkeypatch.setattr(tokenizer, "encode_arrays", lambda texts: encoded.append(texts) or original(texts))
     build(tmp_path / "train", corpus, tokenizer)
@@ -293,13 +300,68 @@ def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monk
     assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 
-def test_an_unfinished_cache_of_something_else_is_begun_anew(tmp_path, corpus, tokenizer):
-    unfinished = tmp_path / "train.building"
-    unfinished.mkdir()
-    (unfinished / "made_from.json").write_text(json.dumps({"files": {"old.txt": "0"}}))
-    (unfinished / "shard-000000.npz").write_bytes(b"something else")
-    cache = build(tmp_path / "train", corpus, tokenizer)
-    assert cache.documents_of["b0.txt"] == 1
+def test_any_damage_to_a_shard_is_found(tmp_path, corpus, tokenizer, monkeypatch):
+    shard = interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[1]
+    raw = shard.read_bytes()
+    assert cache_building._read_shard(shard) is not None
+    for place in np.linspace(0, len(raw) - 1, 300).astype(int):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << (place % 8)
+        shard.write_bytes(flipped)
+        assert cache_building._read_shard(shard) is None
+    for damaged in (b"", raw[:3], raw[:-1], raw[: len(raw) // 2], bytes(len(raw)), raw + b"\0"):
+        shard.write_bytes(damaged)
+        assert cache_building._read_shard(shard) is None
+
+
+def test_an_unfinished_cache_of_something_else_is_begun_anew(tmp_path, corpus, tokenizer, monkeypatch):
+    interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)
+    (corpus / "b0.txt").write_text("changed")
+    build(tmp_path / "train", corpus, tokenizer)
+    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+
+
+def test_shards_of_another_size_are_not_taken_up(tmp_path, corpus, tokenizer, monkeypatch):
+    expected = contents(build(tmp_path / "other", corpus, tokenizer).folder)
+    for shard in interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[3:]:
+        shard.unlink()
+    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 500)
+    assert contents(build(tmp_path / "train", corpus, tokenizer).folder) == expected
+
+
+def test_a_file_that_changes_meanwhile_is_named(tmp_path, corpus, tokenizer, monkeypatch):
+    original = tokenizer.encode_arrays
+
+    def writing(texts):
+        (corpus / "b2.txt").write_text("a longer text than before, written while others are read" * 20)
+        return original(texts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "encode_arrays", writing)
+        with pytest.raises(ConfigError, match=r"1 file\(s\) changed while they were tokenized: b2\.txt"):
+            build(tmp_path / "train", corpus, tokenizer)
+    assert not (tmp_path / "train").exists()
+    build(tmp_path / "train", corpus, tokenizer)
+    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+
+
+@pytest.mark.parametrize("moment", [0, 1, 4, 12, 22])
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, corpus, tokenizer, monkeypatch, moment):
+    calls = []
+
+    def full(path):
+        calls.append(path)
+        if len(calls) > moment:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "sync", full)
+        with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*make room and start again"):
+            build(tmp_path / "train", corpus, tokenizer)
+    assert not (tmp_path / "train").exists()
+    assert not list(tmp_path.glob("**/*.tmp"))
+    build(tmp_path / "train", corpus, tokenizer)
+    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 
 def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:

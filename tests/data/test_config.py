@@ -1,5 +1,7 @@
 import dataclasses
+import errno
 import json
+import os
 
 import pytest
 
@@ -115,6 +117,17 @@ class TestTrainedTokenizer:
         with pytest.raises(ConfigError, match=r"files changed: 1 \(b3\.txt\)"):
             config.load_tokenizer(silent)
 
+    def test_a_full_disk(self, config, tmp_path, monkeypatch):
+        def full(_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bpe, "sync", full)
+            with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*tokenizer"):
+                config.load_tokenizer(silent)
+        assert not (tmp_path / "cache" / "tokenizer").exists()
+        config.load_tokenizer(silent)
+
     def test_an_interrupted_training_leaves_nothing_in_the_way(self, config, tmp_path, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
@@ -126,6 +139,14 @@ class TestTrainedTokenizer:
         assert not (tmp_path / "cache" / "tokenizer").exists()
         config.load_tokenizer(silent)
         assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "tokenizer"]
+
+    @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"vocab_size": 300}'])
+    def test_a_folder_that_is_something_else(self, config, tmp_path, content):
+        config.load_tokenizer(silent)
+        about = tmp_path / "cache" / "tokenizer" / "made_from.json"
+        about.unlink() if content is None else about.write_text(content)
+        with pytest.raises(ConfigError, match=r"data\.cache_dir: .*tokenizer is not a tokenizer that was trained here"):
+            config.load_tokenizer(silent)
 
     def test_says_when_the_text_gives_fewer_tokens(self, config):
         said: list[str] = []

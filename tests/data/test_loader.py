@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, MICROBATCH, POSITION, REPLICA
+from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache import DamagedCacheError
 from jaxlm.data.loader import WindowBatches, eval_batches, train_batches
 from jaxlm.data.packing import Windows
+from jaxlm.data.shuffle import permuted
 from tests.data.helpers import numbered_cache
 
 SEQ_LEN = 8
@@ -34,6 +36,21 @@ def layout_of(replica: int = 1, data: int = 1, model: int = 1, **mapping: str) -
 @pytest.fixture(scope="module")
 def windows():
     return Windows(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 windows, the last one not full
+
+
+def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) -> dict[str, np.ndarray]:
+    """What windows of a numbered cache hold, told by arithmetic: token i is i, a document begins at each multiple."""
+    at = places[:, None] * SEQ_LEN + np.arange(SEQ_LEN)
+    inside, followed = at < num_tokens, at + 1 < num_tokens
+    documents = at // document_length
+    begins = np.maximum(documents * document_length, at[:, :1])
+    return {
+        "tokens": at * inside,
+        "targets": (at + 1) * followed,
+        "loss_mask": followed & ((at + 1) % document_length != 0),
+        "segment_ids": (documents - documents[:, :1] + 1) * inside,
+        "positions": (at - begins) * inside,
+    }
 
 
 def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> WindowBatches:
@@ -112,6 +129,25 @@ def test_sharded_batches_equal_unsharded_ones(windows, shape, num_microbatches):
     assert shard == (num_microbatches, 16 // num_microbatches // ways, length)
     assert len(first.tokens.array.addressable_shards) == 8
     assert_same([rows(first), *take(sharded, 5)], take(open_batches(windows, **options), 6))
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True], ids=["fsdp 8", "tp 2 x fsdp 4"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_under_a_runs_layout_the_rows_are_the_plain_ones(windows, tensor_parallel, num_microbatches, shuffle):
+    mappings = AxisMappings("batch", ("embed",), ("mlp", "heads") if tensor_parallel else (), {}, {})
+    sizes = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": 64, "layers": 2}
+    if jax.device_count() != 8:
+        pytest.skip("needs eight simulated devices")
+    layout = make_layout(mesh_shape(8, replica=1, model=2 if tensor_parallel else 1), mappings, sizes)
+    options = {"batch_size": 16, "num_microbatches": num_microbatches, "shuffle": shuffle}
+    found = take(open_batches(windows, layout=layout, **options), 6)  # 96 examples: two epochs and a half
+    epoch, index = np.divmod(np.arange(96), 38)
+    places = permuted(index, 38, seed=5, epoch=epoch) if shuffle else index
+    for number, batch in enumerate(found):
+        expected = plain_rows(windows.cache.num_tokens, places[16 * number : 16 * (number + 1)])
+        for name in NAMES:
+            np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
 
 
 @settings(max_examples=12, deadline=None)
@@ -193,6 +229,17 @@ def test_a_failure_names_the_place_and_keeps_its_traceback():
 
 def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_closing_while_it_reads_is_prompt(windows):
+    batches = open_batches(windows, batch_size=32)
+    for _ in range(3):
+        next(batches)
+        began = time.monotonic()
+        batches.close()
+        batches.close()
+        assert time.monotonic() - began < 2
+    assert not prefetch_threads()
 
 
 def test_closed_or_forgotten_no_thread_stays(windows):

@@ -62,6 +62,23 @@ def test_windows_may_be_asked_for_in_any_order():
         assert column.dtype == (np.float32 if name == "loss_mask" else np.int32)
 
 
+@pytest.mark.parametrize("seq_len", [1, 3, 8])
+def test_documents_without_tokens_change_nothing(seq_len):
+    full = Windows(cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
+    with_empty = Windows(cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
+    everything = np.arange(len(full))
+    assert len(with_empty) == len(full)
+    for name, column in full.read(everything).items():
+        np.testing.assert_array_equal(with_empty.read(everything)[name], column, err_msg=name)
+
+
+def test_columns_are_apart():
+    columns = Windows(numbered_cache(100), 8).read(np.arange(3))
+    expected = {name: column.copy() for name, column in columns.items()}
+    columns["tokens"][:] = -1
+    np.testing.assert_array_equal(columns["targets"], expected["targets"])
+
+
 def test_a_token_beyond_the_vocabulary_is_named():
     cache = cache_of([[1, 2, 3], [4, 500, 6]], vocab_size=300)
     with pytest.raises(DamagedCacheError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.data.shuffle import permuted
+from jaxlm.data import shuffle
+from jaxlm.data.shuffle import permuted, shuffled
 
 
 def order(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
@@ -45,6 +46,25 @@ def test_an_index_is_answered_alone_as_among_others(data, size):
 def test_epochs_and_seeds_have_their_own_orders():
     orders = {tuple(order(50, seed, epoch)) for seed, epoch in itertools.product(range(20), range(20))}
     assert len(orders) == 400
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 300),
+    start=st.integers(0, 10**15),
+    steps=st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    block=st.integers(1, 50),
+)
+def test_the_endless_order_is_each_epochs_permutation(size, start, steps, block):
+    examples = start + np.cumsum(steps)
+    expected = [order(size, 5, int(example) // size)[int(example) % size] for example in examples]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "_BLOCK", block)
+        shuffle._block.cache_clear()
+        found = shuffled(examples, size, seed=5)
+    shuffle._block.cache_clear()
+    assert found.tolist() == expected
+    assert shuffled(examples, size, seed=5).tolist() == expected
 
 
 def epochs_of(size: int, num_epochs: int) -> np.ndarray:

@@ -1,5 +1,7 @@
+import glob
 import json
 import os
+import random
 import sysconfig
 from pathlib import Path
 
@@ -49,6 +51,34 @@ def test_same_documents_from_any_folder(tree, monkeypatch):
     assert names("deep") == absolute
     monkeypatch.chdir(tree / "deep")
     assert names("../deep") == names(".") == absolute
+
+
+@pytest.mark.parametrize("pattern", [".", "**/*.*"])
+def test_the_order_is_not_the_file_systems(tree, monkeypatch, pattern):
+    (tree / "notes.md").unlink()
+    expected = ["a.py", "b.txt", "deep/d.txt", "deep/er/c.jsonl"]
+    walk, matching = os.walk, glob.glob
+    for seed in range(5):
+        shuffled = random.Random(seed)
+
+        def any_walk(top, shuffled=shuffled):
+            for parent, folders, files in walk(top):
+                shuffled.shuffle(folders)
+                yield parent, folders, shuffled.sample(files, len(files))
+
+        def any_glob(pathname, *, recursive, shuffled=shuffled):
+            found = matching(pathname, recursive=recursive)
+            return shuffled.sample(found, len(found))
+
+        monkeypatch.setattr(os, "walk", any_walk)
+        monkeypatch.setattr(glob, "glob", any_glob)
+        assert names(tree / pattern) == expected
+
+
+def test_a_file_that_may_not_be_read(tree, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything
+    with pytest.raises(ConfigError, match=r"data\.train_urls\[0\]: '.*b\.txt' may not be read"):
+        names(tree)
 
 
 def test_a_digest_follows_the_content_and_not_the_time(tree):

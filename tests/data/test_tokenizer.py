@@ -228,6 +228,25 @@ class TestLongTexts:
     def test_never_cuts_for_tokenizers_that_it_does_not_know(self):
         assert self.agree(sentencepiece_like(), "ab\nab" * 30) == 1
 
+    @pytest.mark.parametrize(
+        ("pattern", "normalizer", "cuts"),
+        [(r"\n", None, True), (r"\s?\w+", None, False), (r"\w+\n?", None, False), (r"\n", "prepend", False)],
+    )
+    def test_cuts_only_where_newlines_stand_alone(self, pattern, normalizer, cuts):
+        import tokenizers
+        from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+        backend = tokenizers.Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+        if normalizer:
+            backend.normalizer = normalizers.Prepend("x")
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+        backend.train_from_iterator(["ab\nab\ncab " * 50], trainer=trainer)
+        assert (self.agree(Tokenizer(backend, None, None), "ab\nab\ncab " * 30) > 1) == cuts
+
 
 @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
 def test_gpt2_agrees_with_transformers():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.durable import locked, prepared, publish, sync
+from jaxlm.data.durable import locked, needing_space, prepared, publish, sync
 from jaxlm.data.recipe import Recipe, check_same, tokenizer_recipe
 from jaxlm.data.sources import TextFile
 from jaxlm.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
@@ -95,11 +95,12 @@ def _train(
         show(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
     unfinished = folder.with_name(f"{folder.name}.building")
     shutil.rmtree(unfinished, ignore_errors=True)
-    tokenizer.save(unfinished)
-    (unfinished / _MADE_FROM).write_text(made_from)
-    for name in os.listdir(unfinished):
-        sync(unfinished / name)
-    publish(unfinished, folder)
+    with needing_space(unfinished):
+        tokenizer.save(unfinished)
+        (unfinished / _MADE_FROM).write_text(made_from)
+        for name in os.listdir(unfinished):
+            sync(unfinished / name)
+        publish(unfinished, folder)
 
 
 def _up_to(files: Sequence[TextFile], most_characters: int, show: Callable[[str], None]) -> Iterator[str]:

@@ -4,7 +4,6 @@ A cache is built in `<split>.building` and takes its name when it is whole. The 
 kill it goes on where it stopped, and comes to the same bytes.
 """
 
-import errno
 import io
 import json
 import shutil
@@ -18,7 +17,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import ABOUT, OFFSETS, TOKENS, TokenCache, open_cache, write_about
-from jaxlm.data.durable import locked, prepared, publish, replacing, sync
+from jaxlm.data.durable import locked, needing_space, prepared, publish, replacing, sync
 from jaxlm.data.recipe import Recipe, content_of
 from jaxlm.data.sources import TextFile
 from jaxlm.data.tokenizer import Tokenizer
@@ -67,18 +66,12 @@ def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.nda
 def _build(
     folder: Path, building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
 ) -> None:
-    try:
+    with needing_space(building):
         _begin(building, made_from)
         _make_shards(building, files, tokenizer, made_from, show)
         _check_unchanged(files, made_from)
         _join_shards(building, files, made_from, show)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(
-            f"data.cache_dir: no space left for {building}. What is finished stays: make room and start again"
-        ) from error
-    publish(building / "finished", folder)
+        publish(building / "finished", folder)
 
 
 def _begin(building: Path, made_from: Recipe) -> None:
@@ -196,7 +189,7 @@ def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
         joined["lengths"].append(shard["lengths"])
         joined["sources"].append(shard["sources"])
         joined["num_bytes"] += int(shard["num_bytes"])
-        joined["crc32"] = zlib.crc32(shard["tokens"], joined["crc32"])
+        joined["crc32"] = zlib.crc32(shard["tokens"].data, joined["crc32"])
         joined["dtype"] = shard["tokens"].dtype.name
         file.write(shard["tokens"].data)
     return joined

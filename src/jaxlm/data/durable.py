@@ -1,6 +1,7 @@
 """Writing so that a file or folder is either complete or not there, whatever kills the process."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,23 @@ def prepared(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"data.cache_dir: {folder} cannot be written. Choose another, or change its permissions")
     return folder
+
+
+@contextlib.contextmanager
+def needing_space(folder: Path) -> Iterator[None]:
+    """Around what writes to `folder`.
+
+    Raises:
+        ConfigError: the disk, or what this user may have of it, is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            f"data.cache_dir: no space left for {folder}. What is finished stays: make room and start again"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True  # as the text that they are
         self._backend = backend
-        self._cuts_lines = _begins_tokens_at_lines(json.loads(backend.to_str())["pre_tokenizer"])
+        self._cuts_lines = _begins_tokens_at_lines(backend)
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.bos_id = bos_id
         self.eos_id = eos_id
@@ -93,10 +93,10 @@ class Tokenizer:
         return self._backend.to_str(pretty=False)
 
     def _parts(self, text: str) -> list[str]:
-        """A long text, cut only where every byte-level tokenizer ends one token and begins another.
+        """A long text, cut only where the tokenizer ends one token and begins another.
 
         That is between a line that ends in a letter or digit and one that begins with one: the newline between them is
-        a piece of its own in the pre-tokenizers of GPT-2, cl100k and `train_bpe` alike, on both sides of the cut.
+        a piece of its own for GPT-2, cl100k and `train_bpe` alike. For a tokenizer that does otherwise nothing is cut.
         """
         parts, start = [], 0
         while self._cuts_lines and len(text) - start > _LONG_TEXT:
@@ -178,12 +178,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _begins_tokens_at_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether this is byte-level with words split off by a pattern, and does nothing to the beginning of a text."""
-    steps = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    byte_level = [step for step in steps if step["type"] == "ByteLevel"]
-    splits = any(step["type"] == "Split" or step.get("use_regex") for step in steps)
-    return bool(byte_level) and splits and not any(step["add_prefix_space"] for step in byte_level)
+def _begins_tokens_at_lines(backend: "tokenizers.Tokenizer") -> bool:
+    """Whether this is byte-level, splits newlines between words off, and adds nothing to the beginning of a text."""
+    text, newline = "a\nb\n1\n2", "\u010a"  # as byte-level tokens write it
+    if backend.normalizer is not None and backend.normalizer.normalize_str(text) != text:
+        return False
+    pieces = [] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+    return [piece for piece, _ in pieces] == list(text.replace("\n", newline))
 
 
 def _grouped(texts: Iterable[str], most_characters: int) -> Iterator[list[str]]:
