@@ -25,7 +25,7 @@ test-slow: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
 
 $(VENV)/constraints.txt: constraints.txt
