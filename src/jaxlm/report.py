@@ -10,6 +10,8 @@ from jaxlm.engine.pictures import loss_curve
 from jaxlm.engine.trackers import read_jsonl
 from jaxlm.plan import Plan
 
+_MAX_COMPRESSED_BYTES = 64 << 20
+
 
 def final_report(plan: Plan, console: Console) -> None:
     """Shows validation loss, bits per byte beside compressors', and where everything is; draws the loss curve."""
@@ -33,10 +35,19 @@ def final_report(plan: Plan, console: Console) -> None:
 
 
 def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Bits per byte of general compressors on all the texts as one stream: what a model has to beat."""
-    raw = "".join(texts).encode()
+    """Bits per byte of general compressors on all the texts as one stream: what a model has to beat.
+
+    Nothing, where the texts are larger than is reasonable to hold and compress at the end of a run.
+    """
+    raw = bytearray()
+    for text in texts:
+        raw += text.encode()
+        if len(raw) > _MAX_COMPRESSED_BYTES:
+            return []
     sizes = {"gzip -9": len(gzip.compress(raw, 9)), "xz -9": len(lzma.compress(raw, preset=9))}
-    return [(f"  {name} on it", f"{8 * size / len(raw):.4f} ({len(raw):,} bytes)") for name, size in sizes.items()]
+    return [
+        (f"  {name} on all of it", f"{8 * size / len(raw):.4f} ({len(raw):,} bytes)") for name, size in sizes.items()
+    ]
 
 
 def _number(latest: dict[str, float], name: str) -> str:

@@ -38,10 +38,6 @@ class Found:
         """Where the data goes on, as `Batches.restore` takes it."""
         return json.loads((self.path / "data" / "position.json").read_text())
 
-    def config_text(self) -> str:
-        """The resolved configuration of the run that saved it."""
-        return (self.path / "run" / "config.yaml").read_text()
-
 
 class NothingUsableError(Exception):
     """There are checkpoints, and none of them can be used. Training from scratch instead would hide the loss."""
