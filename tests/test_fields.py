@@ -28,7 +28,7 @@ from jaxlm.models.rotary import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.plan import make_plan
-from jaxlm.startup import describe
+from jaxlm.startup import check_performance, describe
 from jaxlm.surgery.base import SurgeryConfig
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
@@ -51,6 +51,10 @@ PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimize
 
 # What to change each field to, where twice a number or the opposite would not do. A dictionary goes over the whole tree.
 CHANGES: dict[str, Any] = {
+    "model.gradient_checkpointing": "full",
+    "model.scan_layers": False,
+    "model.attn_backend": "plain",
+    "model.sliding_window": 4,
     "model.hidden_dim": 64,
     "model.num_heads": 2,
     "model.num_kv_heads": 2,
@@ -96,6 +100,7 @@ CHANGES: dict[str, Any] = {
 # Fields whose effect is shown by a test of its own below (or elsewhere), and where.
 SHOWN_ELSEWHERE = {
     "trainer.compilation_cache_dir": "test_compiled_programs_are_kept_where_the_field_says",
+    "trainer.strict_performance": "test_strict_performance_refuses_what_falls_back",
     "trainer.tracker": "test_tracker_fields",
     "trainer.distributed": "test_distributed_fields",
     "trainer.checkpointer": "its fields",
@@ -287,6 +292,15 @@ def test_sample_fields(name, tmp_path):
 
     assert shown() == shown()
     assert shown(**{name: SAMPLES[name]}) != shown()
+
+
+def test_strict_performance_refuses_what_falls_back():
+    strict = merged(tree("gpt2"), {"trainer": {"strict_performance": True}})
+    check_performance(plan_of(strict))
+    dropping = {"model": {"attn_pdrop": 0.1}}
+    check_performance(plan_of(merged(tree("gpt2"), dropping)))
+    with pytest.raises(ConfigError, match="strict_performance: attention runs on plain"):
+        check_performance(plan_of(merged(strict, dropping)))
 
 
 def test_tracker_fields(tmp_path):

@@ -2,19 +2,25 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, MICROBATCH
+from jaxlm.core.hardware import memory_limit
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
+from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, auto_is
 from jaxlm.plan import Plan
+
+USABLE = 0.92
+"""The share of a device's memory that a step may plan with; the rest goes to fragments and to other programs."""
 
 
 def keep_compiled_programs(folder: str | None) -> None:
@@ -26,26 +32,77 @@ def keep_compiled_programs(folder: str | None) -> None:
     jax.config.update("jax_raise_persistent_cache_errors", False)
 
 
-def lower_step(plan: Plan, phase: Phase) -> jax.stages.Lowered:
-    """The traced training step of a phase, from shapes alone. Call it inside `plan.layout.use()`."""
+@dataclass(frozen=True)
+class CompiledStep:
+    """The training step of a phase, ready to run.
+
+    Attributes:
+        call: (state, batch, ballot) -> (state, report).
+        keep: what `auto` came to, among the policies of `jaxlm.models.recompute`.
+        seconds: tracing and compiling took.
+        num_bytes: memory of a device while it runs; None where the compiler does not say.
+        limit: memory that a device has; None where it is not known.
+    """
+
+    call: jax.stages.Compiled
+    keep: str
+    seconds: float
+    num_bytes: int | None
+    limit: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory, as far as that is known."""
+        return self.num_bytes is None or self.limit is None or self.num_bytes <= USABLE * self.limit
+
+    def __str__(self) -> str:
+        memory = "unknown" if self.num_bytes is None else gib(self.num_bytes)
+        there = "" if self.limit is None else f" of {gib(self.limit)}"
+        return f"compiled in {self.seconds:.1f} s; memory a device {memory}{there}"
+
+
+def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowered:
+    """The traced training step of a phase, from shapes alone. Call it inside `plan.layout.use()`.
+
+    Args:
+        keep: what `model.gradient_checkpointing: auto` stands for.
+    """
     abstract = plan.recipe.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract)
     ballot = Ballot(plan.layout).cast(Wishes())
-    return step.lower(_placed(abstract, plan.layout), _abstract_batch(plan), ballot)
+    with auto_is(keep):
+        return step.lower(_placed(abstract, plan.layout), _abstract_batch(plan), ballot)
 
 
-def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> jax.stages.Compiled:
-    """The compiled training step of a phase, announced and timed."""
+def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> CompiledStep:
+    """The compiled training step of a phase, announced and timed.
+
+    Where the configuration leaves recomputation to be chosen, it is the least that fits into memory, found by compiling;
+    the next start finds what was compiled, whether it fitted or not, in the cache.
+    """
     show(f"compiling the step of phase '{phase.name}' ...")
+    automatic = plan.config.model.gradient_checkpointing == AUTO
+    candidates = CANDIDATES[jax.default_backend()] if automatic else (CHEAP,)
+    for keep in candidates:
+        step = _compile(plan, phase, keep)
+        show(f"{step}" + (f"; recomputation {keep}" if automatic else ""))
+        if step.fits:
+            return step
+        show(f"  more than {USABLE:.0%} of what there is" + ("; recomputing more" if keep != candidates[-1] else ""))
+    return step
+
+
+def _compile(plan: Plan, phase: Phase, keep: str) -> CompiledStep:
     began = time.perf_counter()
-    compiled = lower_step(plan, phase).compile()
-    show(f"compiled in {time.perf_counter() - began:.1f} s; temporary memory a device {_temporary(compiled)}")
-    return compiled
-
-
-def _temporary(compiled: jax.stages.Compiled) -> str:
-    memory = compiled.memory_analysis()
-    return "unknown" if memory is None else gib(memory.temp_size_in_bytes)
+    call = lower_step(plan, phase, keep).compile()
+    memory = call.memory_analysis()
+    needed = memory and (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    return CompiledStep(call, keep, time.perf_counter() - began, needed, memory_limit())
 
 
 def gib(num_bytes: int) -> str:

@@ -41,6 +41,7 @@ class TrainerConfig:
         mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation).
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
+        strict_performance: refuse to run where something falls back to a slower form than the platform has.
         batch_axis: the logical axis that is spread over replica and data.
         fsdp_axis: logical axes whose parameters rest spread over data; null means none.
         tensor_parallel_axes: logical axes that are spread over model; `heads` takes `kv_heads` along where they divide.
@@ -64,6 +65,7 @@ class TrainerConfig:
     mp: str = "f32"
     log_dir: str = "logs/"
     compilation_cache_dir: str | None = "cache/xla"
+    strict_performance: bool = False
     batch_axis: str | None = "batch"
     fsdp_axis: str | list[str] | None = "embed"
     tensor_parallel_axes: str | list[str] | None = None

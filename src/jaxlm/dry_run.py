@@ -24,7 +24,7 @@ def dry_run(plan: Plan, console: Console) -> None:
     console.show(table("plan (dry run: nothing is read, written or trained)", rows))
     with plan.layout.use():
         for phase in plan.phases:
-            memory = compile_step(plan, phase, console.show).memory_analysis()
+            memory = compile_step(plan, phase, console.show).call.memory_analysis()
             console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *_memory_rows(memory)]))
     console.show("dry run complete: the step compiles")
 

@@ -17,7 +17,7 @@ from jaxlm.plan import Plan, plan_phases
 DATA_IDENTITY = "data.json"
 
 # Keys of the model section that change how it is computed, not what it is.
-_NOT_IDENTITY = ("gradient_checkpointing", "scan_layers")
+_NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend")
 
 
 def saved_config(plan: Plan) -> tuple[Path, RunConfig] | None:

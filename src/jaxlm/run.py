@@ -87,7 +87,7 @@ class Run:
         plan = self.plan
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
-        flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size) * plan.tokens_per_step
+        flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * plan.tokens_per_step
         return Workload(plan.tokens_per_step, flops, None if peak is None else peak * len(devices))
 
 

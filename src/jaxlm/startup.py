@@ -3,12 +3,15 @@
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.console import duration
 from jaxlm.engine.phases import Phase
-from jaxlm.models.attention import choose_attention
+from jaxlm.models.backends.choice import AttentionTask, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.kernels import default_chunk_tokens
+from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_keep
+from jaxlm.models.stack import in_a_loop
 from jaxlm.plan import Plan
 
 
@@ -17,8 +20,8 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     devices = jax.devices()
     platform = devices[0].platform
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
-    attention = choose_attention(platform)
-    flops = model.flops_per_token(plan.recipe.Vocab.size)
+    attention = choose_attention(attention_task(plan), model.attn_backend)
+    flops = model.flops_per_token(plan.recipe.Vocab.size).causal
     micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
@@ -40,10 +43,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             f"chunks of {default_chunk_tokens(platform)} tokens, gradient in the forward pass: logits are never whole",
         ),
         ("remat", _remat(plan)),
-        (
-            "layers",
-            "one compiled layer in a loop (scan)" if model.scan_layers else "each compiled on its own (unrolled)",
-        ),
+        ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
@@ -66,9 +66,37 @@ def _sizes(plan: Plan) -> str:
 
 
 def _remat(plan: Plan) -> str:
-    if plan.config.model.gradient_checkpointing:
-        return "each layer recomputed in the backward pass (model.gradient_checkpointing: true)"
-    return "cheap parts only: matrix products are kept (model.gradient_checkpointing: false)"
+    keep = parse_keep(plan.config.model.gradient_checkpointing)
+    if keep == AUTO:
+        return f"auto: the first that fits of {', '.join(CANDIDATES[jax.default_backend()])}"
+    what = {
+        NONE: "nothing is computed again",
+        CHEAP: "norms and activations are computed again, matrix products and attention are kept",
+        FULL: "all but each layer's input is computed again",
+    }
+    return what[keep] if isinstance(keep, str) else f"all but each layer's input and {', '.join(keep)}"
+
+
+def _layers(plan: Plan) -> str:
+    loop, reason = in_a_loop(plan.config.model.scan_layers, plan.config.model.Layers.size)
+    return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
+
+
+def attention_task(plan: Plan) -> AttentionTask:
+    """What the plan's training step asks of attention."""
+    return AttentionTask(jax.default_backend(), plan.precision.compute, dropout=plan.config.model.attention_dropout)
+
+
+def check_performance(plan: Plan) -> None:
+    """With `trainer.strict_performance`, raises `ConfigError` for everything that will run slower than it could."""
+    attention = choose_attention(attention_task(plan), plan.config.model.attn_backend)
+    slow = [f"attention runs on {attention.name}: {attention.reason}"] if attention.degraded else []
+    if jax.default_backend() != "cpu" and plan.precision.compute.itemsize > 2:
+        slow.append(
+            f"computation in {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
+        )
+    if plan.config.trainer.strict_performance and slow:
+        raise ConfigError(f"trainer.strict_performance: {'; '.join(slow)}")
 
 
 def _phase(phase: Phase) -> str:

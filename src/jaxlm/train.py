@@ -32,7 +32,7 @@ from jaxlm.lineage import changes, check_cursor, check_same_run
 from jaxlm.plan import Plan, make_plan
 from jaxlm.report import final_report
 from jaxlm.run import Run, open_run
-from jaxlm.startup import describe, group_rows
+from jaxlm.startup import check_performance, describe, group_rows
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     console = console or Console()
     config.trainer.distributed.join()
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
+    check_performance(plan)
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
@@ -152,7 +153,7 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
         return run_phase(
             state,
             phase,
-            compile_step(plan, phase, run.console.show),
+            compile_step(plan, phase, run.console.show).call,
             batches,
             reports=Reports(phase.name, run.workload(), listeners),
             hooks=[run.eval_hook(phase, data)],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.models.attention import Visibility, attention, choose_attention
+from jaxlm.models.attention import Visibility, attention
 from jaxlm.models.gpt2 import Gpt2Config
 
 B, T, S, HEADS, KV_HEADS, SIZE = 2, 7, 9, 4, 2, 8
@@ -88,13 +88,6 @@ def test_dropout_keeps_the_expectation_and_needs_a_key():
     )
     assert float(jnp.abs(dropped[0] - whole).max()) > 0.1
     np.testing.assert_allclose(dropped.mean(axis=0), whole, atol=0.1)
-
-
-def test_choice_has_a_name_and_a_reason():
-    for platform in ("cpu", "gpu", "tpu"):
-        choice = choose_attention(platform)
-        assert choice.name == "xla"
-        assert choice.reason
 
 
 def test_packed_documents_are_separate_documents(tiny, built, as_inputs, logits_of):

@@ -9,41 +9,47 @@ import numpy as np
 
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.linear import Linear
 
-VARIANTS = [(scan, checkpoint) for scan in (True, False) for checkpoint in (True, False)]
+VARIANTS = [(scan, keep) for scan in (True, False) for keep in ("none", "cheap", "full", ("query", "attention", "mlp"))]
 
 
 LAYERS = 2
 
 
-def variant(config, scan, checkpoint):
-    return dataclasses.replace(config, scan_layers=scan, gradient_checkpointing=checkpoint, num_layers=LAYERS)
+def variant(config, scan, keep):
+    return dataclasses.replace(config, scan_layers=scan, gradient_checkpointing=keep, num_layers=LAYERS)
 
 
 def loss(model, inputs, key=None):
     return (model.logits(model.hidden(inputs, key=key).final).array ** 2).mean()
 
 
-def num_matrix_products(block, checkpoint, num_bodies):
+def num_matrix_products(block, keep, num_bodies):
     """Of a forward and backward pass with `num_bodies` compiled layers.
 
-    A layer has its linear maps and the two products of attention, once forward and twice backward; recomputation does
-    all forward ones again but the last, whose result nothing in the backward pass needs. The head adds three.
+    A layer has its linear maps and the two products of attention, once forward and twice backward, and the scores of
+    attention once more. What is not kept is made again: all linear maps but the last, whose result nothing in the
+    backward pass needs, and the two products of attention, of which the scores are there already. The head adds three.
     """
-    is_linear = lambda x: isinstance(x, hax.nn.Linear)  # noqa: E731
-    a_layer = 2 + sum(map(is_linear, jax.tree.leaves(block, is_leaf=is_linear)))
-    return num_bodies * (3 * a_layer + (a_layer - 1 if checkpoint else 0)) + 3
+    is_linear = lambda x: isinstance(x, Linear)  # noqa: E731
+    linear = sum(map(is_linear, jax.tree.leaves(block, is_leaf=is_linear)))
+    ups = linear - 5  # 4 of attention, 1 down
+    again = {"none": 0, "cheap": 0, "full": linear - 1 + 1}.get(keep, linear - 1 - 1 - ups)
+    return num_bodies * (3 * (linear + 2) + 1 + again) + 3
 
 
 def test_variants_are_different_programs_with_the_same_numbers(tiny, built, as_inputs):
     inputs = as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 16)))
     results = []
-    for scan, checkpoint in VARIANTS:
-        model = built(variant(tiny, scan, checkpoint))
+    for scan, keep in VARIANTS:
+        model = built(variant(tiny, scan, keep))
         program = jax.jit(jax.value_and_grad(loss)).lower(model, inputs).compile()
         assert (" while(" in program.as_text()) == scan
-        wanted = num_matrix_products(model.body.layers.stacked, checkpoint, 1 if scan else LAYERS)
-        assert program.as_text().count(" dot(") == wanted
+        wanted = num_matrix_products(model.body.layers.stacked, keep, 1 if scan else LAYERS)
+        count = program.as_text().count(" dot(")
+        # Unrolled on CPU, XLA finds that the scores which attention makes again are still there.
+        assert count == wanted or (not scan and keep != "full" and count == wanted - LAYERS)
         results.append(program(model, inputs))
     value, gradient = results[0]
     for other_value, other_gradient in results[1:]:
@@ -62,7 +68,7 @@ def test_variants_share_one_layout(tiny):
 
 
 def test_every_parameter_of_the_body_has_the_layers_in_front(tiny, built):
-    model = built(variant(tiny, True, True))
+    model = built(variant(tiny, True, "full"))
     is_named = lambda x: isinstance(x, hax.NamedArray)  # noqa: E731
     leaves = jax.tree.leaves(model.body.layers, is_leaf=is_named)
     assert leaves
@@ -72,15 +78,15 @@ def test_every_parameter_of_the_body_has_the_layers_in_front(tiny, built):
 
 def test_the_loop_stores_no_parameters_for_the_backward_pass(tiny, built, as_inputs):
     inputs = as_inputs(np.zeros((2, 16), int))
-    for checkpoint in (True, False):
-        model = built(variant(tiny, True, checkpoint))
+    for keep in ("none", "cheap", "full"):
+        model = built(variant(tiny, True, keep))
         forward = next(e for e in jax.make_jaxpr(jax.grad(loss))(model, inputs).eqns if e.primitive.name == "scan")
         results = [v.aval.shape for v in forward.outvars]
         results.remove((2, 16, 32))  # the residual stream itself
         parameters = {leaf.shape for leaf in jax.tree.leaves(model.body.layers)}
         assert results
         assert not parameters & set(results)
-        if checkpoint:
+        if keep == "full":
             assert results == [(LAYERS, 2, 16, 32)], "the input of each layer and nothing else"
 
 

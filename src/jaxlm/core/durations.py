@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from jaxlm.core.errors import ConfigError
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _PART = re.compile(
     r"\s*(\d+(?:\.\d+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|hrs?|h|days?|d)(?![a-z])", re.IGNORECASE
 )
@@ -25,17 +25,20 @@ def parse_duration(value: object) -> timedelta:
         return timedelta(hours=int(clock[1]), minutes=int(clock[2]), seconds=float(clock[3]))
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return timedelta(seconds=float(text))
-    seconds, end = 0.0, 0
+    total, end = timedelta(0), 0
     for part in _PART.finditer(text):
         if part.start() != end:
             break
-        seconds, end = seconds + float(part[1]) * _UNITS_S[part[2][0].lower()], part.end()
+        total += timedelta(**{_UNITS[part[2][0].lower()]: float(part[1])})
+        end = part.end()
     if not text or end != len(text):
         raise ConfigError(f"{value!r} is not a duration. Allowed: 15m, 1h30m, '5 minutes', '1:30:00', or seconds (600)")
-    return timedelta(seconds=seconds)
+    return total
 
 
-def format_duration(value: timedelta) -> int | float:
-    """Seconds, so that `parse_duration` gives the same duration back."""
+def format_duration(value: timedelta) -> int | float | str:
+    """Seconds, or parts where a float cannot hold them all, so that `parse_duration` gives the same duration back."""
     seconds = value.total_seconds()
+    if timedelta(seconds=seconds) != value:
+        return f"{value.days}d {value.seconds}.{value.microseconds:06}s"
     return int(seconds) if seconds == int(seconds) else seconds

@@ -1,4 +1,8 @@
-"""Peak arithmetic rates of accelerators: what model FLOPs utilisation is measured against."""
+"""What the devices can do: peak arithmetic rates, which model FLOPs utilisation is measured against, and memory."""
+
+import os
+
+import jax
 
 # Dense bf16 FLOP/s of one device, from the vendors' data sheets (SXM parts; no sparsity). Longest match wins.
 _PEAK_BF16 = {
@@ -30,3 +34,12 @@ def peak_flops(device_kind: str) -> float | None:
     words = f" {device_kind.lower().replace('-', ' ').replace('nvidia', ' ')} "
     known = [name for name in _PEAK_BF16 if f" {name} " in words]
     return _PEAK_BF16[max(known, key=len)] if known else None
+
+
+def memory_limit() -> int | None:
+    """Bytes of memory that one device has for this process; on CPU, its share of the machine's. None if not known."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")

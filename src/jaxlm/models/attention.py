@@ -1,19 +1,17 @@
 """Softmax attention over packed documents: one function, behind which the backends stand.
 
-Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
-
-Shapes: B batch, T query positions, S key positions, K key/value heads, G query heads a key/value head, H head size.
+Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped queries: Ainslie et al. 2023 (arXiv:2305.13245);
+windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, looking back only.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.models.backends.blocks import block_attention
+from jaxlm.models.backends.choice import AUTO, AttentionTask, choose_attention, current_platform
+from jaxlm.models.backends.plain import plain_attention
 from jaxlm.models.base import Inputs
 
 
@@ -30,32 +28,20 @@ class Visibility(eqx.Module):
     Attributes:
         positions, segment_ids: int32 {batch, position}, of the queries.
         key_positions, key_segment_ids: int32 {batch, key_position}.
+        within_row: queries and keys are the same tokens, and positions rise along the row.
     """
 
     positions: NamedArray
     segment_ids: NamedArray
     key_positions: NamedArray
     key_segment_ids: NamedArray
+    within_row: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def within(inputs: Inputs) -> "Visibility":
         """The inputs among themselves."""
-        return Visibility(inputs.positions, inputs.segment_ids, *map(as_keys, (inputs.positions, inputs.segment_ids)))
-
-
-@dataclass(frozen=True)
-class AttentionChoice:
-    """The backend that attention runs on, and why that one."""
-
-    name: str
-    reason: str
-
-
-def choose_attention(platform: str) -> AttentionChoice:
-    """The attention backend for a platform (`cpu`, `gpu`, `tpu`), decided once and shown in the start-up table."""
-    if platform == "cpu":
-        return AttentionChoice("xla", "fused attention kernels exist for GPUs and TPUs only")
-    return AttentionChoice("xla", f"no fused backend for {platform} is built in; scores take position^2 memory")
+        keys = map(as_keys, (inputs.positions, inputs.segment_ids))
+        return Visibility(inputs.positions, inputs.segment_ids, *keys, within_row=True)
 
 
 def attention(
@@ -65,8 +51,10 @@ def attention(
     visibility: Visibility,
     *,
     scale: float | jax.Array | None = None,
+    window: int | None = None,
     dropout: float = 0.0,
     key: jax.Array | None = None,
+    backend: str = AUTO,
 ) -> NamedArray:
     """Each query's mean of the values that it sees, weighted by the softmax of its scores; 0 where it sees none.
 
@@ -76,7 +64,9 @@ def attention(
         q: {batch, position, heads, head_size}. Query head h reads key/value head h // (heads / kv_heads).
         k, v: {batch, key_position, kv_heads, head_size}.
         scale: what scores are multiplied by; None means 1 / sqrt(head_size).
+        window: how many tokens a query sees at the most, itself included; None means all before it.
         dropout: the probability of dropping a weight; without `key` nothing is dropped.
+        backend: of `jaxlm.models.backends.choice`, for tokens that attend to themselves; with a cache it is chosen.
 
     Returns:
         {batch, position, heads, head_size} in the dtype of `v`.
@@ -85,33 +75,24 @@ def attention(
     k, v = (a.rearrange((BATCH, KEY_POSITION, KV_HEADS, HEAD_SIZE)) for a in (k, v))
     num_heads, num_kv_heads = q.axis_size(HEADS), k.axis_size(KV_HEADS)
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    scale = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
-    backend = _BACKENDS[choose_attention(jax.default_backend()).name]
-    out = backend(q.array, k.array, v.array, _mask(visibility), scale, dropout, key)
-    return NamedArray(out, q.axes)
+    factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
+    q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
+    within_row = visibility.within_row
+    task = AttentionTask(current_platform(), q.dtype, within_row, 0.0 if key is None else dropout)
+    if choose_attention(task, backend if within_row else AUTO).name == "blocks":
+        segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
+        out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window)
+    else:
+        out = plain_attention(q_BTKGH, k.array, v.array, _mask(visibility, window), factor, dropout, key)
+    return NamedArray(out.reshape(q.array.shape), q.axes)
 
 
-def _mask(visibility: Visibility) -> jax.Array:
+def _mask(visibility: Visibility, window: int | None) -> jax.Array:
     """[B, T, S], true where a query may look."""
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
     t_BT, t_segment_BT = (a.rearrange(queries).array for a in (visibility.positions, visibility.segment_ids))
     s_BS, s_segment_BS = (a.rearrange(keys).array for a in (visibility.key_positions, visibility.key_segment_ids))
-    same = t_segment_BT[:, :, None] == s_segment_BS[:, None, :]
-    return same & (t_segment_BT != 0)[:, :, None] & (s_BS[:, None, :] <= t_BT[:, :, None])
-
-
-def _xla_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale, dropout, key):
-    num_kv_heads = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(*q_BTNH.shape[:2], num_kv_heads, -1, q_BTNH.shape[3])
-    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
-    # A finite floor: a row without any key becomes an even softmax, finite both ways, and is zeroed after.
-    mask = mask_BTS[:, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    weights = jnp.where(mask.any(axis=-1, keepdims=True), weights, 0.0)
-    if key is not None and dropout > 0:
-        weights = jnp.where(jax.random.bernoulli(key, 1 - dropout, weights.shape), weights / (1 - dropout), 0.0)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v_BSKH.dtype), v_BSKH)
-    return out.reshape(q_BTNH.shape)
-
-
-_BACKENDS: dict[str, Callable[..., jax.Array]] = {"xla": _xla_attention}
+    same = (t_segment_BT[:, :, None] == s_segment_BS[:, None, :]) & (t_segment_BT != 0)[:, :, None]
+    distance_BTS = t_BT[:, :, None] - s_BS[:, None, :]
+    near = distance_BTS >= 0 if window is None else (distance_BTS >= 0) & (distance_BTS < window)
+    return same & near

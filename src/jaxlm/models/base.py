@@ -2,6 +2,7 @@
 
 import abc
 from dataclasses import dataclass
+from typing import Literal
 
 import draccus
 import equinox as eqx
@@ -11,6 +12,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.types import Sum
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.recompute import AUTO, parse_keep
 
 
 class Inputs(eqx.Module):
@@ -93,15 +96,23 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
 
     Attributes:
         seq_len: tokens a training example.
-        gradient_checkpointing: recompute each layer's inside in the backward pass instead of keeping its matrix
-            products (what is cheaper to compute again than to store is recomputed either way).
-        scan_layers: one compiled layer run in a loop (true), or every layer compiled on its own (false). The
+        gradient_checkpointing: what the backward pass computes again instead of finding it: `none`, `cheap` (or false:
+            norms and activations, but no matrix product), `full` (or true: all but each layer's input), a list of
+            what to keep (query, key, value, attention, mlp), or `auto`: the least that fits into memory.
+        scan_layers: one compiled layer run in a loop (true), every layer compiled on its own (false), or `auto`. The
             parameters, and so the checkpoints, have the same layout either way.
+        attn_backend: what attention runs on: `auto` takes the best that can do it here, and says which and why.
     """
 
     seq_len: int = 1024
-    gradient_checkpointing: bool = True
-    scan_layers: bool = True
+    gradient_checkpointing: bool | str | list[str] = AUTO
+    scan_layers: bool | Literal["auto"] = AUTO
+    attn_backend: str = AUTO
+
+    def __post_init__(self):
+        if isinstance(self.gradient_checkpointing, list):  # a model carries its configuration: it must be hashable
+            object.__setattr__(self, "gradient_checkpointing", tuple(self.gradient_checkpointing))
+        parse_keep(self.gradient_checkpointing)
 
     @property
     def Pos(self) -> Axis:
@@ -113,6 +124,16 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     def Embed(self) -> Axis:
         """The residual stream's axis."""
 
+    @property
+    @abc.abstractmethod
+    def attention_dropout(self) -> float:
+        """The probability of dropping an attention weight in training."""
+
+    @property
+    @abc.abstractmethod
+    def Layers(self) -> Axis:
+        """The axis of stacked blocks."""
+
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` where the numbers cannot make a model (heads that do not divide, ...)."""
@@ -122,11 +143,8 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         """A freshly initialised model. Pure: it can be traced by `jax.eval_shape` or jitted with sharded outputs."""
 
     @abc.abstractmethod
-    def flops_per_token(self, vocab_size: int) -> float:
-        """Floating-point operations of one training token (forward and backward), attention counted causally.
-
-        6 x (matmul weights, head included, embedding look-up excluded) + 6 x layers x heads x head_size x seq_len.
-        """
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """Floating-point operations of one training token."""
 
 
 def vocab_axis(size: int) -> Axis:

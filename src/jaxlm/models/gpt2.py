@@ -17,17 +17,19 @@ from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.cache import empty_cache
 from jaxlm.models.checks import check_at_least, check_choice, check_divides, check_probability
+from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import (
     ACTIVATIONS,
     Context,
     KeysValues,
-    LayerNorm,
     Mlp,
     SelfAttention,
     dropout,
     embedding,
-    linear,
 )
+from jaxlm.models.linear import Linear
+from jaxlm.models.norms import LayerNorm
+from jaxlm.models.recompute import parse_keep
 from jaxlm.models.transformer import Transformer
 
 
@@ -77,6 +79,11 @@ class Gpt2Config(ModelConfig):
         return Axis(LAYERS, self.num_layers)
 
     @property
+    def attention_dropout(self) -> float:
+        """The probability of dropping an attention weight in training."""
+        return self.attn_pdrop
+
+    @property
     def Heads(self) -> Axis:
         """Query heads."""
         return Axis(HEADS, self.num_heads)
@@ -111,12 +118,14 @@ class Gpt2Config(ModelConfig):
         """A freshly initialised model."""
         return Gpt2.init(self, Vocab, key=key)
 
-    def flops_per_token(self, vocab_size: int) -> float:
-        """Floating-point operations of one training token (forward and backward), attention counted causally."""
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """Floating-point operations of one training token."""
         attention = 4 * self.hidden_dim * self.hidden_dim
         mlp = 2 * self.hidden_dim * self.Mlp.size
         weights = self.num_layers * (attention + mlp) + vocab_size * self.hidden_dim
-        return 6 * weights + 6 * self.num_layers * self.hidden_dim * self.seq_len
+        return FlopsPerToken.of(
+            weights=weights, layers=self.num_layers, attention_dim=self.hidden_dim, seq_len=self.seq_len
+        )
 
 
 class Gpt2Block(eqx.Module):
@@ -137,16 +146,16 @@ class Gpt2Block(eqx.Module):
         Embed, Heads, KVHeads, HeadSize, Mlp_ = config.Embed, config.Heads, config.KVHeads, config.HeadSize, config.Mlp
         k_q, k_k, k_v, k_o, k_up, k_down = jax.random.split(key, 6)
         attn = SelfAttention(
-            q_proj=linear(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
-            k_proj=linear(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
-            v_proj=linear(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
-            o_proj=linear((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
+            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
+            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
+            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
+            o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
             upcast=config.upcast_attn,
             dropout=config.attn_pdrop,
         )
         mlp = Mlp(
-            up_proj=linear(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
-            down_proj=linear(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
+            up_proj=Linear.init(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
+            down_proj=Linear.init(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
             activation=config.activation_function,
         )
         norms = [LayerNorm.init(Embed, config.layer_norm_epsilon, use_bias=bias) for _ in range(2)]
@@ -185,7 +194,8 @@ class Gpt2(LanguageModel):
             rope=None,
             HeadSize=config.HeadSize,
             scan=config.scan_layers,
-            checkpoint=config.gradient_checkpointing,
+            keep=parse_keep(config.gradient_checkpointing),
+            attn_backend=config.attn_backend,
         )
         std = config.initializer_range
         return Gpt2(

@@ -11,10 +11,13 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from haliax import Axis, AxisSpec, NamedArray
+from haliax import Axis, NamedArray
 
 from jaxlm.models.attention import Visibility, as_keys, attention
+from jaxlm.models.backends.choice import AUTO
 from jaxlm.models.cache import append
+from jaxlm.models.linear import Linear
+from jaxlm.models.recompute import KEY, MLP, QUERY, VALUE, named
 from jaxlm.models.rotary import Rotation
 
 ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
@@ -26,60 +29,9 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
 """Activation functions by the names that Hugging Face configurations use."""
 
 
-def linear(In: AxisSpec, Out: AxisSpec, *, std: float, key: jax.Array, use_bias: bool = False) -> hnn.Linear:
-    """A linear map with N(0, std) weights {*Out, *In} and, if asked for, zero biases."""
-    weight = hax.random.normal(key, hax.concat_axis_specs(Out, In)) * std
-    return hnn.Linear(weight, hax.zeros(Out) if use_bias else None, In, Out)
-
-
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
     """A look-up table with N(0, std) entries."""
     return hnn.Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
-
-
-class RMSNorm(eqx.Module):
-    """x / rms(x) * weight, in float32.
-
-    Source: Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4.
-    """
-
-    weight: NamedArray
-    eps: float = eqx.field(static=True)
-
-    @staticmethod
-    def init(Embed: Axis, eps: float) -> "RMSNorm":
-        """Weights of 1."""
-        return RMSNorm(hax.ones(Embed), eps)
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        x32 = x.astype(jnp.float32)
-        scale = hax.rsqrt(hax.mean(x32 * x32, self.weight.axes) + self.eps)
-        return (x32 * scale * self.weight.astype(jnp.float32)).astype(x.dtype)
-
-
-class LayerNorm(eqx.Module):
-    """(x - mean) / std * weight + bias, in float32.
-
-    Source: Ba et al. 2016 (arXiv:1607.06450), equations 3 and 4.
-    """
-
-    weight: NamedArray
-    bias: NamedArray | None
-    eps: float = eqx.field(static=True)
-
-    @staticmethod
-    def init(Embed: Axis, eps: float, *, use_bias: bool) -> "LayerNorm":
-        """Weights of 1, biases of 0."""
-        return LayerNorm(hax.ones(Embed), hax.zeros(Embed) if use_bias else None, eps)
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        x32 = x.astype(jnp.float32)
-        centred = x32 - hax.mean(x32, self.weight.axes)
-        scale = hax.rsqrt(hax.mean(centred * centred, self.weight.axes) + self.eps)
-        out = centred * scale * self.weight.astype(jnp.float32)
-        if self.bias is not None:
-            out = out + self.bias.astype(jnp.float32)
-        return out.astype(x.dtype)
 
 
 def dropout(x: NamedArray, probability: float, key: jax.Array | None) -> NamedArray:
@@ -90,24 +42,25 @@ def dropout(x: NamedArray, probability: float, key: jax.Array | None) -> NamedAr
 class Mlp(eqx.Module):
     """Embed to mlp, activation, mlp to embed (Vaswani et al. 2017, equation 2)."""
 
-    up_proj: hnn.Linear
-    down_proj: hnn.Linear
+    up_proj: Linear
+    down_proj: Linear
     activation: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
+        return self.down_proj(ACTIVATIONS[self.activation](named(self.up_proj(x), MLP)))
 
 
 class GatedMlp(eqx.Module):
     """The activation of one projection times another (Shazeer 2020, arXiv:2002.05202, equation 6: SwiGLU with silu)."""
 
-    gate_proj: hnn.Linear
-    up_proj: hnn.Linear
-    down_proj: hnn.Linear
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
     activation: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        gate, up = named(self.gate_proj(x), MLP), named(self.up_proj(x), MLP)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 class KeysValues(eqx.Module):
@@ -124,11 +77,13 @@ class Context(eqx.Module):
         visibility: who attends to whom.
         rotation: of queries and keys, for the families that rotate.
         cached: the number of cache slots in use; None without a cache.
+        attn_backend: what attention runs on.
     """
 
     visibility: Visibility
     rotation: Rotation | None = None
     cached: jax.Array | None = None
+    attn_backend: str = eqx.field(static=True, default=AUTO)
 
 
 class SelfAttention(eqx.Module):
@@ -140,14 +95,16 @@ class SelfAttention(eqx.Module):
         o_proj: {embed, heads, head_size}.
         upcast: attend in float32 from the scores to the weighted values.
         dropout: of attention weights.
+        window: how many tokens a token sees, itself included; None means all before it.
     """
 
-    q_proj: hnn.Linear
-    k_proj: hnn.Linear
-    v_proj: hnn.Linear
-    o_proj: hnn.Linear
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
     upcast: bool = eqx.field(static=True, default=False)
     dropout: float = eqx.field(static=True, default=0.0)
+    window: int | None = eqx.field(static=True, default=None)
 
     def __call__(
         self,
@@ -162,6 +119,7 @@ class SelfAttention(eqx.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
+        q, k, v = named(q, QUERY), named(k, KEY), named(v, VALUE)
         new = KeysValues(k, v)
         if past is None:
             k, v = as_keys(k), as_keys(v)
@@ -170,5 +128,15 @@ class SelfAttention(eqx.Module):
             k, v = append(past.keys, k, context.cached), append(past.values, v, context.cached)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        out = attention(q, k, v, context.visibility, scale=scale, dropout=self.dropout, key=key)
+        out = attention(
+            q,
+            k,
+            v,
+            context.visibility,
+            scale=scale,
+            window=self.window,
+            dropout=self.dropout,
+            key=key,
+            backend=context.attn_backend,
+        )
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new

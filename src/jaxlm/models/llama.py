@@ -16,16 +16,18 @@ from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.cache import empty_cache
 from jaxlm.models.checks import check_at_least, check_choice, check_divides
+from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import (
     ACTIVATIONS,
     Context,
     GatedMlp,
     KeysValues,
-    RMSNorm,
     SelfAttention,
     embedding,
-    linear,
 )
+from jaxlm.models.linear import Linear
+from jaxlm.models.norms import RMSNorm
+from jaxlm.models.recompute import parse_keep
 from jaxlm.models.rotary import DefaultRotary, RotaryConfig
 from jaxlm.models.transformer import Transformer
 
@@ -45,6 +47,7 @@ class LlamaConfig(ModelConfig):
         initializer_range: standard deviation of every weight matrix.
         layer_norm_epsilon: added to the mean square.
         tie_word_embeddings: use the token embedding as the head.
+        sliding_window: how many tokens a token sees, itself included; null means all before it.
         rope: how queries and keys are rotated.
     """
 
@@ -58,6 +61,7 @@ class LlamaConfig(ModelConfig):
     initializer_range: float = 0.02
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = False
+    sliding_window: int | None = None
     rope: RotaryConfig = field(default_factory=DefaultRotary)
 
     @property
@@ -69,6 +73,11 @@ class LlamaConfig(ModelConfig):
     def Layers(self) -> Axis:
         """The axis of stacked blocks."""
         return Axis(LAYERS, self.num_layers)
+
+    @property
+    def attention_dropout(self) -> float:
+        """None of the family has any."""
+        return 0.0
 
     @property
     def Heads(self) -> Axis:
@@ -101,6 +110,8 @@ class LlamaConfig(ModelConfig):
                 f"model.num_heads: {self.num_heads} heads of model.hidden_dim {self.hidden_dim} have"
                 f" {self.HeadSize.size} features each; rotary positions need an even number. Change one of the two"
             )
+        if self.sliding_window is not None:
+            check_at_least("model.sliding_window", self.sliding_window, 1)
         check_choice("model.activation_function", self.activation_function, ACTIVATIONS)
         for name in ("initializer_range", "layer_norm_epsilon"):
             check_at_least(f"model.{name}", getattr(self, name), 0)
@@ -110,13 +121,19 @@ class LlamaConfig(ModelConfig):
         """A freshly initialised model."""
         return Llama.init(self, Vocab, key=key)
 
-    def flops_per_token(self, vocab_size: int) -> float:
-        """Floating-point operations of one training token (forward and backward), attention counted causally."""
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """Floating-point operations of one training token."""
         kv_dim = self.num_kv_heads * self.HeadSize.size
         attention = 2 * self.hidden_dim * (self.hidden_dim + kv_dim)
         mlp = 3 * self.hidden_dim * self.intermediate_dim
         weights = self.num_layers * (attention + mlp) + vocab_size * self.hidden_dim
-        return 6 * weights + 6 * self.num_layers * self.hidden_dim * self.seq_len
+        return FlopsPerToken.of(
+            weights=weights,
+            layers=self.num_layers,
+            attention_dim=self.hidden_dim,
+            seq_len=self.seq_len,
+            window=self.sliding_window,
+        )
 
 
 class LlamaBlock(eqx.Module):
@@ -134,15 +151,16 @@ class LlamaBlock(eqx.Module):
         Embed, Heads, KVHeads, HeadSize, Mlp = config.Embed, config.Heads, config.KVHeads, config.HeadSize, config.Mlp
         k_q, k_k, k_v, k_o, k_gate, k_up, k_down = jax.random.split(key, 7)
         attn = SelfAttention(
-            q_proj=linear(Embed, (Heads, HeadSize), std=std, key=k_q),
-            k_proj=linear(Embed, (KVHeads, HeadSize), std=std, key=k_k),
-            v_proj=linear(Embed, (KVHeads, HeadSize), std=std, key=k_v),
-            o_proj=linear((Heads, HeadSize), Embed, std=std, key=k_o),
+            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q),
+            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k),
+            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v),
+            o_proj=Linear.init((Heads, HeadSize), Embed, std=std, key=k_o),
+            window=config.sliding_window,
         )
         mlp = GatedMlp(
-            gate_proj=linear(Embed, Mlp, std=std, key=k_gate),
-            up_proj=linear(Embed, Mlp, std=std, key=k_up),
-            down_proj=linear(Mlp, Embed, std=std, key=k_down),
+            gate_proj=Linear.init(Embed, Mlp, std=std, key=k_gate),
+            up_proj=Linear.init(Embed, Mlp, std=std, key=k_up),
+            down_proj=Linear.init(Mlp, Embed, std=std, key=k_down),
             activation=config.activation_function,
         )
         norms = [RMSNorm.init(Embed, config.layer_norm_epsilon) for _ in range(2)]
@@ -163,7 +181,7 @@ class Llama(LanguageModel):
 
     tokens: hnn.Embedding
     body: Transformer
-    head: hnn.Linear | None
+    head: Linear | None
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
@@ -177,9 +195,10 @@ class Llama(LanguageModel):
             rope=config.rope,
             HeadSize=config.HeadSize,
             scan=config.scan_layers,
-            checkpoint=config.gradient_checkpointing,
+            keep=parse_keep(config.gradient_checkpointing),
+            attn_backend=config.attn_backend,
         )
-        head = None if config.tie_word_embeddings else linear(config.Embed, Vocab, std=std, key=k_head)
+        head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
         return Llama(embedding(Vocab, config.Embed, std=std, key=k_tokens), body, head, config)
 
     @property

@@ -16,6 +16,22 @@ from haliax import Axis, NamedArray
 Carry = TypeVar("Carry")
 
 
+_UNROLLED_AT_MOST = 32
+
+
+def in_a_loop(scan: bool | str, num_layers: int) -> tuple[bool, str]:
+    """Whether to run layers in a loop rather than each compiled on its own, and why.
+
+    A loop compiles in constant time and needs the least memory; on one GPU without it XLA overlaps and fuses across
+    layers, at the price of compiling each.
+    """
+    if scan != "auto":
+        return bool(scan), f"model.scan_layers: {str(scan).lower()}"
+    if jax.default_backend() == "gpu" and jax.device_count() == 1 and num_layers <= _UNROLLED_AT_MOST:
+        return False, f"one GPU, {num_layers} layers"
+    return True, "compiles once for all layers"
+
+
 def scan_layers(
     body: Callable[..., tuple[Carry, Any]], carry: Carry, per_layer: tuple, Layers: Axis, *, unroll: bool
 ) -> tuple[Carry, Any]:

@@ -1,6 +1,6 @@
 """A stack of equal layers, run as one loop or unrolled, with one parameter layout for both."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import equinox as eqx
 import haliax as hax
@@ -12,9 +12,11 @@ from jaxlm.core.sharding import for_compute
 from jaxlm.models.attention import Visibility
 from jaxlm.models.base import Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
-from jaxlm.models.layers import Context, KeysValues, LayerNorm, RMSNorm
+from jaxlm.models.layers import Context, KeysValues
+from jaxlm.models.norms import LayerNorm, RMSNorm
+from jaxlm.models.recompute import Keep, keeping
 from jaxlm.models.rotary import RotaryConfig
-from jaxlm.models.stack import scan_layers
+from jaxlm.models.stack import in_a_loop, scan_layers
 
 
 class Block(Protocol):
@@ -35,22 +37,24 @@ class Transformer(eqx.Module):
         final_norm: what the head reads through.
         rope: the rotation of queries and keys, if any, over `head_size` features.
         scan: one compiled layer in a loop, or each layer on its own.
-        checkpoint: keep only each layer's input for the backward pass; otherwise its matrix products too.
+        keep: what each layer keeps for the backward pass.
+        attn_backend: what attention runs on.
     """
 
     layers: hnn.Stacked
     final_norm: LayerNorm | RMSNorm
     rope: RotaryConfig | None = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
-    scan: bool = eqx.field(static=True)
-    checkpoint: bool = eqx.field(static=True)
+    scan: bool | Literal["auto"] = eqx.field(static=True)
+    keep: Keep = eqx.field(static=True)
+    attn_backend: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: Cache | None, key: jax.Array | None) -> Hidden:
         """Embedded tokens {batch, position, embed} to normed ones, through all layers."""
         Layers = self.layers.Block
         visibility = Visibility.within(inputs) if cache is None else visible_with(cache, inputs)
         rotation = None if self.rope is None else self.rope.rotation(inputs.positions, self.HeadSize.size)
-        context = Context(visibility, rotation, None if cache is None else cache.length)
+        context = Context(visibility, rotation, None if cache is None else cache.length, self.attn_backend)
 
         def layer(x: NamedArray, block: Block, index: NamedArray, past: KeysValues | None, key: jax.Array | None):
             x, new = for_compute(block)(x, context, past, index=index, key=key)
@@ -62,16 +66,8 @@ class Transformer(eqx.Module):
             None if cache is None else KeysValues(cache.keys, cache.values),
             None if key is None else jax.random.split(key, Layers.size),
         )
-        x, new = scan_layers(self._remat(layer), hax.auto_sharded(x), per_layer, Layers, unroll=not self.scan)
+        scan = in_a_loop(self.scan, Layers.size)[0]
+        layer = keeping(self.keep, layer, scan=scan)
+        x, new = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan)
         final = for_compute(self.final_norm)(x)
         return Hidden(final, None if cache is None else extended(cache, visibility, new.keys, new.values))
-
-    def _remat(self, layer):
-        """The layer with what the backward pass may keep of it.
-
-        Without checkpointing that is every matrix product and nothing else: norms, activations and softmax are cheaper
-        to compute again than to store and load, and parameters are read (under FSDP: gathered) again.
-        """
-        policy = None if self.checkpoint else jax.checkpoint_policies.dots_saveable
-        # Without a loop nothing else stops XLA from merging the recomputation with the first computation.
-        return eqx.filter_checkpoint(layer, policy=policy, prevent_cse=not self.scan)

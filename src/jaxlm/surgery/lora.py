@@ -15,7 +15,6 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
 
@@ -23,6 +22,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LORA
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.linear import Linear
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -36,13 +36,13 @@ class LoraLinear(eqx.Module):
         scale: what the adapter's output is multiplied by.
     """
 
-    base: hnn.Linear
+    base: Linear
     a: NamedArray
     b: NamedArray
     scale: float = eqx.field(static=True)
 
     @staticmethod
-    def around(base: hnn.Linear, *, rank: int, scale: float, key: jax.Array) -> "LoraLinear":
+    def around(base: Linear, *, rank: int, scale: float, key: jax.Array) -> "LoraLinear":
         """An adapter that changes nothing yet: A uniform within +-1/sqrt(fan in), B zero."""
         Rank = Axis(LORA, rank)
         inputs, outputs = _axes(base.In), _axes(base.Out)
@@ -51,12 +51,12 @@ class LoraLinear(eqx.Module):
         a = hax.random.uniform(key, (*stacked, Rank, *inputs), minval=-bound, maxval=bound)
         return LoraLinear(base, a, hax.zeros((*stacked, *outputs, Rank)), scale)
 
-    def __call__(self, inputs: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
+    def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
         low = hax.dot(inputs, self.a, axis=self.base.In)
-        return self.base(inputs, key=key) + hax.dot(low, self.b, axis=LORA) * self.scale
+        return self.base(inputs) + hax.dot(low, self.b, axis=LORA) * self.scale
 
-    def merged(self) -> hnn.Linear:
+    def merged(self) -> Linear:
         """One plain layer that computes the same."""
         change = hax.dot(self.b, self.a, axis=LORA) * self.scale
         weight = self.base.weight + change.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
@@ -97,10 +97,10 @@ class LoraConfig(SurgeryConfig):
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         number = iter(range(1_000_000))
 
-        def adapt(layer: hnn.Linear) -> LoraLinear:
+        def adapt(layer: Linear) -> LoraLinear:
             return LoraLinear.around(layer, rank=self.rank, scale=scale, key=jax.random.fold_in(key, next(number)))
 
-        return tree.map_modules(model, hnn.Linear, self.target, adapt)
+        return tree.map_modules(model, Linear, self.target, adapt)
 
 
 def merge_lora(model: LanguageModel) -> LanguageModel:

@@ -1,0 +1,34 @@
+"""Linear maps between named axes."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import AxisSpec, NamedArray
+
+
+class Linear(eqx.Module):
+    """{..., *In} to {..., *Out}.
+
+    Not haliax's own: that one multiplies its weight by a constant on every call, and the product, once more the size of
+    the weight, would be kept for the backward pass.
+
+    Attributes:
+        weight: {*Out, *In}.
+        bias: {*Out}.
+    """
+
+    weight: NamedArray
+    bias: NamedArray | None
+    In: AxisSpec = eqx.field(static=True)
+    Out: AxisSpec = eqx.field(static=True)
+
+    @staticmethod
+    def init(In: AxisSpec, Out: AxisSpec, *, std: float, key: jax.Array, use_bias: bool = False) -> "Linear":
+        """N(0, std) weights and, if asked for, zero biases."""
+        weight = hax.random.normal(key, hax.concat_axis_specs(Out, In)) * std
+        return Linear(weight, hax.zeros(Out) if use_bias else None, In, Out)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """{..., *In} to {..., *Out}."""
+        out = hax.auto_sharded(hax.dot(x, self.weight, axis=self.In))
+        return out if self.bias is None else out + self.bias

@@ -1,0 +1,107 @@
+"""The command line: taking it apart, laying it over the file, the help text."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from jaxlm.core.cli import attribute_docs, help_text, option_tree, override, parse_arguments
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+
+
+def test_takes_a_command_line_apart():
+    parsed = parse_arguments(
+        ["--config_path", "a.yaml", "--x.y", "3", "--x.z=4e-3", "--tracker", "[]", "--w", "-1", "--name=a=b"]
+    )
+    assert parsed.config_path == "a.yaml"
+    assert parsed.options == {"x.y": 3, "x.z": 4e-3, "tracker": [], "w": -1, "name": "a=b"}
+    assert not parsed.help
+
+
+def test_values_are_yaml():
+    options = parse_arguments(["--a", "null", "--b", "true", "--c", "{d: [1, two]}", "--e", "'3'"]).options
+    assert options == {"a": None, "b": True, "c": {"d": [1, "two"]}, "e": "3"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("run.yaml", "'run.yaml' is not an option"),
+        ("-x 3", "'-x' is not an option"),
+        ("--", "'--' is not an option"),
+        ("--dry_run", "--dry_run needs a value"),
+        ("--dry_run --x 3", "--dry_run needs a value"),
+        ("--x 1 --x 2", "--x is given twice"),
+        ("--config a --config_path b", "are the same; give one of them"),
+    ],
+)
+def test_refuses_what_it_cannot_read(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(arguments.split())
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_wins_over_everything(flag):
+    assert parse_arguments(["--nonsense", flag, "more"]).help
+
+
+def test_overrides_merge_sections_and_replace_lists():
+    source = Source({"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]})
+    after = override(source, {"a": {"c": 3}, "many.1.n": 5, "new.deep.key": 7}).tree
+    assert after == {"a": {"b": 1, "c": 3}, "many": [{"n": 1}, {"n": 5}], "new": {"deep": {"key": 7}}}
+    assert override(source, {"many": []}).tree["many"] == []
+    assert source.tree == {"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]}  # the file's own tree is left alone
+
+
+def test_an_override_says_where_it_came_from():
+    assert override(Source({"many": [1]}), {"many.0": 2}).marks[("many", 0)] == "command line --many.0"
+
+
+@pytest.mark.parametrize("name", ["many.2", "many.x", "scalar.inside"])
+def test_overrides_that_lead_nowhere(name):
+    with pytest.raises(ConfigError, match=f"--{name}"):
+        override(Source({"many": [1, 2], "scalar": 3}), {name: 1})
+
+
+def test_options_alone():
+    assert option_tree({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part.
+
+    Attributes:
+        first, second: two numbers of one meaning.
+        third: spread over
+            two lines.
+    """
+
+    first: int
+    second: int = 2
+    third: str | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole.
+
+    Attributes:
+        part: the only one.
+    """
+
+    part: Part = field(default_factory=lambda: Part(7))
+
+
+def test_help_shows_type_default_and_meaning_of_every_key():
+    text = help_text(Whole, "jaxlm.some")
+    assert "usage: python -m jaxlm.some" in text
+    assert "part: the only one." in text
+    assert "--part.first  (int, 7)\n      two numbers of one meaning." in text
+    assert "--part.third  (str or null, null)\n      spread over two lines." in text
+
+
+def test_attribute_docs():
+    meaning = "two numbers of one meaning."
+    assert attribute_docs(Part) == {"first": meaning, "second": meaning, "third": "spread over two lines."}

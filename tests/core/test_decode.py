@@ -1,0 +1,151 @@
+"""Reading values into dataclasses: what fits, what is refused, and that what is written reads back."""
+
+import abc
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import draccus
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxlm.core.decode import decode, drop_stale_keys, dump, encode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+
+
+@dataclass(frozen=True)
+class Shape(draccus.ChoiceRegistry, abc.ABC):
+    pass
+
+
+@Shape.register_subclass("circle")
+@dataclass(frozen=True)
+class Circle(Shape):
+    radius: float = 1.0
+    label: str = ""
+
+
+@Shape.register_subclass("square")
+@dataclass(frozen=True)
+class Square(Shape):
+    side: int = 2
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Inner:
+    text: str
+    wait: timedelta = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: int = 1
+    share: float = 0.5
+    on: bool = False
+    name: str | None = None
+    axes: str | list[str] | None = None
+    mode: Literal["a", "b"] = "a"
+    sizes: list[int] = field(default_factory=list)
+    mapping: dict[str, str | list[str]] = field(default_factory=dict)
+    shape: Shape = field(default_factory=Circle)
+    shapes: list[Shape] = field(default_factory=list)
+    inner: Inner = field(default_factory=lambda: Inner("x"))
+    anything: Any = None
+
+
+def read(**tree) -> Outer:
+    return decode(Outer, Source(tree))
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ({"count": 512.0}, 512),
+        ({"share": 1}, 1.0),
+        ({"axes": ["a", "b"]}, ["a", "b"]),  # a union with text first must not turn the list into text
+        ({"axes": "a"}, "a"),
+        ({"axes": None}, None),
+        ({"mapping": {"x": ["r", "d"], "y": "z"}}, {"x": ["r", "d"], "y": "z"}),
+        ({"shape": {"type": "square", "side": 3}}, Square(3)),
+        ({"shape": {"radius": 3}}, Circle(3.0)),  # without a type, the default's
+        ({"shapes": [{"type": "square"}, {"type": "circle"}]}, [Square(), Circle()]),
+        ({"inner": {"text": "t", "wait": "2m"}}, Inner("t", timedelta(minutes=2))),
+    ],
+)
+def test_reads_what_fits(given, value):
+    name = next(iter(given))
+    read_value = getattr(read(**given), name)
+    assert read_value == value
+    assert type(read_value) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": None}, "count: null given, a whole number expected"),
+        ({"count": 1.5}, "count: 1.5 given, a whole number expected"),
+        ({"count": True}, "count: true given, a whole number expected"),
+        ({"count": "1"}, "count: '1' given"),
+        ({"on": 1}, "on: 1 given, true or false expected"),
+        ({"name": 3}, "name: 3 given, text or null expected"),
+        ({"mode": "c"}, "mode: 'c' given, 'a' or 'b' expected"),
+        ({"sizes": 3}, "sizes: 3 given, a list"),
+        ({"sizes": [1, "x"]}, "sizes.1: 'x' given"),
+        ({"mapping": {"x": 1}}, "mapping.x: 1 given"),
+        ({"shape": {"type": "sqare"}}, "shape.type: 'sqare' given. Allowed: circle, square. Did you mean 'square'?"),
+        ({"shapes": [{}]}, "shapes.0.type: no type given. Allowed: circle, square"),
+        ({"shape": {"side": 2}}, "no such key in shape (type circle)"),
+        ({"shape": 3}, "shape: 3 given, a section"),
+        ({"inner": {}}, "the key 'text' is missing"),
+        ({"inner": {"text": "t", "wait": "soon"}}, "inner.wait"),
+        ({"cuont": 1}, "Did you mean 'count'?"),
+    ],
+)
+def test_refuses_what_does_not_fit(given, message):
+    with pytest.raises(ConfigError) as caught:
+        read(**given)
+    assert message in str(caught.value)
+
+
+def test_names_file_and_line():
+    source = Source({"inner": {"text": 1}}, {("inner", "text"): "run.yaml:7"})
+    with pytest.raises(ConfigError, match=r"^run\.yaml:7: inner\.text: 1 given"):
+        decode(Outer, source)
+
+
+outers = st.builds(
+    Outer,
+    count=st.integers(-(10**9), 10**9),
+    share=st.floats(allow_nan=False, allow_infinity=False),
+    on=st.booleans(),
+    name=st.none() | st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"))),
+    axes=st.none() | st.sampled_from(["embed", ["mlp", "heads"], []]),
+    mode=st.sampled_from(["a", "b"]),
+    sizes=st.lists(st.integers(0, 9), max_size=3),
+    mapping=st.dictionaries(st.sampled_from("xyz"), st.sampled_from(["a", ["a", "b"]])),
+    shape=st.sampled_from([Circle(2.5, "true"), Square(7, "3")]),
+    shapes=st.lists(st.sampled_from([Circle(), Square()]), max_size=3),
+    inner=st.builds(Inner, text=st.sampled_from(["null", "1", "1e3", "yes", "a: b"]), wait=st.timedeltas(timedelta(0))),
+)
+
+
+@given(outers)
+def test_what_is_written_reads_back(value):
+    assert decode(Outer, Source(yaml.safe_load(dump(value)))) == value
+    assert encode(value)["shape"]["type"] in ("circle", "square")
+
+
+def test_a_new_type_drops_the_old_types_keys():
+    file = {"shape": {"type": "circle", "radius": 3.0, "label": "kept"}, "count": 2}
+    assert drop_stale_keys(Outer, file, {"shape": {"type": "square"}}) == ["shape.radius"]
+    assert file == {"shape": {"type": "circle", "label": "kept"}, "count": 2}
+
+
+def test_the_same_type_drops_nothing():
+    file = {"shape": {"radius": 3.0}}
+    assert drop_stale_keys(Outer, file, {"shape": {"type": "circle", "label": "x"}}) == []
+    assert file == {"shape": {"radius": 3.0}}

@@ -1,0 +1,122 @@
+"""Attention backends against the definition in float64: values, gradients, odd lengths, groups, windows, documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.backends.blocks import block_attention, blocks_of
+from jaxlm.models.backends.choice import BACKENDS, AttentionTask, choose_attention
+from jaxlm.models.backends.plain import plain_attention
+
+B, K, G, H = 2, 2, 2, 8
+SCALE = 0.3
+
+
+def random_case(length, num_segments, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(B, length, K, G, H)).astype(np.float32)
+    k, v, d_out = (rng.normal(size=(B, length, K, *shape)).astype(np.float32) for shape in ((H,), (H,), (G, H)))
+    starts = np.sort(rng.integers(0, length, size=(B, num_segments)), axis=1)
+    segments = (np.arange(length)[None, :, None] >= starts[:, None, :]).sum(-1)  # 0, before the first start, is padding
+    return q, k, v, segments, d_out
+
+
+def allowed(segments, window):
+    query, key = np.arange(segments.shape[1])[:, None], np.arange(segments.shape[1])[None, :]
+    near = (key <= query) & (key > query - (window or segments.shape[1]))
+    return near & (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, :, None]
+
+
+def definition(q, k, v, segments, window, d_out):
+    """Output and gradients in float64, written out from the formulas."""
+    q, k, v, d_out = (a.astype(np.float64) for a in (q, k, v, d_out))
+    mask = allowed(segments, window)[:, None, None]
+    scores = np.where(mask, np.einsum("btkgh,bskh->bkgts", q, k) * SCALE, -np.inf)
+    with np.errstate(invalid="ignore"):
+        weights = np.nan_to_num(np.exp(scores - scores.max(-1, keepdims=True)))
+        weights = np.nan_to_num(weights / weights.sum(-1, keepdims=True))
+    out = np.einsum("bkgts,bskh->btkgh", weights, v)
+    d_v = np.einsum("bkgts,btkgh->bskh", weights, d_out)
+    d_weights = np.einsum("btkgh,bskh->bkgts", d_out, v)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * SCALE
+    return out, np.einsum("bkgts,bskh->btkgh", d_scores, k), np.einsum("bkgts,btkgh->bskh", d_scores, q), d_v
+
+
+def blocks(q, k, v, segments, window):
+    return block_attention(q, k, v, segments, SCALE, window)
+
+
+def plain(q, k, v, segments, window):
+    return plain_attention(q, k, v, jnp.asarray(allowed(np.asarray(segments), window)), SCALE, 0.0, None)
+
+
+@pytest.mark.parametrize("backend", [blocks, plain])
+@pytest.mark.parametrize(
+    ("length", "num_segments", "window"),
+    [(1, 1, None), (7, 1, None), (128, 2, None), (131, 5, 3), (257, 32, None), (300, 3, 40), (300, 1, 1000)],
+)
+def test_is_the_definition(backend, length, num_segments, window):
+    q, k, v, segments, d_out = random_case(length, num_segments)
+    out, vjp = jax.vjp(lambda *qkv: backend(*qkv, segments, window), q, k, v)
+    for ours, theirs in zip((out, *vjp(d_out)), definition(q, k, v, segments, window, d_out), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_that_see_nothing_are_zero_and_have_no_gradient():
+    q, k, v, segments, d_out = random_case(150, 1)
+    segments = np.zeros_like(segments)
+    out, vjp = jax.vjp(lambda *qkv: blocks(*qkv, segments, None), q, k, v)
+    for leaf in (out, *vjp(d_out)):
+        np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+def test_another_document_changes_not_one_bit():
+    q, k, v, segments, _ = random_case(300, 2)
+    first = segments == 1
+    attend = jax.jit(lambda *qkv: blocks(*qkv, segments, None))
+    before = attend(q, k, v)
+    disturbed = [np.where(first.reshape(*first.shape, *[1] * (a.ndim - 2)), a + 1, a) for a in (q, k, v)]
+    after = attend(*disturbed)
+    assert (segments == 2).any()
+    np.testing.assert_array_equal(np.asarray(after)[segments == 2], np.asarray(before)[segments == 2])
+    assert not np.array_equal(np.asarray(after)[first], np.asarray(before)[first])
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (1024, None), (4096, None), (5000, 300), (130, 7)])
+def test_blocks_cover_every_query_and_little_else(length, window):
+    found = list(blocks_of(length, window))
+    assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found[:-1])]
+    assert found[-1][1] == length
+    assert all(first <= max(0, start - (window or length) + 1) for start, _, first in found)
+    computed = sum((stop - start) * (stop - first) for start, stop, first in found)
+    if length >= 1024:
+        assert computed <= (9 / 16 * length**2 if window is None else length * (2 * window + 1))
+
+
+def test_no_array_holds_all_scores():
+    q, k, v, segments, _ = random_case(1024, 3)
+    gradient = jax.jit(jax.grad(lambda q: blocks(q, k, v, segments, None).sum()))
+    assert "1024,1024" not in gradient.lower(q).compile().as_text()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("change", "name"), [({}, "blocks"), ({"within_row": False}, "plain"), ({"dropout": 0.1}, "plain")]
+)
+def test_choice(platform, change, name):
+    task = AttentionTask(platform, jnp.dtype(jnp.bfloat16), **change)
+    choice = choose_attention(task)
+    assert (choice.name, choice.degraded) == (name, bool(change))
+    assert ("not blocks" in choice.reason) == bool(change)
+    assert choose_attention(task, "plain").name == "plain"
+
+
+def test_a_choice_that_cannot_be():
+    task = AttentionTask("cpu", jnp.dtype(jnp.float32), dropout=0.1)
+    with pytest.raises(ConfigError, match=r"model\.attn_backend: 'blocks' given, but attention dropout"):
+        choose_attention(task, "blocks")
+    with pytest.raises(ConfigError, match=r"'cudnn' does not run on cpu\. Allowed: auto, blocks, plain"):
+        choose_attention(task, "cudnn")
+    assert BACKENDS[0] == "auto"

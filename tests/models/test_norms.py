@@ -1,0 +1,70 @@
+"""Norms against automatic differentiation of their formulas in float64."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.models.norms import LayerNorm, RMSNorm
+
+Batch, Pos, Embed = hax.Axis("batch", 3), hax.Axis("position", 5), hax.Axis("embed", 16)
+EPS = 1e-3
+
+
+def formula(kind, x, weight, bias):
+    x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    out = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+    return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
+def test_values_and_gradients_are_the_definition(kind):
+    rng = np.random.default_rng(0)
+    x, d_out = rng.normal(size=(2, 3, 5, 16))
+    weight, bias = rng.normal(size=(2, 16))
+    bias = bias if kind == "layer" else None
+    name = lambda a: hax.named(jnp.asarray(a, jnp.float32), Embed)  # noqa: E731
+
+    def run(x, weight, bias=None):
+        norm = (
+            RMSNorm(name(weight), EPS)
+            if kind == "rms"
+            else LayerNorm(name(weight), None if bias is None else name(bias), EPS)
+        )
+        return norm(hax.named(x, (Batch, Pos, Embed))).array
+
+    given = (x, weight) if bias is None else (x, weight, bias)
+    out, vjp = jax.vjp(run, *(jnp.asarray(a, jnp.float32) for a in given))
+    np.testing.assert_allclose(out, formula(kind.split()[0], x, weight, bias), rtol=1e-5, atol=1e-5)
+    for number, gradient in enumerate(vjp(jnp.asarray(d_out, jnp.float32))):
+        np.testing.assert_allclose(gradient, numerical(kind, [x, weight, bias], number, d_out), rtol=1e-4, atol=1e-5)
+
+
+def numerical(kind, given, number, d_out, h=1e-5):
+    """Central differences in float64."""
+    gradient = np.zeros_like(given[number])
+    for place in np.ndindex(gradient.shape):
+        sides = []
+        for sign in (1, -1):
+            moved = [None if a is None else a.copy() for a in given]
+            moved[number][place] += sign * h
+            sides.append((formula(kind.split()[0], *moved) * d_out).sum())
+        gradient[place] = (sides[0] - sides[1]) / (2 * h)
+    return gradient
+
+
+def test_keeps_its_input_and_nothing_else():
+    x = hax.ones((Batch, Pos, Embed)).astype(jnp.bfloat16)
+    norm = RMSNorm.init(Embed, EPS)
+    _, vjp = jax.vjp(lambda x: norm(x).array, x)
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(vjp)]
+    assert sorted(map(str, shapes)) == sorted(map(str, [((3, 5, 16), x.dtype), ((16,), jnp.dtype(jnp.float32))]))
+
+
+def test_axes_in_any_order():
+    x = hax.random.normal(jax.random.key(0), (Embed, Batch, Pos))
+    norm = LayerNorm.init(Embed, EPS, use_bias=True)
+    out = norm(x)
+    assert out.axes == x.axes
+    np.testing.assert_array_equal(out.array, norm(x.rearrange((Batch, Pos, Embed))).rearrange(x.axes).array)

@@ -1,0 +1,37 @@
+"""What is kept for the backward pass, as the keys of the configuration say it."""
+
+import jax
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.recompute import CANDIDATES, auto_is, parse_keep
+
+
+@pytest.mark.parametrize(
+    ("value", "keep"),
+    [(True, "full"), (False, "cheap"), ("auto", "auto"), ("none", "none"), (["query", "mlp"], ("query", "mlp"))],
+)
+def test_reads(value, keep):
+    assert parse_keep(value) == keep
+    hash(Gpt2Config(gradient_checkpointing=value))
+
+
+@pytest.mark.parametrize(("value", "message"), [("some", "'some' given"), (["mpl"], "'mpl' given"), ([], "empty list")])
+def test_refuses(value, message):
+    with pytest.raises(ConfigError, match=message):
+        Gpt2Config(gradient_checkpointing=value)
+
+
+def test_auto_is_whatever_the_compiler_found_to_fit(tiny_llama, built, as_inputs):
+    inputs = as_inputs([[1] * 16])
+
+    def program(keep):
+        model = built(tiny_llama)
+        with auto_is(keep):
+            gradient = jax.grad(lambda model: model.hidden(inputs).final.array.sum())
+            return jax.jit(gradient).lower(model).compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [program(keep) for keep in CANDIDATES["gpu"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
