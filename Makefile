@@ -1,11 +1,12 @@
 # Two commands: `make quickstart` and `make test`. Each makes the virtual environment itself.
 #   PYTHON=python3.12 chooses the interpreter, JAX=0.11.2 the jax version, TESTS=tests/engine what pytest runs,
-#   VENV=DIR another environment (PYTHON and JAX count when it is made).
+#   JOBS=4 how many processes share the tests, VENV=DIR another environment (PYTHON and JAX count when it is made).
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 TESTS ?= tests
+JOBS ?= 2
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)
 # With a jax of one's own, what must follow it is left to the installer.
@@ -17,10 +18,10 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m jaxlm.train --config_path config/quickstart.yaml
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest $(TESTS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)
 
 test-slow: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -m slow $(TESTS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m slow $(TESTS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
