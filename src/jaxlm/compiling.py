@@ -71,7 +71,7 @@ def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowere
     step = make_train_step(phase, plan.layout, plan.precision, abstract)
     ballot = Ballot(plan.layout).cast(Wishes())
     with auto_is(keep):
-        return step.lower(_placed(abstract, plan.layout), _abstract_batch(plan), ballot)
+        return step.lower(_placed(abstract, plan.layout), abstract_batch(plan), ballot)
 
 
 def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> CompiledStep:
@@ -118,7 +118,8 @@ def _placed(abstract: RunState, layout: Layout) -> RunState:
     )
 
 
-def _abstract_batch(plan: Plan) -> TokenBatch:
+def abstract_batch(plan: Plan) -> TokenBatch:
+    """Shapes, dtypes and places of a training batch {microbatch, batch, position}."""
     axes = (
         hax.Axis(MICROBATCH, plan.batches.num_microbatches),
         hax.Axis(BATCH, plan.batches.microbatch),

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jaxlm.core import tree
-from tests.engine.collectives import Collective, collectives
+from jaxlm.core.programs import Collective, collectives
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica": 2}, "ddp 8": {"fsdp": False}}

@@ -1,0 +1,57 @@
+"""Reading compiled programs: loops count as often as they turn."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxlm.core.programs import Collective, collectives, collectives_a_run, kernels
+
+
+def program(turns: int) -> str:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    def nested(x):
+        def inner(x, _):
+            return jax.lax.psum(x, "data") * 0.5 + x, None
+
+        def outer(x, _):
+            x, _ = jax.lax.scan(inner, x, None, length=turns)
+            return x + jax.lax.all_gather(x, "data").sum(0), None
+
+        return jax.lax.scan(outer, x, None, length=3)[0]
+
+    return nested.lower(jnp.ones((16, 4))).compile().as_text()
+
+
+def test_collectives_of_nested_loops():
+    text = program(turns=5)
+    added = Collective("all-reduce", "f32", (2, 4))
+    assert collectives(text)[added] == 1
+    executed = collectives_a_run(text)
+    assert executed[added] == 15
+    assert sum(n for c, n in executed.items() if c.kind == "all-gather") == 3
+    assert added.num_bytes == 32
+
+
+def test_kernels_are_library_calls():
+    text = """HloModule m
+
+%body (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %c = f32[4]{0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %s = f32[4]{0} custom-call(%p), custom_call_target="Sharding"
+  ROOT %w = f32[4]{0} while(%s), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+}
+"""
+    assert kernels(text) == {"__cudnn$fmhaSoftmax": 12}
+
+
+def test_asynchronous_collectives_count_what_comes_out():
+    line = "  %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}\n"
+    assert collectives(line) == {Collective("all-gather", "f32", (16, 8)): 1}

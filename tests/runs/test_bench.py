@@ -1,0 +1,44 @@
+"""`python -m jaxlm.bench`: the numbers of a configuration, as a table and as one JSON line."""
+
+import json
+
+import pytest
+
+KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
+
+
+@pytest.fixture(scope="module")
+def measured(workplace):
+    place = workplace(8)
+    place.write()
+    done = place.run("--config_path", "run.yaml", "--steps", "3", "--warmup", "1", module="jaxlm.bench")
+    assert done.code == 0, done.err
+    return place, json.loads(done.out.splitlines()[-1]), done.out
+
+
+def test_the_last_line_holds_the_numbers(measured):
+    _, numbers, _ = measured
+    assert numbers.keys() >= KEYS
+    assert numbers["tokens_per_second"] == pytest.approx(16 * 32 / numbers["step_seconds"])
+    assert 0 < numbers["host_seconds"] <= numbers["step_seconds"]
+    assert numbers["mfu"] is None, "the peak of a CPU is not known"
+    assert 0 < numbers["mfu_attainable"] < 1
+    assert numbers["peak_bytes"] > 1 << 20
+    assert set(numbers["collectives"]) == {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+def test_it_needs_no_data_and_writes_nothing(measured):
+    place, _, _ = measured
+    assert sorted(path.name for path in place.folder.iterdir()) == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(("--steps", "0"), "--steps needs 1"), (("--nonsense.x", "1"), "nonsense")]
+)
+def test_mistakes(workplace, arguments, message):
+    place = workplace()
+    place.write()
+    done = place.run("--config_path", "run.yaml", *arguments, module="jaxlm.bench")
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
