@@ -67,8 +67,14 @@ def create(make: Callable[..., T], layout: Layout, *args: Any) -> T:
 
     The buffers of `args` are given up to the result.
     """
-    out_shardings = shardings(jax.eval_shape(make, *args), layout)
-    return jax.jit(make, out_shardings=out_shardings, donate_argnums=tuple(range(len(args))))(*args)
+    created = jax.jit(
+        make,
+        out_shardings=shardings(jax.eval_shape(make, *args), layout),
+        donate_argnums=tuple(range(len(args))),
+        # It runs once: compiling it well takes longer than running it badly.
+        compiler_options={"xla_backend_optimization_level": 1},
+    )
+    return created(*args)
 
 
 def first_guard() -> Guard:

@@ -1,0 +1,96 @@
+"""A bare JAX step: the model in plain functions, optax, one jit. Arguments: steps, scan | unroll, micro-batches, [cache]."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+from common import (
+    BATCH,
+    BETAS,
+    CLIP,
+    EPSILON,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    LEARNING_RATE,
+    SEQ_LEN,
+    WEIGHT_DECAY,
+    Clock,
+    batch,
+    num_steps,
+    weights,
+)
+
+
+def parameters(given):
+    ones, zeros = (lambda *s: jnp.ones((LAYERS, *s))), (lambda *s: jnp.zeros((LAYERS, *s)))
+    stack = lambda name: jnp.stack([given[f"{i}.{name}"] for i in range(LAYERS)])  # noqa: E731
+    blocks = {name: stack(name) for name in ("q", "k", "v", "o", "up", "down")}
+    blocks |= {f"{name}_bias": zeros(HIDDEN) for name in ("q", "k", "v", "o", "down")} | {"up_bias": zeros(4 * HIDDEN)}
+    blocks |= {"norm1": ones(HIDDEN), "norm2": ones(HIDDEN), "shift1": zeros(HIDDEN), "shift2": zeros(HIDDEN)}
+    rest = {"tokens": given["tokens"], "positions": given["positions"]}
+    return {"blocks": blocks, **rest, "norm": jnp.ones(HIDDEN), "shift": jnp.zeros(HIDDEN)}
+
+
+def norm(x, scale, shift):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale + shift
+
+
+def block(x, p):
+    heads = lambda a: a.reshape(*a.shape[:2], HEADS, -1)  # noqa: E731
+    h = norm(x, p["norm1"], p["shift1"])
+    q, k, v = (heads(h @ p[n] + p[f"{n}_bias"]) for n in ("q", "k", "v"))
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + mixed.reshape(x.shape) @ p["o"] + p["o_bias"]
+    h = norm(x, p["norm2"], p["shift2"])
+    return x + jax.nn.gelu(h @ p["up"] + p["up_bias"], approximate=True) @ p["down"] + p["down_bias"]
+
+
+def loss_of(params, inputs, targets, *, scan):
+    x = params["tokens"][inputs] + params["positions"]
+    if scan:
+        x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, params["blocks"])
+    else:
+        for i in range(LAYERS):
+            x = block(x, jax.tree.map(lambda a, i=i: a[i], params["blocks"]))
+    logits = norm(x, params["norm"], params["shift"]) @ params["tokens"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def main():
+    scan, micro = sys.argv[2] == "scan", int(sys.argv[3])
+    clock = Clock(f"bare JAX, {sys.argv[2]}, {micro} micro-batch(es)", num_steps())
+    if len(sys.argv) > 4:
+        jax.config.update("jax_compilation_cache_dir", sys.argv[4])
+    params = parameters(weights())
+    decayed = jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ("q", "k", "v", "o", "up", "down"), params
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(CLIP),
+        optax.adamw(LEARNING_RATE, *BETAS, EPSILON, weight_decay=WEIGHT_DECAY, mask=decayed),
+    )
+
+    def step(params, state, inputs, targets):
+        def piece(total, rows):
+            value, gradient = jax.value_and_grad(loss_of)(params, *rows, scan=scan)
+            return jax.tree.map(jnp.add, total, (value, gradient)), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        rows = [a.reshape(micro, BATCH // micro, SEQ_LEN) for a in (inputs, targets)]
+        (value, gradient), _ = jax.lax.scan(piece, zero, tuple(rows))
+        value, gradient = jax.tree.map(lambda a: a / micro, (value, gradient))
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    state = optimizer.init(params)
+    for number in range(clock.num_steps):
+        params, state, loss = step(params, state, *batch(number))
+        clock.tick(loss)
+    clock.answer(version=jax.__version__)
+
+
+main()

@@ -1,0 +1,117 @@
+"""Hugging Face Trainer on GPT2LMHeadModel, nothing evaluated, logged or saved. Argument: steps."""
+
+import tempfile
+
+import torch
+import transformers
+from common import (
+    BETAS,
+    CLIP,
+    EPSILON,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    LEARNING_RATE,
+    SEQ_LEN,
+    VOCAB,
+    WEIGHT_DECAY,
+    Clock,
+    batch,
+    num_steps,
+    weights,
+)
+
+
+def load(model, given):
+    put = lambda parameter, *arrays: parameter.data.copy_(torch.cat([torch.from_numpy(a) for a in arrays], 1))  # noqa: E731
+    put(model.transformer.wte.weight, given["tokens"])
+    put(model.transformer.wpe.weight, given["positions"])
+    for i, block in enumerate(model.transformer.h):
+        put(block.attn.c_attn.weight, *(given[f"{i}.{n}"] for n in "qkv"))
+        put(block.attn.c_proj.weight, given[f"{i}.o"])
+        put(block.mlp.c_fc.weight, given[f"{i}.up"])
+        put(block.mlp.c_proj.weight, given[f"{i}.down"])
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, num):
+        self._batches = [batch(step) for step in range(num)]
+
+    def __len__(self):
+        return len(self._batches) * 8
+
+    def __getitem__(self, index):
+        inputs, targets = (torch.from_numpy(a[index % 8]).long() for a in self._batches[index // 8])
+        # The model shifts labels itself: the row with its last target, and the first token no target at all.
+        return {"input_ids": torch.cat([inputs, targets[-1:]]), "labels": torch.cat([inputs, targets[-1:]])}
+
+
+class InOrder(transformers.Trainer):
+    """The Trainer, with rows in the order given and a clock."""
+
+    def __init__(self, *args, clock, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._clock = clock
+
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def training_step(self, *args, **kwargs):
+        self._loss = super().training_step(*args, **kwargs)
+        return self._loss
+
+
+class Ticks(transformers.TrainerCallback):
+    def __init__(self, clock):
+        self._clock = clock
+        self.trainer = None
+
+    def on_step_end(self, *_, **__):
+        self._clock.tick(float(self.trainer._loss))
+
+
+def main():
+    clock = Clock("Hugging Face Trainer", num_steps())
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=SEQ_LEN + 1,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    given = weights()
+    given["positions"] = given["positions"][list(range(SEQ_LEN)) + [SEQ_LEN - 1]]  # the row's last token has one too
+    load(model, given)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=clock.num_steps,
+            per_device_train_batch_size=8,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_epsilon=EPSILON,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=CLIP,
+            use_cpu=True,
+            report_to=[],
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        ticks = Ticks(clock)
+        trainer = InOrder(model, arguments, train_dataset=Rows(clock.num_steps), callbacks=[ticks], clock=clock)
+        ticks.trainer = trainer
+        trainer.train()
+    clock.answer(version=transformers.__version__)
+
+
+main()

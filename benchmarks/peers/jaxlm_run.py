@@ -1,0 +1,115 @@
+"""jaxlm, as `python -m jaxlm.train` runs it: reports, progress line, metrics file. Arguments: steps, micro-batches, [cache]."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from common import (
+    BATCH,
+    BETAS,
+    CLIP,
+    EPSILON,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    LEARNING_RATE,
+    SEQ_LEN,
+    VOCAB,
+    WEIGHT_DECAY,
+    Clock,
+    batch,
+    num_steps,
+    weights,
+)
+
+from jaxlm.bench import random_batch
+from jaxlm.compiling import compile_step, keep_compiled_programs
+from jaxlm.config import decode_run
+from jaxlm.core import tree
+from jaxlm.core.yaml_source import Source
+from jaxlm.engine.agreement import Ballot, Wishes
+from jaxlm.engine.phases import enter_phase
+from jaxlm.plan import make_plan
+
+
+def config(micro: int, steps: int, folder: str):
+    return decode_run(
+        Source(
+            {
+                "data": {"vocab_size": VOCAB},
+                "model": {
+                    "type": "gpt2",
+                    "seq_len": SEQ_LEN,
+                    "hidden_dim": HIDDEN,
+                    "num_heads": HEADS,
+                    "num_layers": LAYERS,
+                },
+                "trainer": {
+                    "train_batch_size": BATCH,
+                    "per_device_parallelism": BATCH // micro,
+                    "num_train_steps": steps,
+                    "log_dir": folder,
+                },
+                "optimizer": {
+                    "learning_rate": LEARNING_RATE,
+                    "beta1": BETAS[0],
+                    "beta2": BETAS[1],
+                    "epsilon": EPSILON,
+                    "weight_decay": WEIGHT_DECAY,
+                    "max_grad_norm": CLIP,
+                    "lr_schedule": "constant",
+                    "warmup": 0,
+                },
+            }
+        ),
+        "peer",
+    )
+
+
+def loaded(model, given):
+    """The model with the weights that all peers start from."""
+    names = {"attn.q_proj": "q", "attn.k_proj": "k", "attn.v_proj": "v", "attn.o_proj": "o"}
+    names |= {"mlp.up_proj": "up", "mlp.down_proj": "down"}
+    arrays = {}
+    for path, leaf in tree.leaves(model):
+        array = tree.raw(leaf)
+        if path in ("tokens.weight", "positions.weight"):
+            array = jnp.asarray(given[path.removesuffix(".weight")])
+        for ours, theirs in names.items():
+            if path.endswith(f"{ours}.weight"):
+                stacked = jnp.stack([given[f"{i}.{theirs}"].T for i in range(LAYERS)])
+                array = stacked.reshape(array.shape)
+        arrays[path] = array
+    return tree.replace_leaves(model, arrays)
+
+
+def main():
+    micro = int(sys.argv[2])
+    clock = Clock(f"jaxlm, {micro} micro-batch(es)", num_steps())
+    if len(sys.argv) > 3:
+        keep_compiled_programs(sys.argv[3])
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(config(micro, clock.num_steps, folder), "peer", VOCAB)
+        with plan.layout.use():
+            phase = plan.phases[0]
+            step = compile_step(plan, phase, lambda _: None).call
+            state = enter_phase(plan.recipe, phase, plan.layout, None)
+            state = type(state)(**{**vars(state), "model": jax.device_put(loaded(state.model, weights()))})
+            vote = Ballot(plan.layout).cast(Wishes())
+            like = random_batch(plan, 0)
+            for number in range(clock.num_steps):
+                state, report = step(state, given_batch(like, number), vote)
+                clock.tick(report.metrics["train/loss"])
+    clock.answer(version=jax.__version__, folder=str(Path(folder).name))
+
+
+def given_batch(like, number):
+    """The rows of a step, in the shape of a training batch."""
+    inputs, targets = (jnp.asarray(a).reshape(like.tokens.array.shape) for a in batch(number))
+    column = lambda array: type(like.tokens)(array, like.tokens.axes)  # noqa: E731
+    return type(like)(column(inputs), column(targets), like.loss_mask, like.segment_ids, like.positions)
+
+
+main()
