@@ -12,7 +12,7 @@ from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
-from jaxlm.engine.agreement import Ballot, Wishes
+from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
@@ -69,9 +69,8 @@ def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowere
     """
     abstract = plan.recipe.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract)
-    ballot = Ballot(plan.layout).cast(Wishes())
     with auto_is(keep):
-        return step.lower(_placed(abstract, plan.layout), abstract_batch(plan), ballot)
+        return step.lower(_placed(abstract, plan.layout), abstract_batch(plan), Ballot.abstract(plan.layout))
 
 
 def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> CompiledStep:
@@ -82,7 +81,7 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> Compi
     """
     show(f"compiling the step of phase '{phase.name}' ...")
     automatic = plan.config.model.gradient_checkpointing == AUTO
-    candidates = CANDIDATES[jax.default_backend()] if automatic else (CHEAP,)
+    candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     for keep in candidates:
         step = _compile(plan, phase, keep)
         show(f"{step}" + (f"; recomputation {keep}" if automatic else ""))

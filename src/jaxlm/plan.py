@@ -1,8 +1,9 @@
 """Everything about a run that can be known before its data is opened: computed once, checked, and shown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import haliax as hax
 import jax
@@ -133,8 +134,11 @@ class Plan:
         return base / self.run_id if policy.append_run_id_to_base_path else base
 
 
-def make_plan(config: RunConfig, run_id: str, vocab_size: int) -> Plan:
+def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
     """Works a configuration out for the devices that are there.
+
+    Args:
+        devices: others instead of those, which need not be there: descriptions to compile for.
 
     Raises:
         ConfigError: anything that could not be trained as asked: sizes that do not divide, axes that do not exist, ...
@@ -143,7 +147,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int) -> Plan:
     config.model.check()
     trainer.checkpointer.check()
     precision = parse_precision(trainer.mp)
-    mesh = mesh_shape(len(jax.devices()), replica=trainer.replica_ici_axis_size, model=trainer.model_axis_size)
+    devices = jax.devices() if devices is None else devices
+    mesh = mesh_shape(len(devices), replica=trainer.replica_ici_axis_size, model=trainer.model_axis_size)
     Vocab = vocab_axis(vocab_size)
     mappings = AxisMappings(
         batch=trainer.batch_axis,
@@ -161,7 +166,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int) -> Plan:
         config=config,
         run_id=run_id,
         mesh=mesh,
-        layout=make_layout(mesh, mappings, _parameter_axes(config.model, Vocab)),
+        layout=make_layout(mesh, mappings, _parameter_axes(config.model, Vocab), devices),
         recipe=Recipe(config.model, Vocab, trainer.seed, precision, phases),
         data=data,
         batches=plan_batches(trainer, mesh.batch_ways if trainer.batch_axis is not None else 1),

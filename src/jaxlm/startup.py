@@ -17,10 +17,10 @@ from jaxlm.plan import Plan
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
     """The plan as rows of two columns."""
-    devices = jax.devices()
-    platform = devices[0].platform
+    devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
     attention = choose_attention(attention_task(plan), model.attn_backend)
+    chunk = default_chunk_tokens(plan.layout.platform)
     flops = model.flops_per_token(plan.recipe.Vocab.size).causal
     micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
     return [
@@ -38,10 +38,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
         ("attention", f"{attention.name}: {attention.reason}"),
-        (
-            "loss",
-            f"chunks of {default_chunk_tokens(platform)} tokens, gradient in the forward pass: logits are never whole",
-        ),
+        ("loss", f"chunks of {chunk} tokens, gradient in the forward pass: logits are never whole"),
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
@@ -68,7 +65,7 @@ def _sizes(plan: Plan) -> str:
 def _remat(plan: Plan) -> str:
     keep = parse_keep(plan.config.model.gradient_checkpointing)
     if keep == AUTO:
-        return f"auto: the first that fits of {', '.join(CANDIDATES[jax.default_backend()])}"
+        return f"auto: the first that fits of {', '.join(CANDIDATES[plan.layout.platform])}"
     what = {
         NONE: "nothing is computed again",
         CHEAP: "norms and activations are computed again, matrix products and attention are kept",
@@ -78,20 +75,24 @@ def _remat(plan: Plan) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    loop, reason = in_a_loop(plan.config.model.scan_layers, plan.config.model.Layers.size)
+    model, layout = plan.config.model, plan.layout
+    loop, reason = in_a_loop(
+        model.scan_layers, model.Layers.size, platform=layout.platform, num_devices=layout.mesh.size
+    )
     return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
 
 
 def attention_task(plan: Plan) -> AttentionTask:
     """What the plan's training step asks of attention."""
-    return AttentionTask(jax.default_backend(), plan.precision.compute, dropout=plan.config.model.attention_dropout)
+    model = plan.config.model
+    return AttentionTask(plan.layout.platform, plan.precision.compute, model.seq_len, dropout=model.attention_dropout)
 
 
 def check_performance(plan: Plan) -> None:
     """With `trainer.strict_performance`, raises `ConfigError` for everything that will run slower than it could."""
     attention = choose_attention(attention_task(plan), plan.config.model.attn_backend)
     slow = [f"attention runs on {attention.name}: {attention.reason}"] if attention.degraded else []
-    if jax.default_backend() != "cpu" and plan.precision.compute.itemsize > 2:
+    if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:
         slow.append(
             f"computation in {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
         )

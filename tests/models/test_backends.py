@@ -1,5 +1,6 @@
 """Attention backends against the definition in float64: values, gradients, odd lengths, groups, windows, documents."""
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.backends.blocks import block_attention, blocks_of
-from jaxlm.models.backends.choice import BACKENDS, AttentionTask, choose_attention
+from jaxlm.models.backends.choice import AttentionTask, choose_attention
 from jaxlm.models.backends.plain import plain_attention
+from jaxlm.models.backends.splash import splash_attention
+from jaxlm.models.placement import HeadPlacement
 
 B, K, G, H = 2, 2, 2, 8
 SCALE = 0.3
@@ -48,6 +51,10 @@ def blocks(q, k, v, segments, window):
     return block_attention(q, k, v, segments, SCALE, window)
 
 
+def splash(q, k, v, segments, window):
+    return splash_attention(q, k, v, segments, SCALE, window, interpret=True)
+
+
 def plain(q, k, v, segments, window):
     return plain_attention(q, k, v, jnp.asarray(allowed(np.asarray(segments), window)), SCALE, 0.0, None)
 
@@ -62,6 +69,32 @@ def test_is_the_definition(backend, length, num_segments, window):
     out, vjp = jax.vjp(lambda *qkv: backend(*qkv, segments, window), q, k, v)
     for ours, theirs in zip((out, *vjp(d_out)), definition(q, k, v, segments, window, d_out), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_segments", "window"),
+    [(128, 2, None), pytest.param(256, 5, None, marks=pytest.mark.slow), (384, 3, 40)],
+)
+def test_splash_is_the_definition(length, num_segments, window):
+    test_is_the_definition(splash, length, num_segments, window)
+
+
+def test_kernels_see_their_own_rows_and_heads():
+    """What a kernel gets under shard_map, with keys that divide over the devices and with keys that do not."""
+    from tests.engine.helpers import layout
+
+    q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))
+    named = lambda a, *axes: hax.named(jnp.asarray(a.reshape(4, 16, -1, H)), axes)  # noqa: E731
+    run = lambda *args: block_attention(*args, window=None)  # noqa: E731
+    expected = run(q, k, v, segments, SCALE)
+    for model in (2, 4):
+        with layout(model=model).use() as where:
+            queries = named(q, "batch", "position", "heads", "head_size")
+            place = HeadPlacement.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
+            assert (place.heads == place.kv_heads) == (model == 2)
+            out = jax.jit(place.mapped(run))(q, k, v, segments, SCALE)
+            assert where.mesh.size == 8
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_see_nothing_are_zero_and_have_no_gradient():
@@ -101,22 +134,29 @@ def test_no_array_holds_all_scores():
     assert "1024,1024" not in gradient.lower(q).compile().as_text()
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize(
-    ("change", "name"), [({}, "blocks"), ({"within_row": False}, "plain"), ({"dropout": 0.1}, "plain")]
+    ("platform", "change", "name", "degraded"),
+    [
+        ("cpu", {}, "blocks", False),
+        ("cpu", {"within_row": False}, "plain", True),
+        ("cpu", {"dropout": 0.1}, "plain", True),
+        ("gpu", {}, "blocks", False),
+        ("tpu", {}, "splash", False),
+        ("tpu", {"seq_len": 100}, "blocks", True),
+        ("tpu", {"dropout": 0.1}, "plain", True),
+    ],
 )
-def test_choice(platform, change, name):
-    task = AttentionTask(platform, jnp.dtype(jnp.bfloat16), **change)
+def test_choice(platform, change, name, degraded):
+    task = AttentionTask(**({"platform": platform, "dtype": jnp.dtype(jnp.bfloat16), "seq_len": 1024} | change))
     choice = choose_attention(task)
-    assert (choice.name, choice.degraded) == (name, bool(change))
-    assert ("not blocks" in choice.reason) == bool(change)
+    assert (choice.name, choice.degraded) == (name, degraded)
+    assert ("not " in choice.reason) == degraded
     assert choose_attention(task, "plain").name == "plain"
 
 
 def test_a_choice_that_cannot_be():
-    task = AttentionTask("cpu", jnp.dtype(jnp.float32), dropout=0.1)
+    task = AttentionTask("cpu", jnp.dtype(jnp.float32), 128, dropout=0.1)
     with pytest.raises(ConfigError, match=r"model\.attn_backend: 'blocks' given, but attention dropout"):
         choose_attention(task, "blocks")
     with pytest.raises(ConfigError, match=r"'cudnn' does not run on cpu\. Allowed: auto, blocks, plain"):
         choose_attention(task, "cudnn")
-    assert BACKENDS[0] == "auto"

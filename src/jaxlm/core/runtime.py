@@ -1,8 +1,8 @@
 """The machines of a run: joining the processes, arranging the devices, talking about process 0."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -110,8 +110,10 @@ class AxisMappings:
     parameter: Mapping[str, MeshAxes]
 
 
-def make_layout(shape: MeshShape, mappings: AxisMappings, logical_axes: Mapping[str, int]) -> Layout:
-    """Arranges all devices of all processes and writes out both mappings.
+def make_layout(
+    shape: MeshShape, mappings: AxisMappings, logical_axes: Mapping[str, int], devices: Sequence[Any] | None = None
+) -> Layout:
+    """Arranges all devices of all processes (or `devices`) and writes out both mappings.
 
     Order: `shared`, then tensor parallel, then the batch axis; the parameter mapping starts from that, then takes
     `parameter`, then FSDP, which wins. `heads` under tensor parallel takes `kv_heads` along where those divide.
@@ -133,7 +135,7 @@ def make_layout(shape: MeshShape, mappings: AxisMappings, logical_axes: Mapping[
     parameter = {**compute, **mappings.parameter, **dict.fromkeys(mappings.fsdp, DATA)}
     for mapping in (compute, parameter):
         _check_mapping(mapping, sizes, logical_axes)
-    devices = np.asarray(jax.devices()).reshape(tuple(sizes.values()))
+    devices = np.asarray(jax.devices() if devices is None else devices).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return Layout(mesh, parameter, compute)
 

@@ -44,6 +44,12 @@ class Layout:
         finally:
             _current.reset(token)
 
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`: of the mesh's devices, which need not be there."""
+        platform = self.mesh.devices.flat[0].platform
+        return "gpu" if platform in ("cuda", "rocm") else platform
+
     def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """The resting place of a parameter with these axes."""
         return NamedSharding(self.mesh, hax.partitioning.pspec_for_axis(axes, self.parameter))
@@ -63,6 +69,12 @@ _current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxlm_
 def current_layout() -> Layout | None:
     """The layout of the enclosing `Layout.use()`, or None outside of any."""
     return _current.get()
+
+
+def current_platform() -> str:
+    """The platform that programs are made for: that of the current layout's devices, else the default one."""
+    layout = current_layout()
+    return jax.default_backend() if layout is None else layout.platform
 
 
 def for_compute(tree: T) -> T:

@@ -33,9 +33,14 @@ class Ballot:
 
     def __init__(self, layout: Layout):
         self._alone = jax.process_count() == 1
-        self._sharding = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
-        self._shape = (layout.mesh.size, 2)
+        self._like = Ballot.abstract(layout)
         self._blank = self._filled(Wishes())
+
+    @staticmethod
+    def abstract(layout: Layout) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and place of what `cast` returns."""
+        place = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
+        return jax.ShapeDtypeStruct((layout.mesh.size, 2), np.int32, sharding=place)
 
     def cast(self, wishes: Wishes) -> jax.Array:
         """int32 {device, wish}: every local device carries this process's wishes."""
@@ -48,8 +53,8 @@ class Ballot:
         return Wishes() if tally is None else Wishes(stop=int(tally[0]), save=bool(tally[1]))
 
     def _filled(self, wishes: Wishes) -> jax.Array:
-        rows = np.broadcast_to(np.array([wishes.stop, wishes.save], np.int32), self._shape)
-        return jax.make_array_from_callback(self._shape, self._sharding, lambda index: rows[index])
+        rows = np.broadcast_to(np.array([wishes.stop, wishes.save], np.int32), self._like.shape)
+        return jax.make_array_from_callback(self._like.shape, self._like.sharding, lambda index: rows[index])
 
 
 def tally(ballot: jax.Array) -> jax.Array:

@@ -4,15 +4,21 @@ Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped queries: Ain
 windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, looking back only.
 """
 
+import functools
+
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.core.sharding import current_platform
 from jaxlm.models.backends.blocks import block_attention
-from jaxlm.models.backends.choice import AUTO, AttentionTask, choose_attention, current_platform
+from jaxlm.models.backends.choice import AUTO, AttentionTask, choose_attention
 from jaxlm.models.backends.plain import plain_attention
+from jaxlm.models.backends.splash import splash_attention
 from jaxlm.models.base import Inputs
+from jaxlm.models.placement import HeadPlacement
 
 
 def as_keys(x: NamedArray) -> NamedArray:
@@ -78,10 +84,17 @@ def attention(
     factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
     within_row = visibility.within_row
-    task = AttentionTask(current_platform(), q.dtype, within_row, 0.0 if key is None else dropout)
-    if choose_attention(task, backend if within_row else AUTO).name == "blocks":
-        segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
+    dropout = 0.0 if key is None else dropout
+    task = AttentionTask(current_platform(), q.dtype, q.axis_size(POSITION), within_row, dropout)
+    choice = choose_attention(task, backend if within_row else AUTO)
+    segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
+    if choice.name == "blocks":
         out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window)
+    elif choice.name == "splash":
+        place = HeadPlacement.of(q, k)
+        out = place.mapped(functools.partial(splash_attention, window=window))(
+            q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32)
+        )
     else:
         out = plain_attention(q_BTKGH, k.array, v.array, _mask(visibility, window), factor, dropout, key)
     return NamedArray(out.reshape(q.array.shape), q.axes)

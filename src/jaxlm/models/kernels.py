@@ -27,6 +27,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.sharding import current_platform
 from jaxlm.models.placement import TokenPlacement
 
 
@@ -119,7 +120,7 @@ def token_losses(
 def _chunk_or_default(chunk_tokens: int | None) -> int:
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: {chunk_tokens} given, 1 or more expected")
-    return default_chunk_tokens(jax.default_backend()) if chunk_tokens is None else chunk_tokens
+    return default_chunk_tokens(current_platform()) if chunk_tokens is None else chunk_tokens
 
 
 # --- One chunk --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """How the tokens of a batch and the head lie on the mesh, and the sums over both."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from haliax import NamedArray
 from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.axes import BATCH, EMBED, HEADS, KV_HEADS, POSITION, VOCAB
 from jaxlm.core.sharding import Layout, current_layout
 
 
@@ -98,6 +99,49 @@ class TokenPlacement:
                     scattered.add(axis)
         rest = tuple(a for a in self.token_axes if a not in scattered)
         return jax.lax.psum(dw_VD, rest) if rest else dw_VD
+
+
+@dataclass(frozen=True)
+class HeadPlacement:
+    """How attention lies on the mesh, for kernels that the partitioner cannot look into.
+
+    Attributes:
+        mesh: None where there is one device.
+        batch, heads, kv_heads: the mesh axes over which these are spread.
+    """
+
+    mesh: Mesh | None
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    kv_heads: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(q: NamedArray, k: NamedArray) -> "HeadPlacement":
+        """Under the current layout, of queries {batch, heads, ...} and keys {kv_heads, ...}."""
+        layout = current_layout()
+        if layout is None or layout.mesh.size == 1:
+            return HeadPlacement(None)
+        batch, heads = (_mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
+        return HeadPlacement(layout.mesh, batch, heads, _mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
+
+    def mapped(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, scale)` on every device's own rows and heads."""
+        if self.mesh is None:
+            return kernel
+        keys = PartitionSpec(self.batch or None, None, self.heads or None)
+        queries, rows = PartitionSpec(*keys, None), PartitionSpec(self.batch or None)
+        specs = (queries, keys, keys, rows, PartitionSpec())
+        # The kernels are no collectives, and do not say how their outputs vary over the mesh.
+        spread = jax.shard_map(kernel, mesh=self.mesh, in_specs=specs, out_specs=queries, check_vma=False)
+        return spread if self.heads == self.kv_heads else functools.partial(_each_head_its_own, spread)
+
+
+def _each_head_its_own(kernel: Callable[..., jax.Array], q_BTKGH, k_BTKH, v_BTKH, *rest) -> jax.Array:
+    """Repeats keys and values for every query head: their own heads do not divide over the devices."""
+    group = q_BTKGH.shape[3]
+    one_each = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, 1, q_BTKGH.shape[4])
+    out = kernel(one_each, *(jnp.repeat(t, group, axis=2) for t in (k_BTKH, v_BTKH)), *rest)
+    return out.reshape(q_BTKGH.shape)
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ Carry = TypeVar("Carry")
 _UNROLLED_AT_MOST = 32
 
 
-def in_a_loop(scan: bool | str, num_layers: int) -> tuple[bool, str]:
+def in_a_loop(scan: bool | str, num_layers: int, *, platform: str, num_devices: int) -> tuple[bool, str]:
     """Whether to run layers in a loop rather than each compiled on its own, and why.
 
     A loop compiles in constant time and needs the least memory; on one GPU without it XLA overlaps and fuses across
@@ -27,7 +27,7 @@ def in_a_loop(scan: bool | str, num_layers: int) -> tuple[bool, str]:
     """
     if scan != "auto":
         return bool(scan), f"model.scan_layers: {str(scan).lower()}"
-    if jax.default_backend() == "gpu" and jax.device_count() == 1 and num_layers <= _UNROLLED_AT_MOST:
+    if platform == "gpu" and num_devices == 1 and num_layers <= _UNROLLED_AT_MOST:
         return False, f"one GPU, {num_layers} layers"
     return True, "compiles once for all layers"
 

@@ -8,7 +8,7 @@ import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.sharding import for_compute
+from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.models.attention import Visibility
 from jaxlm.models.base import Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
@@ -66,7 +66,9 @@ class Transformer(eqx.Module):
             None if cache is None else KeysValues(cache.keys, cache.values),
             None if key is None else jax.random.split(key, Layers.size),
         )
-        scan = in_a_loop(self.scan, Layers.size)[0]
+        layout = current_layout()
+        num_devices = 1 if layout is None else layout.mesh.size
+        scan, _ = in_a_loop(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
         layer = keeping(self.keep, layer, scan=scan)
         x, new = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan)
         final = for_compute(self.final_norm)(x)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.models.backends.splash import BLOCK as SPLASH_BLOCK
 
 AUTO = "auto"
 
@@ -18,12 +18,14 @@ class AttentionTask:
     Attributes:
         platform: `cpu`, `gpu` or `tpu`.
         dtype: of queries, keys and values.
+        seq_len: queries a row.
         within_row: queries and keys are the same tokens in the same order; false when decoding with a cache.
         dropout: of attention weights, in training.
     """
 
     platform: str
     dtype: jnp.dtype
+    seq_len: int
     within_row: bool = True
     dropout: float = 0.0
 
@@ -51,17 +53,24 @@ def _blocks_obstacle(task: AttentionTask) -> str | None:
     return None
 
 
+def _splash_obstacle(task: AttentionTask) -> str | None:
+    if problem := _blocks_obstacle(task):
+        return problem
+    if task.seq_len % SPLASH_BLOCK:
+        return f"seq_len {task.seq_len} is no multiple of {SPLASH_BLOCK}"
+    return None
+
+
 # Best first, for each platform: (name, what it is, what keeps it from a task).
 _Backend = tuple[str, str, Callable[[AttentionTask], str | None]]
 _BLOCKS: _Backend = ("blocks", "blocks of queries against the keys that they see; no [T, T] array", _blocks_obstacle)
 _PLAIN: _Backend = ("plain", "all scores at once", lambda task: None)
+_SPLASH: _Backend = ("splash", "jax's Pallas kernel; blocks that the mask hides are skipped", _splash_obstacle)
 _BY_PLATFORM: dict[str, tuple[_Backend, ...]] = {
     "cpu": (_BLOCKS, _PLAIN),
     "gpu": (_BLOCKS, _PLAIN),
-    "tpu": (_BLOCKS, _PLAIN),
+    "tpu": (_SPLASH, _BLOCKS, _PLAIN),
 }
-BACKENDS = (AUTO, "blocks", "plain")
-"""What `model.attn_backend` may say."""
 
 
 def choose_attention(task: AttentionTask, wanted: str = AUTO) -> AttentionChoice:
@@ -93,8 +102,3 @@ def _asked_for(task: AttentionTask, wanted: str, candidates: tuple[_Backend, ...
     if problem is not None and task.within_row:
         raise ConfigError(f"model.attn_backend: '{wanted}' given, but {problem}. Use {AUTO}")
     return f"{what} (model.attn_backend)"
-
-
-def current_platform() -> str:
-    """The platform that arrays live on."""
-    return jax.default_backend()
