@@ -87,7 +87,7 @@ def main():
     )
     model = transformers.GPT2LMHeadModel(config)
     given = weights()
-    given["positions"] = given["positions"][list(range(SEQ_LEN)) + [SEQ_LEN - 1]]  # the row's last token has one too
+    given["positions"] = given["positions"][[*range(SEQ_LEN), SEQ_LEN - 1]]  # the row's last token has one too
     load(model, given)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(

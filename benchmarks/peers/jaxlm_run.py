@@ -1,4 +1,4 @@
-"""jaxlm, as `python -m jaxlm.train` runs it: reports, progress line, metrics file. Arguments: steps, micro-batches, [cache]."""
+"""jaxlm's compiled step, as `python -m jaxlm.train` makes it. Arguments: steps, micro-batches, [compilation cache]."""
 
 import sys
 import tempfile

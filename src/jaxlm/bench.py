@@ -1,6 +1,7 @@
 """A configuration to numbers: tokens/s, MFU, memory, compile time, and what the compiled program is made of.
 
     python -m jaxlm.bench --config_path run.yaml --trainer.train_batch_size 64 --steps 40
+    python -m jaxlm.bench --config_path run.yaml --topology v5p-512,h100-64
 
 Trains on random tokens: neither data nor tokenizer is needed, and nothing is written but the compilation cache. One JSON
 line comes last.
@@ -24,11 +25,13 @@ from jaxlm.compiling import CompiledStep, abstract_batch, compile_step, gib, kee
 from jaxlm.config import load_config, run_id_of
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.programs import collectives_a_run, kernels
+from jaxlm.core.topologies import parse_topology
 from jaxlm.core.types import TokenBatch
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import enter_phase
+from jaxlm.forecast import forecast_all, simulate_devices
 from jaxlm.plan import Plan, make_plan
 from jaxlm.startup import check_performance, describe
 
@@ -88,10 +91,16 @@ def _main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--topology", help="machines to forecast for instead: v5p-512, h100-64, or several with commas")
     options, rest = parser.parse_known_args(arguments)
     if options.steps < 1 or options.warmup < 0:
         parser.error("--steps needs 1 or more, --warmup 0 or more")
     config = load_config(rest, "jaxlm.bench")
+    if options.topology:
+        topologies = [parse_topology(name) for name in options.topology.split(",")]
+        simulate_devices(topologies)
+        forecast_all(config, topologies, Console())
+        return 0
     config.trainer.distributed.join()
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)

@@ -73,17 +73,20 @@ def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowere
         return step.lower(_placed(abstract, plan.layout), abstract_batch(plan), Ballot.abstract(plan.layout))
 
 
-def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> CompiledStep:
+def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit: int | None = None) -> CompiledStep:
     """The compiled training step of a phase, announced and timed.
 
     Where the configuration leaves recomputation to be chosen, it is the least that fits into memory, found by compiling;
     the next start finds what was compiled, whether it fitted or not, in the cache.
+
+    Args:
+        limit: bytes of memory that a device has, where it is not one of those that are there.
     """
     show(f"compiling the step of phase '{phase.name}' ...")
     automatic = plan.config.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     for keep in candidates:
-        step = _compile(plan, phase, keep)
+        step = _compile(plan, phase, keep, memory_limit() if limit is None else limit)
         show(f"{step}" + (f"; recomputation {keep}" if automatic else ""))
         if step.fits:
             return step
@@ -91,7 +94,7 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None]) -> Compi
     return step
 
 
-def _compile(plan: Plan, phase: Phase, keep: str) -> CompiledStep:
+def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> CompiledStep:
     began = time.perf_counter()
     call = lower_step(plan, phase, keep).compile()
     memory = call.memory_analysis()
@@ -101,7 +104,7 @@ def _compile(plan: Plan, phase: Phase, keep: str) -> CompiledStep:
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    return CompiledStep(call, keep, time.perf_counter() - began, needed, memory_limit())
+    return CompiledStep(call, keep, time.perf_counter() - began, needed, limit)
 
 
 def gib(num_bytes: int) -> str:

@@ -42,3 +42,27 @@ def test_mistakes(workplace, arguments, message):
     assert done.code == 2
     assert message in done.err
     assert "Traceback" not in done.err
+
+
+def test_forecast_for_machines_that_are_not_there(workplace):
+    place = workplace()
+    place.write("")
+    changes = ("--trainer.train_batch_size", "-1", "--trainer.per_device_parallelism", "2", "--model.seq_len", "128")
+    done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-8,h100-16", module="jaxlm.bench")
+    assert done.code == 0, done.err
+    eight, sixteen = map(json.loads, done.out.splitlines()[-2:])
+    assert (eight["chips"], sixteen["chips"]) == (8, 16)
+    assert sixteen["tokens_per_step"] == 2 * eight["tokens_per_step"] == 2 * 8 * 2 * 128
+    assert sixteen["compute_seconds"] == pytest.approx(eight["compute_seconds"])
+    assert sixteen["communication_seconds"] > eight["communication_seconds"] > 0, "beyond one domain links are slower"
+    for one in (eight, sixteen):
+        assert one["step_seconds"] <= one["step_seconds_exposed"]
+        assert 0 < one["mfu_exposed"] <= one["mfu"] < 0.8
+        assert 0 < one["memory_bytes"] < one["memory_limit"]
+
+
+def test_a_topology_that_is_none(workplace):
+    place = workplace()
+    place.write()
+    done = place.run("--config_path", "run.yaml", "--topology", "v5p-7", module="jaxlm.bench")
+    assert (done.code, "--topology v5p-7" in done.err, "Traceback" in done.err) == (2, True, False)

@@ -135,8 +135,8 @@ def make_layout(
     parameter = {**compute, **mappings.parameter, **dict.fromkeys(mappings.fsdp, DATA)}
     for mapping in (compute, parameter):
         _check_mapping(mapping, sizes, logical_axes)
-    devices = np.asarray(jax.devices() if devices is None else devices).reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    grid = np.asarray(jax.devices() if devices is None else devices).reshape(tuple(sizes.values()))
+    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return Layout(mesh, parameter, compute)
 
 

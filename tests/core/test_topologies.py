@@ -1,0 +1,47 @@
+"""Names of machines, and the tori that they make."""
+
+import math
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.topologies import CHIPS, parse_topology, torus
+
+
+@pytest.mark.parametrize(
+    ("text", "chip", "num_chips"), [("v5p-512", "v5p", 256), ("v5e-256", "v5e", 256), ("h100-64", "h100", 64)]
+)
+def test_reads_names_as_their_vendors_count(text, chip, num_chips):
+    found = parse_topology(text)
+    assert (found.chip.name, found.num_chips, found.name) == (chip, num_chips, text)
+
+
+@pytest.mark.parametrize("text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000"])
+def test_refuses_what_is_no_machine(text):
+    with pytest.raises(ConfigError, match=f"--topology {text}"):
+        parse_topology(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("v5p-512", "v5:4x8x8"), ("v5p-8", "v5:1x2x2"), ("v5e-256", "v5e:16x16"), ("v4-128", "v4:4x4x4")]
+)
+def test_the_torus_is_the_most_even_one(text, name):
+    assert parse_topology(text).compiler_name == name
+
+
+def test_every_power_of_two_makes_a_torus():
+    for dimensions in (2, 3):
+        for exponent in range(13):
+            assert math.prod(torus(2**exponent, dimensions)) == 2**exponent
+    with pytest.raises(ConfigError, match="no torus"):
+        torus(7, 3)
+
+
+def test_links_are_slower_between_domains():
+    topology = parse_topology("h100-64")
+    assert topology.bandwidth(8) == 9 * topology.bandwidth(64)
+    assert parse_topology("v5p-512").bandwidth(256) == CHIPS["v5p"].link_bandwidth
+
+
+def test_every_chip_has_a_peak():
+    assert all(chip.peak > 1e14 for chip in CHIPS.values())
