@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, MICROBATCH
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
@@ -85,12 +86,25 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit
     show(f"compiling the step of phase '{phase.name}' ...")
     automatic = plan.config.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
+    limit = memory_limit() if limit is None else limit
     for keep in candidates:
-        step = _compile(plan, phase, keep, memory_limit() if limit is None else limit)
-        show(f"{step}" + (f"; recomputation {keep}" if automatic else ""))
-        if step.fits:
-            return step
-        show(f"  more than {USABLE:.0%} of what there is" + ("; recomputing more" if keep != candidates[-1] else ""))
+        named = f" (recomputation {keep})" if automatic else ""
+        last = keep == candidates[-1]
+        try:
+            step = _compile(plan, phase, keep, limit)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith(_NO_MEMORY):
+                raise
+            if last:
+                raise ConfigError(_does_not_fit(error)) from error
+            show(f"does not fit into memory{named}; recomputing more")
+            continue
+        show(f"{step}{named}")
+        if step.fits or last:
+            break
+        show(f"  more than {USABLE:.0%} of what there is; recomputing more")
+    if not step.fits:
+        show(f"  warning: more than {USABLE:.0%} of what there is. {_LESS}")
     return step
 
 
@@ -105,6 +119,17 @@ def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> Compiled
         + memory.temp_size_in_bytes
     )
     return CompiledStep(call, keep, time.perf_counter() - began, needed, limit)
+
+
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+_LESS = (
+    "Less is needed with a smaller trainer.per_device_parallelism, trainer.mp 'p=f32,c=bfloat16', or parameters spread"
+    " over more devices"
+)
+
+
+def _does_not_fit(error: Exception) -> str:
+    return f"the training step does not fit into a device's memory: {str(error).splitlines()[0][:300]}. {_LESS}"
 
 
 def gib(num_bytes: int) -> str:

@@ -1,0 +1,90 @@
+"""Compiling the step: how often, and what happens where memory is short."""
+
+import jax
+import pytest
+
+from jaxlm.compiling import compile_step
+from jaxlm.config import decode_run
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.plan import make_plan
+
+SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4}
+
+
+def plan_of(vocab: int = 512, **changes):
+    tree = {"model": SIZES | {"num_kv_heads": 2}, "trainer": {"train_batch_size": 16}} | changes
+    return make_plan(decode_run(Source(tree), "compiled"), "compiled", vocab)
+
+
+def compiled(plan, **options):
+    lines: list[str] = []
+    with plan.layout.use():
+        step = compile_step(plan, plan.phases[0], lines.append, **options)
+    return step, "\n".join(lines)
+
+
+def test_the_least_recomputation_that_fits_is_chosen():
+    plan = plan_of()
+    roomy, said = compiled(plan)
+    assert (roomy.keep, roomy.fits) == ("cheap", True)
+    assert "recomputation cheap" in said
+    assert roomy.num_bytes is not None
+    tight, said = compiled(plan, limit=roomy.num_bytes)
+    assert (tight.keep, tight.fits) == ("full", True)
+    assert "recomputing more" in said
+    assert tight.num_bytes is not None
+    assert tight.num_bytes < roomy.num_bytes
+    none, said = compiled(plan, limit=1 << 20)
+    assert not none.fits
+    assert "warning: more than 92%" in said
+    assert "per_device_parallelism" in said
+
+
+def test_a_compiler_without_memory_is_a_message(monkeypatch):
+    plan = plan_of()
+
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+
+    monkeypatch.setattr("jaxlm.compiling.lower_step", refuse)
+    with pytest.raises(ConfigError, match="does not fit into a device's memory: RESOURCE_EXHAUSTED"):
+        compiled(plan)
+
+
+def test_no_array_of_all_logits_and_none_of_all_scores():
+    """Tokens x vocabulary and position x position: what the kernels are there to avoid."""
+    plan = plan_of(vocab=4096, trainer={"train_batch_size": 64}, model=SIZES | {"num_kv_heads": 2, "seq_len": 512})
+    text = compiled(plan)[0].call.as_text()
+    rows = plan.batches.train // 8
+    for tokens in (rows * 512, rows):
+        assert f"f32[{tokens},4096]" not in text
+    assert f"f32[{rows},512,4096]" not in text
+    assert "512,512]" not in text
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_accumulation_needs_no_more_memory(scan):
+    def temporary(batch, per_device):
+        trainer = {"train_batch_size": batch, "per_device_parallelism": per_device}
+        plan = plan_of(trainer=trainer, model=SIZES | {"num_kv_heads": 2, "scan_layers": scan})
+        return compiled(plan)[0].call.memory_analysis().temp_size_in_bytes
+
+    assert temporary(128, 2) <= 1.05 * temporary(16, 2)
+
+
+def test_operations_are_those_of_the_formula():
+    """What XLA counts in a step of one layer and one chunk (it counts a loop's body once), against the formula."""
+    sizes = SIZES | {"num_layers": 1, "hidden_dim": 1024, "intermediate_dim": 2816, "num_kv_heads": 4}
+    plan = plan_of(vocab=2048, model=sizes | {"scan_layers": False}, trainer={"train_batch_size": 8, "fsdp_axis": None})
+    counted = compiled(plan)[0].call.cost_analysis()["flops"] / 256
+    formula = plan.config.model.flops_per_token(2048)
+    assert counted == pytest.approx(formula.causal, rel=0.03)
+
+
+def test_a_step_is_compiled_once():
+    plan = plan_of()
+    events: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+    compiled(plan)
+    assert sum(name.endswith("backend_compile_duration") for name in events) == 1
