@@ -55,3 +55,36 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 def test_asynchronous_collectives_count_what_comes_out():
     line = "  %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}\n"
     assert collectives(line) == {Collective("all-gather", "f32", (16, 8)): 1}
+
+
+def test_turns_are_read_off_the_condition_where_nobody_notes_them():
+    text = """HloModule m
+
+%all-reduce-scatter.1 (input: bf16[32,8]) -> bf16[32,2] {
+  %input = bf16[32,8]{1,0} parameter(0)
+  %all-reduce.9 = bf16[32,8]{1,0} all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %cut = bf16[32,2]{1,0} dynamic-slice(%all-reduce.9), dynamic_slice_sizes={32,2}
+}
+
+%cond (c: (s32[])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(80)
+  %c = (s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (b: (s32[])) -> (s32[]) {
+  %b = (s32[]) parameter(0)
+  %g = bf16[1,16]{1,0:T(2,128)(2,1)} all-gather(%b), dimensions={0}
+  ROOT %f = bf16[32,2]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %p = (s32[]) parameter(0)
+  ROOT %w = (s32[]) while(%p), condition=%cond, body=%body
+}
+"""
+    assert collectives_a_run(text) == {
+        Collective("all-gather", "bf16", (1, 16)): 80,
+        Collective("reduce-scatter", "bf16", (32, 2)): 80,
+    }

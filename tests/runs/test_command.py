@@ -171,3 +171,20 @@ def test_help_names_every_section(workplace):
     assert result.code == 0
     for option in ("--data.train_urls", "--trainer.train_batch_size", "--model.num_kv_heads", "--optimizer.beta2"):
         assert option in result.out
+
+
+def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, tmp_path):
+    """And nothing is fetched from a device but when somebody asks for it."""
+    place = workplace()
+    place.write("evals: []")
+    watched = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow"}
+    fresh = ("--trainer.compilation_cache_dir", str(tmp_path / "xla"), "--trainer.num_train_steps", "8")
+    first, second = (
+        place.run("--config_path", "run.yaml", *fresh, "--trainer.id", name, **watched) for name in ("one", "two")
+    )
+    for done in (first, second):
+        assert done.code == 0, done.err
+        assert done.err.count("Finished tracing train_step") == 1
+        assert done.err.count("Compiling jit(train_step)") == 1
+    hit = "Persistent compilation cache hit for 'jit_train_step'"
+    assert (hit in first.err, hit in second.err) == (False, True)

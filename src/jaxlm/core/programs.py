@@ -17,8 +17,19 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+# TPUs sum and cut in one fusion, whose text is a whole all-reduce followed by a slice.
+_SUMMED_AND_CUT = "all-reduce-scatter"
 # Annotations of the compiler to itself: no kernel stands behind them.
-_NO_KERNELS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AllocateBuffer", "TopK")
+_NO_KERNELS = (
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "GatherScatterIndicesBitpacked",
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +57,31 @@ def collectives(hlo: str) -> Counter[Collective]:
 def collectives_a_run(hlo: str) -> Counter[Collective]:
     """How often each collective happens when the program runs: loops count as often as they turn.
 
-    A loop whose turns the compiler does not know counts once.
+    A loop whose turns cannot be read off counts once.
     """
     found: Counter[Collective] = Counter()
-    for line, times in _executed(hlo):
-        for collective in _collectives_of(line):
-            found[collective] += times
+    computations, entry = _computations(hlo)
+    for name, times in _executed(computations, entry):
+        lines = computations[name]
+        if name.startswith(_SUMMED_AND_CUT):
+            root = next(_SHAPE.search(line) for line in lines if line.lstrip().startswith("ROOT"))
+            assert root is not None
+            found[Collective("reduce-scatter", root["dtype"], _dims(root))] += times
+            continue
+        for line in lines:
+            for collective in _collectives_of(line):
+                found[collective] += times
     return found
 
 
 def kernels(hlo: str) -> Counter[str]:
     """How often the program calls each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) when it runs."""
     found: Counter[str] = Counter()
-    for line, times in _executed(hlo):
-        if (kernel := _KERNEL.search(line)) and kernel["name"] not in _NO_KERNELS:
-            found[kernel["name"]] += times
+    computations, entry = _computations(hlo)
+    for name, times in _executed(computations, entry):
+        for line in computations[name]:
+            if (kernel := _KERNEL.search(line)) and kernel["name"] not in _NO_KERNELS:
+                found[kernel["name"]] += times
     return found
 
 
@@ -72,21 +93,32 @@ def _collectives_of(line: str) -> Iterator[Collective]:
     if instruction["start"] and instruction["shapes"].startswith("("):
         shapes = shapes[len(shapes) // 2 :]  # an asynchronous one names its operands first
     for shape in shapes:
-        dims = tuple(int(d) for d in shape["dims"].split(",") if d)
-        yield Collective(instruction["kind"], shape["dtype"], dims)
+        yield Collective(instruction["kind"], shape["dtype"], _dims(shape))
 
 
-def _executed(hlo: str) -> Iterator[tuple[str, int]]:
-    """Every instruction that runs, and how often."""
-    computations, entry = _computations(hlo)
+def _dims(shape: re.Match[str]) -> tuple[int, ...]:
+    return tuple(int(d) for d in shape["dims"].split(",") if d)
+
+
+def _executed(computations: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
+    """Every computation that runs, once for each place that calls it, and how often from there."""
     pending = [(entry, 1)] if entry else []
     while pending:
         name, times = pending.pop()
-        for line in computations.get(name, ()):
-            yield line, times
-            trips = _TRIPS.search(line) if " while(" in line else None
-            inside = times * int(trips[1]) if trips else times
-            pending += [(called, inside) for called in _called(line)]
+        yield name, times
+        for line in computations[name]:
+            inside = times * _turns(line, computations) if " while(" in line else times
+            pending += [(called, inside) for called in _called(line) if called in computations]
+
+
+def _turns(line: str, computations: dict[str, list[str]]) -> int:
+    """Of a loop: what the compiler notes, else the number that its counter is compared with, else 1."""
+    if noted := _TRIPS.search(line):
+        return int(noted[1])
+    condition = _CONDITION.search(line)
+    lines = computations.get(condition[1], []) if condition else []
+    limits = [int(limit[1]) for text in lines if (limit := _LIMIT.search(text))]
+    return limits[0] if len(limits) == 1 and any("direction=LT" in text for text in lines) else 1
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
