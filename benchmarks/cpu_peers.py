@@ -1,0 +1,148 @@
+"""jaxlm beside its peers on a CPU: one model, one data, one batch, every peer in processes and an environment of its own.
+
+    python benchmarks/cpu_peers.py --rounds 5 --steps 20
+
+Makes a virtual environment for each kind of peer (under benchmarks/.venvs, once), then runs them in turn, round after
+round, so that whatever else the machine does falls on all of them alike. Reports medians with the first and third quartile
+of tokens/s, the time from the start of the process to the end of its first step with an empty and with a filled
+compilation cache, peak memory, and how far the losses are from those of the first peer. Prints one JSON line last.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CACHE = "{cache}"  # in a command: a folder for compiled programs, where the peer can keep any
+
+TORCH = ["torch==2.13.0", "numpy", "psutil"]
+ENVIRONMENTS = {
+    "jaxlm": ["-e", str(ROOT), "psutil"],
+    "torch": TORCH,
+    "hf": [*TORCH, "transformers>=5.20", "accelerate>=1.1"],
+    # Not among levanter's own requirements, but imported by it: gitpython, chex.
+    "levanter": ["levanter==1.2.dev1644", "gitpython", "chex", "psutil"],
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way of training the model."""
+
+    name: str
+    environment: str
+    command: tuple[str, ...]
+
+    def run(self, steps: int, cache: Path) -> dict:
+        """One process; its answer."""
+        python = HERE / ".venvs" / self.environment / "bin" / "python"
+        script, *rest = (part.replace(CACHE, str(cache)) for part in self.command)
+        command = [str(python), str(HERE / "peers" / script), str(steps), *rest]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{self.name} failed:\n{done.stderr[-3000:]}")
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+PEERS = (
+    Peer("jaxlm", "jaxlm", ("jaxlm_run.py", "1", CACHE)),
+    Peer("jaxlm, 2 micro-batches", "jaxlm", ("jaxlm_run.py", "2", CACHE)),
+    *(
+        Peer(f"bare JAX, {form}, {micro} micro-batch(es)", "jaxlm", ("bare_jax.py", form, micro, CACHE))
+        for form in ("scan", "unroll")
+        for micro in ("1", "2")
+    ),
+    Peer("torch eager", "torch", ("torch_gpt2.py", "eager")),
+    Peer("torch.compile", "torch", ("torch_gpt2.py", "compile")),
+    Peer("Hugging Face Trainer", "hf", ("hf_trainer.py",)),
+    Peer("Levanter", "levanter", ("levanter_run.py", CACHE)),
+)
+
+
+@dataclass
+class Record:
+    """What a peer's processes have answered."""
+
+    rates: list[float] = field(default_factory=list)
+    cold: list[float] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def add(self, cold: dict, warm: dict) -> None:
+        """The answers of a process with an empty cache and of one after it."""
+        self.rates.append(warm["tokens_per_second"])
+        self.cold.append(cold["first_step_s"])
+        self.warm.append(warm["first_step_s"])
+        self.peak_bytes.append(warm["peak_bytes"])
+        self.losses = warm["losses"]
+
+
+def main() -> None:
+    """Runs every peer in every round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of a process")
+    parser.add_argument("--only", help="run only peers whose name contains this")
+    options = parser.parse_args()
+    peers = [peer for peer in PEERS if not options.only or options.only.lower() in peer.name.lower()]
+    for name in dict.fromkeys(peer.environment for peer in peers):
+        prepare(name)
+    records = {peer.name: Record() for peer in peers}
+    for number in range(options.rounds):
+        for peer in peers:
+            with tempfile.TemporaryDirectory() as cache:
+                records[peer.name].add(peer.run(2, Path(cache)), peer.run(options.steps, Path(cache)))
+            print(f"round {number + 1}: {peer.name}: {records[peer.name].rates[-1]:,.0f} tokens/s", file=sys.stderr)
+    report(records)
+
+
+def prepare(name: str) -> None:
+    """Makes a peer's environment, if it is not there."""
+    folder = HERE / ".venvs" / name
+    if (folder / "ready").exists():
+        return
+    print(f"installing the environment of {name} ...", file=sys.stderr)
+    venv.create(folder, with_pip=True, clear=True)
+    subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *ENVIRONMENTS[name]], check=True)
+    (folder / "ready").touch()
+
+
+def report(records: dict[str, Record]) -> None:
+    """One line a peer, then everything as JSON."""
+    reference = next(iter(records.values()))
+    base = statistics.median(reference.rates)
+    print(f"{'':32} {'tokens/s':>20} {'ratio':>6} {'first step':>11} {'cached':>7} {'memory':>8} {'loss differs':>12}")
+    found = {}
+    for name, record in records.items():
+        rate = statistics.median(record.rates)
+        low, _, high = statistics.quantiles(record.rates, n=4) if len(record.rates) > 1 else [rate] * 3
+        pairs = zip(record.losses, reference.losses, strict=False)
+        differs = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+        cold, warm = statistics.median(record.cold), statistics.median(record.warm)
+        memory = statistics.median(record.peak_bytes)
+        spread = f"{rate:,.0f} ({low:,.0f}-{high:,.0f})"
+        print(
+            f"{name:32} {spread:>20} {base / rate:6.2f} {cold:10.1f}s {warm:6.1f}s {memory / 2**20:5,.0f}MiB"
+            f" {differs:12.1e}"
+        )
+        found[name] = {
+            "tokens_per_second": rate,
+            "quartiles": [low, high],
+            "first_step_s": cold,
+            "first_step_cached_s": warm,
+            "peak_bytes": memory,
+            "loss_differs": differs,
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

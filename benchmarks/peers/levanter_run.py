@@ -1,0 +1,97 @@
+"""Levanter's own Trainer and GPT-2, with its own initialisation. Arguments: steps, compilation cache.
+
+It does not run as installed (1.2.dev1644): gitpython and chex are missing from its requirements, and its default loss hands
+`jnp.mean` a mask that is not boolean, which jax has refused since 0.10; the mask is made boolean here. Its next-token loss
+has no target for a row's last token: 255 targets a row where the others have 256.
+"""
+
+import sys
+import tempfile
+from datetime import timedelta
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import jmp
+import levanter
+from common import (
+    BATCH,
+    BETAS,
+    CLIP,
+    EPSILON,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    LEARNING_RATE,
+    SEQ_LEN,
+    VOCAB,
+    WEIGHT_DECAY,
+    Clock,
+    batch,
+    num_steps,
+)
+from levanter.checkpoint import CheckpointerConfig
+from levanter.distributed import RayConfig
+from levanter.layers.attention import AttentionMask
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.lm_model import LmExample, compute_next_token_loss
+from levanter.optim import AdamConfig
+from levanter.tracker import NoopConfig
+from levanter.trainer import Trainer, TrainerConfig
+
+
+def example(config, step):
+    Batch, Pos = hax.Axis("batch", BATCH), config.Pos
+    tokens = hax.named(jnp.asarray(batch(step)[0]), (Batch, Pos))
+    mask = hax.broadcast_to(LmExample.causal_loss_mask(Pos), (Batch, Pos))
+    return LmExample(tokens=tokens, loss_mask=mask, attn_mask=AttentionMask.causal())
+
+
+def mean(losses, axis=None, where=None):
+    """The mean that jax accepts: over a boolean mask."""
+    return hax.mean(losses, axis, where=where.astype(bool))
+
+
+def main():
+    clock = Clock("Levanter", num_steps())
+    config = Gpt2Config(seq_len=SEQ_LEN, hidden_dim=HIDDEN, num_layers=LAYERS, num_heads=HEADS)
+    optimizer = AdamConfig(
+        learning_rate=LEARNING_RATE,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        epsilon=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP,
+        lr_schedule="constant",
+        warmup=0.0,
+        min_lr_ratio=1.0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer_config = TrainerConfig(
+            id="peer",
+            tracker=NoopConfig(),
+            num_train_steps=clock.num_steps,
+            train_batch_size=BATCH,
+            mp=jmp.get_policy("f32"),
+            checkpointer=CheckpointerConfig(base_path=folder, save_interval=timedelta(hours=9), keep=[]),
+            ray=RayConfig(auto_start_cluster=False, start_workers=False),
+            jax_compilation_cache_dir=sys.argv[2] if len(sys.argv) > 2 else None,
+            log_jaxprs=False,
+            log_xla_hlo=False,
+            require_accelerator=False,
+            log_dir=folder,
+        )
+        levanter.initialize(trainer_config)
+        loss = lambda model, rows, *, key=None: compute_next_token_loss(model, rows, key=key, reduction=mean)  # noqa: E731
+        with Trainer(trainer_config, optimizer.build(clock.num_steps), loss) as trainer:
+            Vocab = hax.Axis("vocab", VOCAB)
+            keys = jax.random.split(jax.random.PRNGKey(0))
+            state = trainer.initial_state(keys[0], model_init=lambda: config.build(Vocab, key=keys[1]))
+            for step in range(clock.num_steps):
+                info = trainer.train_step(state, example(config, step))
+                state = info.state
+                clock.tick(info.loss)
+    clock.answer(version=levanter.__version__ if hasattr(levanter, "__version__") else "1.2.dev1644")
+
+
+main()
