@@ -13,6 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
+from jaxlm.core.xla_options import compiler_options
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
@@ -25,11 +26,15 @@ USABLE = 0.92
 
 
 def keep_compiled_programs(folder: str | None) -> None:
-    """Has jax keep compiled programs in a folder, so that the next start finds them. A broken folder only warns."""
+    """Has jax keep compiled programs, and what GPUs found by autotuning, so that the next start finds them.
+
+    A broken folder only warns.
+    """
     if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
     jax.config.update("jax_raise_persistent_cache_errors", False)
 
 
@@ -110,7 +115,7 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit
 
 def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> CompiledStep:
     began = time.perf_counter()
-    call = lower_step(plan, phase, keep).compile()
+    call = lower_step(plan, phase, keep).compile(compiler_options(plan.layout.platform))
     memory = call.memory_analysis()
     needed = memory and (
         memory.argument_size_in_bytes

@@ -174,7 +174,7 @@ def test_help_names_every_section(workplace):
 
 
 def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, tmp_path):
-    """And nothing is fetched from a device but when somebody asks for it."""
+    """And nothing is fetched from a device but when somebody asks for it; a broken cache only warns."""
     place = workplace()
     place.write("evals: []")
     watched = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow"}
@@ -188,3 +188,9 @@ def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, t
         assert done.err.count("Compiling jit(train_step)") == 1
     hit = "Persistent compilation cache hit for 'jit_train_step'"
     assert (hit in first.err, hit in second.err) == (False, True)
+    for entry in (tmp_path / "xla").glob("*-cache"):
+        entry.write_text("not a program")
+    third = place.run("--config_path", "run.yaml", *fresh, "--trainer.id", "three")
+    assert third.code == 0, third.err
+    assert "Error reading persistent compilation cache entry" in third.err
+    assert place.losses("three") == place.losses("one") == place.losses("two")
