@@ -125,7 +125,7 @@ class HubDataset(Source):
 
     def _call(self, function: str, **options: str) -> Any:
         try:
-            import datasets
+            import datasets  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
                 f"{self.key}: '{self.url}' needs the library datasets, which is not installed: pip install"
