@@ -86,7 +86,7 @@ class TestHttp:
         assert texts(found) == ["text 1", "text 2", "text 3"]
         assert [file.name for file in found] == ["x-1.jsonl", "x-2.jsonl", "x-3.jsonl"]
         assert len(said) == 3
-        assert said[0].startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
+        assert min(said).startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
         fetched = list(handler.fetched)
         assert [file.path for file in files(url, folder=tmp_path / "mirror")] == [file.path for file in found]
         assert handler.fetched == fetched

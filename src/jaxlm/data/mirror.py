@@ -116,14 +116,15 @@ def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
     fs, path = _filesystem(url, key)
     has_wildcard = _has_wildcard_http if url.startswith("http") else _has_wildcard
     try:
+        info = None if has_wildcard(path) or url.endswith("/") else fs.info(path)
         if has_wildcard(path):
             root, found = "/".join(before_wildcards(path.split("/"), has_wildcard)), fs.glob(path, detail=True)
             found = {place: info for place, info in found.items() if info["type"] == "file"}
-        elif url.endswith("/") or fs.info(path)["type"] == "directory":
+        elif info is None or info["type"] == "directory":
             root, found = path.rstrip("/"), fs.find(path, detail=True)
             found = {place: info for place, info in found.items() if format_of(_basename(place))}
         else:
-            root, found = posixpath.dirname(path), {path: fs.info(path)}
+            root, found = posixpath.dirname(path), {path: info}
         infos = {place: _informed(fs, place, info) for place, info in sorted(found.items())}
     except Exception as error:  # each implementation raises the kinds of its own client library
         raise _unreachable(url, key, error) from error

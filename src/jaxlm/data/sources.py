@@ -9,6 +9,7 @@ import difflib
 import glob
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jaxlm.data.patterns import before_wildcards, common_folder, expand_braces
 from jaxlm.data.text_file import TextFile
 
 _NAMES_SHOWN = 5
+_COPIES_AT_ONCE = 8
 _USUAL_MIRROR = Path("cache/mirror")
 
 
@@ -88,7 +90,9 @@ def find_files(
     """
     found: dict[Path, TextFile] = {}
     names: set[str] = set()
-    for number, sources in enumerate(list_sources(urls, key, mirror)):
+    listed = list_sources(urls, key, mirror)
+    _copy([source for sources in listed for source in sources], mirror, show)
+    for number, sources in enumerate(listed):
         for name, path in (file for source in sources for file in source.files(mirror, show)):
             place = path.resolve()
             if place in found:
@@ -98,6 +102,14 @@ def find_files(
             names.add(name)
             found[place] = TextFile(path, name, text_key)
     return list(found.values())
+
+
+def _copy(sources: Sequence[Source], mirror: Path, show: Show) -> None:
+    """Copies what is not here, several at once."""
+    away = [source for source in sources if not source.is_here(mirror)]
+    if away:
+        with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+            list(pool.map(lambda source: source.files(mirror, show), away))
 
 
 def _sources_of(url: str, key: str, mirror: Path) -> list[Source]:
@@ -113,7 +125,8 @@ def _sources_of(url: str, key: str, mirror: Path) -> list[Source]:
 
 
 def _remote_files(url: str, key: str) -> list[Source]:
-    listed = [list_remote(one, key) for one in expand_braces(url, key)]
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+        listed = list(pool.map(lambda one: list_remote(one, key), expand_braces(url, key)))
     root = common_folder([folder for folder, _ in listed])
     files = {file.url: file for _, some in listed for file in some}.values()
     _check_suffixes((file.url.partition("?")[0] for file in files), key)
