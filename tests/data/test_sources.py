@@ -38,6 +38,18 @@ def test_folders_files_and_globs(tree):
     assert documents(tree) == ["a.py", "b.txt", "deep/d.txt", "deep/er/c.jsonl"]
 
 
+def test_braces(tree):
+    for number in (8, 9, 10):
+        (tree / f"x-{number:02}.txt").write_text(str(number))
+    assert names(tree / "x-{08..10}.txt") == ["x-08.txt", "x-09.txt", "x-10.txt"]
+    assert names(tree / "{deep/d,b}.txt") == ["b.txt", "deep/d.txt"]
+    assert names(tree / "{a.py,*.txt}") == ["a.py", "b.txt", "x-08.txt", "x-09.txt", "x-10.txt"]
+    with pytest.raises(ConfigError, match=r"x-11\.txt' matches no file"):
+        names(tree / "x-{10..11}.txt")
+    (tree / "odd{1,2}.txt").write_text("a file may be called so")
+    assert names(tree / "odd{1,2}.txt") == ["odd{1,2}.txt"]
+
+
 def test_a_file_is_read_once_and_names_stay_apart(tree, tmp_path_factory):
     assert names(tree / "b.txt", tree) == ["b.txt", "a.py", "deep/d.txt", "deep/er/c.jsonl"]
     other = tmp_path_factory.mktemp("other")
@@ -129,7 +141,8 @@ def test_unreadable_text_names_file_and_place(tmp_path, name, content, message):
         ("{tree}/notes.md", r"data\.train_urls\[1\]: .* ends in '\.md'\. Allowed: \.txt, \.jsonl, \.py"),
         ("{tree}/empty", r"data\.train_urls\[1\]: the folder .* holds no file that ends in"),
         ("{tree}/nothing.txt", r"data\.train_urls\[1\]: .* holds no text: 1 file\(s\), all of them empty"),
-        ("gs://bucket/x.txt", r"data\.train_urls\[1\]: .*only local files"),
+        ("nothing://bucket/x.txt", r"data\.train_urls\[1\]: .*fsspec does not know nothing://"),
+        ("{tree}/x{{1..9000000}}.txt", r"data\.train_urls\[1\]: .*stands for 9,000,000 files"),
         ("stdlib:test", r"data\.train_urls\[1\]: 'stdlib:test' given\. Allowed: stdlib:train, stdlib:validation"),
     ],
 )

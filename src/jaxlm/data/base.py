@@ -1,9 +1,44 @@
-"""What a stream of training batches is."""
+"""What a source of text and a stream of training batches are."""
 
 import abc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxlm.models.base import LanguageModel
+
+Show = Callable[[str], None]
+
+
+class Source(abc.ABC):
+    """Files of documents that a URL means, here or elsewhere. Known by name and size before anything is copied."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """How it is known in fingerprints, relative to its URL."""
+
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int | None:
+        """Of its files; None where the other side does not say."""
+
+    @property
+    @abc.abstractmethod
+    def has_records(self) -> bool:
+        """Whether its text is found by a key."""
+
+    @abc.abstractmethod
+    def is_here(self, mirror: Path) -> bool:
+        """Whether `files` would have nothing to copy."""
+
+    @abc.abstractmethod
+    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
+        """Name and path of its files; copied into the folder `mirror` first, where they are elsewhere.
+
+        Raises:
+            ConfigError: the other side does not answer, or has changed; says what to do.
+        """
 
 
 class Batches(abc.ABC):

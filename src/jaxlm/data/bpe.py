@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.durable import locked, needing_space, prepared, publish, sync
 from jaxlm.data.recipe import Recipe, check_same, tokenizer_recipe
-from jaxlm.data.sources import TextFile
+from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 SMALLEST_VOCABULARY = 257  # every byte and the end of text

@@ -9,24 +9,34 @@ import json
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.base import Show
 from jaxlm.data.cache import ABOUT, OFFSETS, TOKENS, TokenCache, open_cache, write_about
 from jaxlm.data.durable import locked, needing_space, prepared, publish, replacing, sync
 from jaxlm.data.recipe import Recipe, content_of
-from jaxlm.data.sources import TextFile
+from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
 
 _SHARD_CHARACTERS = 1 << 22  # what a kill can cost
+_SHARDS_AT_ONCE = 2
 _SHOW_EVERY_S = 2.0
 _PLAN = "plan.json"
 
-Show = Callable[[str], None]
+
+class _Shard(NamedTuple):
+    """Documents, the number of the file that each is from, and how many bytes of all files are read after them."""
+
+    texts: list[str]
+    sources: np.ndarray
+    position: int
 
 
 def open_or_build(
@@ -96,17 +106,43 @@ def _make_shards(
     before, after = document_ends(tokenizer, bos=made_from["enforce_bos"], eos=made_from["enforce_eos"])
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     progress = _Progress(building.stem, sum(file.size for file in files), show)
-    for number, (texts, sources) in enumerate(_shards_of_text(files)):
-        num_bytes = sum(len(text.encode()) for text in texts)
-        path = building / f"shard-{number:06d}.npz"
-        if _read_shard(path) is not None:
-            progress.skip(num_bytes)
+    for number, (shard, found) in enumerate(_tokenized(_shards_of_text(files), building, tokenizer)):
+        if found is None:
+            progress.skip(shard.position)
             continue
-        encoded = [np.concatenate([before, ids, after]).astype(dtype) for ids in tokenizer.encode_arrays(texts)]
+        encoded = [np.concatenate([before, ids, after]).astype(dtype) for ids in found]
         lengths = np.array([len(ids) for ids in encoded], np.int64)
         tokens = np.concatenate(encoded)
-        _write_shard(path, {"tokens": tokens, "lengths": lengths, "sources": sources, "num_bytes": num_bytes})
-        progress.add(num_bytes, len(texts), len(tokens))
+        num_bytes = sum(len(text.encode()) for text in shard.texts)
+        arrays = {"tokens": tokens, "lengths": lengths, "sources": shard.sources, "num_bytes": num_bytes}
+        _write_shard(_shard_path(building, number), arrays)
+        progress.add(shard.position, len(shard.texts), len(tokens))
+
+
+def _tokenized(
+    shards: Iterator[_Shard], building: Path, tokenizer: Tokenizer
+) -> Iterator[tuple[_Shard, list[np.ndarray] | None]]:
+    """Shards in their order, each with its documents' ids; None where it has been written before.
+
+    Several are tokenized at once, so that no core waits for the last long document of one, or for reading and writing.
+    """
+    ahead: deque[tuple[_Shard, Future[list[np.ndarray]] | None]] = deque()
+    with ThreadPoolExecutor(_SHARDS_AT_ONCE) as pool:
+        for number, shard in enumerate(shards):
+            is_there = _read_shard(_shard_path(building, number)) is not None
+            ahead.append((shard, None if is_there else pool.submit(tokenizer.encode_arrays, shard.texts)))
+            if len(ahead) > _SHARDS_AT_ONCE:
+                yield _result(*ahead.popleft())
+        while ahead:
+            yield _result(*ahead.popleft())
+
+
+def _result(shard: _Shard, ids: Future[list[np.ndarray]] | None) -> tuple[_Shard, list[np.ndarray] | None]:
+    return shard, None if ids is None else ids.result()
+
+
+def _shard_path(building: Path, number: int) -> Path:
+    return building / f"shard-{number:06d}.npz"
 
 
 def _check_unchanged(files: Sequence[TextFile], made_from: Recipe) -> None:
@@ -136,21 +172,22 @@ def _read_shard(path: Path) -> dict[str, np.ndarray] | None:
         return dict(arrays)
 
 
-def _shards_of_text(files: Sequence[TextFile]) -> Iterator[tuple[list[str], np.ndarray]]:
-    """Documents, and the number of the file that each is from."""
+def _shards_of_text(files: Sequence[TextFile]) -> Iterator[_Shard]:
     texts: list[str] = []
     sources: list[int] = []
-    size = 0
+    size = bytes_before = position = 0
     for number, file in enumerate(files):
-        for text in file.documents():
-            texts.append(text)
+        for document in file.read():
+            texts.append(document.text)
             sources.append(number)
-            size += len(text)
+            size += len(document.text)
+            position = bytes_before + document.position
             if size >= _SHARD_CHARACTERS:
-                yield texts, np.array(sources, np.int64)
+                yield _Shard(texts, np.array(sources, np.int64), position)
                 texts, sources, size = [], [], 0
+        bytes_before += file.size
     if texts:
-        yield texts, np.array(sources, np.int64)
+        yield _Shard(texts, np.array(sources, np.int64), position)
 
 
 def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, show: Show) -> None:
@@ -196,20 +233,20 @@ def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
 
 
 class _Progress:
-    """A line every two seconds; the pace is of what this process has tokenized itself."""
+    """A line every two seconds: bytes of the files, and the pace of what this process has tokenized itself."""
 
     def __init__(self, name: str, total_bytes: int, show: Show):
         self._name, self._total_bytes, self._show = name, total_bytes, show
         self._bytes = self._documents = self._tokens = 0
         self._began = self._shown = time.monotonic()
 
-    def skip(self, num_bytes: int) -> None:
-        """What an interrupted start had done already."""
-        self._bytes += num_bytes
+    def skip(self, bytes_read: int) -> None:
+        """What an interrupted start had done already; so many bytes are done by now."""
+        self._bytes = bytes_read
 
-    def add(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """What has just been done."""
-        self._bytes += num_bytes
+    def add(self, bytes_read: int, num_documents: int, num_tokens: int) -> None:
+        """What has just been done; so many bytes are done by now."""
+        self._bytes = bytes_read
         self._documents += num_documents
         self._tokens += num_tokens
         now = time.monotonic()

@@ -1,18 +1,20 @@
 """The `data` section: which text, cut into which tokens."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.base import Show
 from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
 from jaxlm.data.cache import TokenCache, read_about
 from jaxlm.data.cache_building import document_ends, open_or_build
 from jaxlm.data.packing import Windows
 from jaxlm.data.recipe import cache_recipe, check_same, content_of
-from jaxlm.data.sources import TextFile, find_files
+from jaxlm.data.sources import find_files, list_sources
+from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
 
 TRAIN_BPE = "bpe"
@@ -38,12 +40,14 @@ class DataConfig:
     """Text files, a tokenizer, and where the tokens are kept.
 
     Attributes:
-        train_urls: files, folders and globs of .txt, .jsonl and .py; `stdlib:train` for Python's standard library.
+        train_urls: files, folders and globs of .txt, .py, .jsonl, .json, .parquet and .arrow, also compressed; the same
+            behind `s3://`, `https://` and whatever else fsspec reads; `hf:ID?name=..&split=..` for a dataset of the Hugging
+            Face hub; `stdlib:train` for Python's standard library.
         validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
-        cache_dir: token caches and a tokenizer trained here are kept in it.
+        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it.
         tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
-        text_key: the key of the text in .jsonl records.
+        text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
         shuffle: a new order of the windows in each epoch; false reads them as they stand.
         enforce_bos: begin every document with the tokenizer's token for that.
         enforce_eos: end every document with the tokenizer's token for that.
@@ -60,7 +64,7 @@ class DataConfig:
     enforce_eos: bool = True
 
     def check(self) -> None:
-        """Looks for every file, and writes nothing.
+        """Looks for every file, remote ones included, and writes and copies nothing.
 
         Raises:
             ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches in
@@ -69,20 +73,26 @@ class DataConfig:
         if not self.train_urls:
             raise ConfigError("data.train_urls: empty. Name files, folders or globs, or 'stdlib:train'")
         self._check_tokenizer()
-        splits = {"train": self._train_files(), "validation": self._validation_files()}
+        urls = {"train": self.train_urls, "validation": self.validation_urls}
+        splits = {
+            split: [source for some in list_sources(own, f"data.{split}_urls", self._mirror) for source in some]
+            for split, own in urls.items()
+        }
         if self.text_key != _USUAL_TEXT_KEY and not any(
-            file.has_records for files in splits.values() for file in files
+            source.has_records for sources in splits.values() for source in sources
         ):
             raise ConfigError(
-                f"data.text_key: '{self.text_key}' given, but no file is .jsonl, and others have no keys. Leave it out"
+                f"data.text_key: '{self.text_key}' given, but no file is .jsonl, .json, .parquet or .arrow, and others have"
+                " no keys. Leave it out"
             )
-        for split, files in splits.items():
+        for split, sources in splits.items():
             folder = Path(self.cache_dir) / split
-            if files and folder.exists():
-                self._check_cache(folder, files)
+            # Content is compared; what would have to be copied for that is compared when the cache is opened.
+            if sources and folder.exists() and all(source.is_here(self._mirror) for source in sources):
+                self._check_cache(folder, self._files(urls[split], f"data.{split}_urls"))
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs' data the same: content, not places. Reads all files; plain JSON.
+        """What makes two runs' data the same: content, not places. Reads all files, remote ones through the mirror.
 
         Not among it: `cache_dir`, and the validation text, which nothing is trained on.
         """
@@ -98,7 +108,7 @@ class DataConfig:
             "enforce_eos": self.enforce_eos,
         }
 
-    def load_tokenizer(self, show: Callable[[str], None]) -> Tokenizer:
+    def load_tokenizer(self, show: Show) -> Tokenizer:
         """The tokenizer that the section names, trained first if that is what it asks for.
 
         Raises:
@@ -106,7 +116,7 @@ class DataConfig:
         """
         if self.tokenizer == TRAIN_BPE:
             size = self.vocab_size or _DEFAULT_VOCABULARY
-            return trained_tokenizer(Path(self.cache_dir) / "tokenizer", self._train_files(), size, show)
+            return trained_tokenizer(Path(self.cache_dir) / "tokenizer", self._train_files(show), size, show)
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
             raise ConfigError(
@@ -115,10 +125,10 @@ class DataConfig:
             )
         return tokenizer
 
-    def open(self, tokenizer: Tokenizer, seq_len: int, show: Callable[[str], None]) -> TokenData:
+    def open(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> TokenData:
         """The tokens, cut into windows; tokenized first where no cache is there."""
-        train = self._cache("train", self._train_files(), tokenizer, show)
-        validation = self._validation_files()
+        train = self._cache("train", self._train_files(show), tokenizer, show)
+        validation = self._validation_files(show)
         return TokenData(
             Windows(train, seq_len),
             Windows(self._cache("validation", validation, tokenizer, show), seq_len) if validation else None,
@@ -129,15 +139,20 @@ class DataConfig:
         for file in self._validation_files():
             yield from file.documents()
 
-    def _train_files(self) -> list[TextFile]:
-        return find_files(self.train_urls, "data.train_urls", self.text_key)
+    @property
+    def _mirror(self) -> Path:
+        return Path(self.cache_dir) / "mirror"
 
-    def _validation_files(self) -> list[TextFile]:
-        return find_files(self.validation_urls, "data.validation_urls", self.text_key)
+    def _train_files(self, show: Show = print) -> list[TextFile]:
+        return self._files(self.train_urls, "data.train_urls", show)
 
-    def _cache(
-        self, split: str, files: list[TextFile], tokenizer: Tokenizer, show: Callable[[str], None]
-    ) -> TokenCache:
+    def _validation_files(self, show: Show = print) -> list[TextFile]:
+        return self._files(self.validation_urls, "data.validation_urls", show)
+
+    def _files(self, urls: list[str], key: str, show: Show = print) -> list[TextFile]:
+        return find_files(urls, key, self.text_key, self._mirror, show)
+
+    def _cache(self, split: str, files: list[TextFile], tokenizer: Tokenizer, show: Show) -> TokenCache:
         made_from = cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
         return open_or_build(Path(self.cache_dir) / split, files, tokenizer, made_from, show)
 

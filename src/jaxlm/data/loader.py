@@ -51,12 +51,21 @@ class _Order:
 
     def batch(self, first: int) -> TokenBatch:
         """The batch that begins with example `first`."""
-        return _on_devices(lambda rows: self.windows.read(self._places(first + rows)), self.axes, self.layout)
 
-    def _places(self, examples: np.ndarray) -> np.ndarray:
-        """Which windows the examples are, wherever in the order: in O(1)."""
-        size = len(self.windows)
-        return shuffled(examples, size, seed=self.seed) if self.shuffle else examples % size
+        def read(rows: np.ndarray) -> Columns:
+            places = places_of(first + rows, len(self.windows), seed=self.seed, shuffle=self.shuffle)
+            return self.windows.read(places)
+
+        return _on_devices(read, self.axes, self.layout)
+
+
+def places_of(examples: np.ndarray, num_windows: int, *, seed: int, shuffle: bool) -> np.ndarray:
+    """int64: which windows the examples of a phase are, wherever in the endless order: in O(1).
+
+    Args:
+        examples: int64; those of step s, counted from 0 within the phase, are s x batch_size and following.
+    """
+    return shuffled(examples, num_windows, seed=seed) if shuffle else examples % num_windows
 
 
 class WindowBatches(Batches):

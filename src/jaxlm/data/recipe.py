@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources import TextFile
+from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
 
 Recipe = Mapping[str, Any]  # plain JSON; "files" maps each file's name to the SHA-256 of its content, in order

@@ -1,127 +1,99 @@
-"""From URLs to documents: local files, folders and globs, and the standard library of the running Python.
+"""From URLs to files: local ones, remote ones through a mirror, Hugging Face's, and the standard library's.
 
-    corpus/*.jsonl    a glob                stdlib:train         source files of the standard library ...
-    corpus/           everything below      stdlib:validation    ... and the twentieth of them that is held out
-
-A `.txt` or `.py` file is one document, a `.jsonl` file has one in each line.
+corpus/*.jsonl    a glob                  s3://bucket/x-{1..8}.jsonl.gz    anything with :// through fsspec
+corpus/           everything below        hf:openai/gsm8k?name=main        a dataset of the hub
+saved/            a saved dataset         stdlib:train, stdlib:validation  Python's standard library
 """
 
 import difflib
-import functools
 import glob
-import hashlib
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import stdlib
+from jaxlm.data import hugging_face, stdlib
+from jaxlm.data.base import Show, Source
+from jaxlm.data.compression import COMPRESSIONS
+from jaxlm.data.formats import allowed_suffixes, format_of, has_records
+from jaxlm.data.mirror import list_remote
+from jaxlm.data.patterns import before_wildcards, common_folder, expand_braces
+from jaxlm.data.text_file import TextFile
 
-SUFFIXES = (".txt", ".jsonl", ".py")
 _NAMES_SHOWN = 5
+_COPIES_AT_ONCE = 8
+_USUAL_MIRROR = Path("cache/mirror")
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """A file of documents.
+class LocalFile(Source):
+    """A file that is here already.
 
     Attributes:
+        known_as: its name.
         path: where it is.
-        name: how it is known in fingerprints: relative to its URL, so that data may move to another folder or machine.
-        text_key: the key of the text in a `.jsonl` record.
     """
 
+    known_as: str
     path: Path
-    name: str
-    text_key: str
 
     @property
-    def has_records(self) -> bool:
-        """Whether each line is a document of its own."""
-        return self.path.suffix == ".jsonl"
+    def name(self) -> str:
+        """See `Source.name`."""
+        return self.known_as
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def num_bytes(self) -> int | None:
+        """See `Source.num_bytes`."""
         return self.path.stat().st_size
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of its content."""
-        stat = self.path.stat()
-        return _digest(self.path.resolve(), stat.st_size, stat.st_mtime_ns)
+    def has_records(self) -> bool:
+        """See `Source.has_records`."""
+        return has_records(self.path.name)
 
-    def documents(self) -> Iterator[str]:
-        """Its documents, empty ones left out.
+    def is_here(self, mirror: Path) -> bool:
+        """See `Source.is_here`."""
+        del mirror
+        return True
 
-        Raises:
-            ConfigError: not UTF-8, or a record that is no JSON or has no text; names file and byte or line.
-        """
-        if self.has_records:
-            yield from self._records()
-            return
-        text = self._decoded(self.path.read_bytes(), "")
-        if text:
-            yield text
-
-    def _records(self) -> Iterator[str]:
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = self._decoded(line, f"line {number}: ")
-                if not text.isspace() and (document := self._text_of(text, number)):
-                    yield document
-
-    def _text_of(self, line: str, number: int) -> str:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{self.path}: line {number}: not JSON ({error.msg} at column {error.colno})") from error
-        text = record.get(self.text_key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            keys = ", ".join(record) if isinstance(record, dict) else "none"
-            raise ConfigError(
-                f"{self.path}: line {number}: no text under data.text_key '{self.text_key}'. Its keys: {keys}"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise ConfigError(
-                f"{self.path}: line {number}: the text is not Unicode: {text[error.start]!a} at character {error.start}"
-            ) from error
-        return text
-
-    def _decoded(self, raw: bytes, where: str) -> str:
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{self.path}: {where}not UTF-8 text (byte 0x{raw[error.start]:02x} at offset {error.start})."
-                " Convert the file, or leave it out of the URLs"
-            ) from error
+    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
+        """See `Source.files`."""
+        del mirror, show
+        return [(self.known_as, self.path)]
 
 
-@functools.cache
-def _digest(path: Path, size: int, mtime_ns: int) -> str:
-    # Size and time are no part of the answer: they only tell this process when to look again.
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def find_files(urls: Sequence[str], key: str, text_key: str) -> list[TextFile]:
-    """The files that URLs mean, each once: in the order of the URLs, and sorted by name within each.
+def list_sources(urls: Sequence[str], key: str, mirror: Path = _USUAL_MIRROR) -> list[list[Source]]:
+    """What each URL means, sorted by name. Nothing is copied.
 
     Args:
-        key: where the URLs are configured (`data.train_urls`), for messages.
+        key: where URLs are configured (`data.train_urls`), for messages.
+        mirror: where copies of what is elsewhere are kept.
 
     Raises:
-        ConfigError: a URL that matches nothing; says what there is nearby.
+        ConfigError: a URL that matches nothing; says what there is nearby, or what to do.
+    """
+    return [_sources_of(url, f"{key}[{number}]", mirror) for number, url in enumerate(urls)]
+
+
+def find_files(
+    urls: Sequence[str], key: str, text_key: str, mirror: Path = _USUAL_MIRROR, show: Show = print
+) -> list[TextFile]:
+    """The files that URLs mean, each once: in the order of the URLs, and sorted by name within each.
+
+    What is elsewhere is copied into `mirror` first.
+
+    Raises:
+        ConfigError: as `list_sources`, or a copy that fails.
     """
     found: dict[Path, TextFile] = {}
     names: set[str] = set()
-    for number, url in enumerate(urls):
-        for name, path in _files_of(url, f"{key}[{number}]"):
+    listed = list_sources(urls, key, mirror)
+    _copy([source for sources in listed for source in sources], mirror, show)
+    for number, sources in enumerate(listed):
+        for name, path in (file for source in sources for file in source.files(mirror, show)):
             place = path.resolve()
             if place in found:
                 continue
@@ -132,49 +104,93 @@ def find_files(urls: Sequence[str], key: str, text_key: str) -> list[TextFile]:
     return list(found.values())
 
 
-def _files_of(url: str, key: str) -> list[tuple[str, Path]]:
+def _copy(sources: Sequence[Source], mirror: Path, show: Show) -> None:
+    """Copies what is not here, several at once."""
+    away = [source for source in sources if not source.is_here(mirror)]
+    if away:
+        with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+            list(pool.map(lambda source: source.files(mirror, show), away))
+
+
+def _sources_of(url: str, key: str, mirror: Path) -> list[Source]:
     if url.startswith(stdlib.SCHEME):
-        return stdlib.library_files(url.removeprefix(stdlib.SCHEME), key)
+        return [LocalFile(*file) for file in stdlib.library_files(url.removeprefix(stdlib.SCHEME), key)]
     if "://" in url:
-        raise ConfigError(f"{key}: '{url}': only local files, folders and globs are read, and stdlib:train|validation")
+        return _remote_files(url, key)
+    if url.startswith(hugging_face.SCHEME):
+        dataset = hugging_face.hub_dataset(url, key)
+        dataset.check(mirror)
+        return [dataset]
+    return _local_files(url, key)
+
+
+def _remote_files(url: str, key: str) -> list[Source]:
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+        listed = list(pool.map(lambda one: list_remote(one, key), expand_braces(url, key)))
+    root = common_folder([folder for folder, _ in listed])
+    files = {file.url: file for _, some in listed for file in some}.values()
+    _check_suffixes((file.url.partition("?")[0] for file in files), key)
+    _check_some_text([file.num_bytes for file in files], url, key)
+    named = [file.renamed(file.name.partition("?")[0][len(root) :].lstrip("/")) for file in files]
+    return sorted(named, key=lambda file: file.name)
+
+
+def _local_files(url: str, key: str) -> list[Source]:
+    patterns = [url] if os.path.exists(os.path.expanduser(url)) else expand_braces(url, key)
+    listed = [_matches(pattern, key) for pattern in patterns]
+    if len(listed) == 1:
+        root, paths = listed[0]
+    else:
+        root = Path(common_folder([os.path.abspath(folder) for folder, _ in listed]) or "/")
+        paths = list(dict.fromkeys(Path(os.path.abspath(path)) for _, some in listed for path in some))
+    _check_suffixes(paths, key)
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{key}: '{path}' may not be read. Change its permissions, or leave it out")
+    _check_some_text([path.stat().st_size for path in paths], url, key)
+    return [LocalFile(*file) for file in sorted((path.relative_to(root).as_posix(), path) for path in paths)]
+
+
+def _matches(url: str, key: str) -> tuple[Path, list[Path]]:
+    """The folder that names are relative to, and the files of one pattern."""
     path = Path(url).expanduser()
     if path.is_dir():
-        root, paths = path, [p for p in _below(path) if p.suffix in SUFFIXES]
+        paths = _below(path, key)
         if not paths:
-            raise ConfigError(f"{key}: the folder '{url}' holds no file that ends in {', '.join(SUFFIXES)}")
-    elif path.is_file():
-        root, paths = path.parent, [path]
-    else:
-        root = _before_wildcards(path)
-        paths = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
-        if not paths:
-            raise ConfigError(f"{key}: '{url}' matches no file{_nearby(path)}")
-    for p in paths:
-        if p.suffix not in SUFFIXES:
-            raise ConfigError(f"{key}: '{p}' ends in '{p.suffix}'. Allowed: {', '.join(SUFFIXES)}")
-        if not os.access(p, os.R_OK):
-            raise ConfigError(f"{key}: '{p}' may not be read. Change its permissions, or leave it out")
-    if not any(p.stat().st_size for p in paths):
-        raise ConfigError(f"{key}: '{url}' holds no text: {len(paths)} file(s), all of them empty")
-    return sorted((p.relative_to(root).as_posix(), p) for p in paths)
+            raise ConfigError(f"{key}: the folder '{url}' holds no file that ends in {allowed_suffixes()}")
+        return path, paths
+    if path.is_file():
+        return path.parent, [path]
+    paths = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
+    if not paths:
+        raise ConfigError(f"{key}: '{url}' matches no file{_nearby(path)}")
+    return Path(*before_wildcards(path.parts)), paths
 
 
-def _below(folder: Path) -> list[Path]:
-    """All files of a folder and the folders in it; hidden ones are not meant."""
+def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:
+    for path in map(Path, paths):
+        if format_of(path.name) is None:
+            ending = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSIONS else path.suffix
+            raise ConfigError(f"{key}: '{path}' ends in '{ending}'. Allowed: {allowed_suffixes()}")
+
+
+def _check_some_text(sizes: Sequence[int | None], url: str, key: str) -> None:
+    if all(size == 0 for size in sizes):
+        raise ConfigError(f"{key}: '{url}' holds no text: {len(sizes)} file(s), all of them empty")
+
+
+def _below(folder: Path, key: str) -> list[Path]:
+    """All files of a folder and the folders in it that can be read; hidden ones are not meant."""
     found = []
     for parent, folders, names in os.walk(folder):
+        hugging_face.check_no_splits(Path(parent), key)
+        if hugging_face.is_saved_dataset(Path(parent)):
+            folders.clear()
+            found += hugging_face.saved_files(Path(parent), key)
+            continue
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".") and format_of(name)]
     return found
-
-
-def _before_wildcards(pattern: Path) -> Path:
-    fixed = []
-    for part in pattern.parts[:-1]:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed)
 
 
 def _nearby(path: Path) -> str:

@@ -55,9 +55,9 @@ class Tokenizer:
         encoded = self._encode(itertools.chain.from_iterable(parts))
         return [np.concatenate(list(itertools.islice(encoded, len(own)))) for own in parts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids; special tokens are left out unless `special`."""
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def token_bytes(self) -> np.ndarray:
         """int32 [vocab]: bytes of text that each token stands for; 0 for special tokens.

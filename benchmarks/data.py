@@ -1,0 +1,155 @@
+"""How fast data is read and made: caches read in shuffled order, and text tokenized beside `tokenizers` alone.
+
+    python benchmarks/data.py [--repeats 7] [--characters 12000000]
+
+(a) Windows of 1,024 tokens, 64 a batch, from a memory-mapped cache of 100 million tokens, on one core: order, reading,
+    and the columns that training takes; all but placing them on a device.
+(b) The whole of building a cache (reading .jsonl, checksums, writing, fsync) beside `encode_batch` and `encode_batch_fast`
+    of the library `tokenizers` on the same texts in memory, all on all cores, interleaved. A ratio of 0.9 means that
+    everything around the tokenizer costs a tenth of the time. Ratios of CPU seconds are less disturbed by other work on
+    the machine, and say nothing about idle cores.
+
+Text: the source files of Python's standard library. One JSON line comes last.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from jaxlm.data.bpe import train_bpe
+from jaxlm.data.cache import TokenCache
+from jaxlm.data.cache_building import open_or_build
+from jaxlm.data.loader import places_of
+from jaxlm.data.packing import Windows
+from jaxlm.data.recipe import cache_recipe
+from jaxlm.data.sources import find_files
+from jaxlm.data.text_file import TextFile
+from jaxlm.data.tokenizer import Tokenizer
+
+SEQ_LEN, BATCH = 1024, 64
+CACHE_TOKENS, DOCUMENT_TOKENS = 100_000_000, 600
+BATCHES_A_REPEAT = 200
+VOCABULARY = 8192
+
+
+def main() -> None:
+    """Runs both parts and prints the line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--characters", type=int, default=12_000_000, help="of text to tokenize")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = {
+            "reading": reading(Path(folder), options.repeats),
+            "tokenizing": tokenizing(Path(folder), options.repeats, options.characters),
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average": os.getloadavg()[0],
+            "versions": {
+                "python": platform.python_version(),
+                "numpy": np.__version__,
+                "tokenizers": tokenizers.__version__,
+            },
+        }
+    print(json.dumps(result))
+
+
+def reading(folder: Path, repeats: int) -> dict[str, float]:
+    """Tokens/s on one core."""
+    windows = Windows(_random_cache(folder), SEQ_LEN)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        rates = [_reading_rate(windows, first=number * BATCHES_A_REPEAT) for number in range(repeats + 1)]
+    finally:
+        os.sched_setaffinity(0, cores)
+    return {f"tokens_per_second_{name}": value for name, value in _summary(rates[1:]).items()}
+
+
+def _reading_rate(windows: Windows, first: int) -> float:
+    began = time.perf_counter()
+    for number in range(first, first + BATCHES_A_REPEAT):
+        examples = number * BATCH + np.arange(BATCH)
+        windows.read(places_of(examples, len(windows), seed=0, shuffle=True))
+    return BATCHES_A_REPEAT * BATCH * SEQ_LEN / (time.perf_counter() - began)
+
+
+def _random_cache(folder: Path) -> TokenCache:
+    rng = np.random.default_rng(0)
+    path = folder / "tokens.bin"
+    rng.integers(0, VOCABULARY, CACHE_TOKENS, np.uint16).tofile(path)
+    ends = rng.geometric(1 / DOCUMENT_TOKENS, CACHE_TOKENS // DOCUMENT_TOKENS).cumsum()
+    offsets = np.concatenate([[0], ends[ends < CACHE_TOKENS], [CACHE_TOKENS]]).astype(np.int64)
+    tokens = np.asarray(np.memmap(path, np.uint16, mode="r"))
+    return TokenCache(folder, tokens, offsets, VOCABULARY, 0, "", {"random": len(offsets) - 1})
+
+
+def tokenizing(folder: Path, repeats: int, characters: int) -> dict[str, float]:
+    """Tokens/s on all cores, and the ratios to `tokenizers` alone: medians of each repeat's ratio."""
+    texts = _texts(characters)
+    tokenizer = train_bpe(texts[:200], VOCABULARY)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = find_files([str(folder / "text.jsonl")], "text", "text")
+    backend = tokenizer._backend  # the very same object, with nothing of ours around it
+    contestants: dict[str, Callable[[], int]] = {
+        "cache": lambda: _build(folder / "cache", files, tokenizer),
+        "encode_batch": lambda: _num_tokens(backend.encode_batch(texts, add_special_tokens=False)),
+        "encode_batch_fast": lambda: _num_tokens(backend.encode_batch_fast(texts, add_special_tokens=False)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(repeats + 1):
+        for name, run in contestants.items():
+            began, cpu_began = time.perf_counter(), time.process_time()
+            num_tokens = run()
+            seconds[name].append((time.perf_counter() - began) / num_tokens)
+            cpu_seconds[name].append((time.process_time() - cpu_began) / num_tokens)
+        print(f"repeat {number}: " + ", ".join(f"{name} {1 / s[-1]:,.0f} tokens/s" for name, s in seconds.items()))
+    result: dict[str, float] = {"characters": sum(map(len, texts))}
+    for name, costs in seconds.items():
+        result[f"{name}_tokens_per_second_median"] = _summary([1 / s for s in costs[1:]])["median"]
+    for name in ("encode_batch", "encode_batch_fast"):
+        for what, costs in (("ratio", seconds), ("cpu_ratio", cpu_seconds)):
+            ratios = [alone / ours for alone, ours in zip(costs[name][1:], costs["cache"][1:], strict=True)]
+            result |= {f"{what}_to_{name}_{kind}": value for kind, value in _summary(ratios).items()}
+    return result
+
+
+def _texts(characters: int) -> list[str]:
+    texts, size = [], 0
+    for file in find_files(["stdlib:train"], "text", "text"):
+        for text in file.documents():
+            if size >= characters:
+                return texts
+            texts.append(text)
+            size += len(text)
+    return texts
+
+
+def _build(folder: Path, files: list[TextFile], tokenizer: Tokenizer) -> int:
+    made_from = cache_recipe(files, tokenizer, bos=False, eos=False)
+    cache = open_or_build(folder, files, tokenizer, made_from, lambda _: None)
+    shutil.rmtree(folder)
+    return cache.num_tokens
+
+
+def _num_tokens(encodings: list[tokenizers.Encoding]) -> int:
+    return sum(len(encoding) for encoding in encodings)
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    first, median, third = statistics.quantiles(values, n=4)
+    return {"median": median, "first_quartile": first, "third_quartile": third}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Text to token caches ahead of training, and what is in them, to look at.
+
+    python -m jaxlm.prepare --config_path run.yaml --show_batch 0
+
+Reads what jaxlm.train reads, makes the tokenizer and all phases' caches where they are missing, and stops. Training then
+finds them. Needs no accelerator and compiles nothing, so it runs where time is cheap.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxlm.commands import run_command
+from jaxlm.config import RunConfig, load_config
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.cache import TokenCache
+from jaxlm.data.config import DataConfig
+from jaxlm.data.loader import places_of
+from jaxlm.data.packing import Windows
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.engine.console import Console, table
+from jaxlm.engine.phases import Phase
+from jaxlm.plan import plan_phases
+
+_NO_TARGET = ("⟦", "⟧")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A phase's data, ready.
+
+    Attributes:
+        phase: which one.
+        section: its `data` section.
+        train: windows to train on.
+        validation: windows to evaluate on.
+    """
+
+    phase: Phase
+    section: DataConfig
+    train: Windows
+    validation: Windows | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxlm.prepare",
+        description="Tokenizes a run's data ahead. All keys of its configuration may follow, as for jaxlm.train.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--show_batch", type=int, metavar="N", help="print what step N + 1 will be trained on")
+    options, rest = parser.parse_known_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # accelerators are left to others
+    config = load_config(rest, "jaxlm.prepare")
+    console = Console()
+    tokenizer, prepared = prepare(config, console)
+    for title, rows in _cache_rows(prepared):
+        console.show(table(title, rows))
+    if options.show_batch is not None:
+        for text in batch_as_text(config, prepared, tokenizer, options.show_batch):
+            console.show(text)
+    return 0
+
+
+def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepared]]:
+    """The run's tokenizer and all its phases' caches, made where they are missing.
+
+    Raises:
+        ConfigError: as training would raise it.
+    """
+    config.model.check()
+    phases, sections = plan_phases(config)
+    for section in sections:
+        section.check()
+    tokenizer = sections[0].load_tokenizer(show=console.show)
+    prepared = []
+    for phase, section in zip(phases, sections, strict=True):
+        data = section.open(tokenizer, config.model.seq_len, show=console.show)
+        prepared.append(Prepared(phase, section, data.train, data.validation))
+    return tokenizer, prepared
+
+
+def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: Tokenizer, number: int) -> Iterator[str]:
+    """The rows of training batch `number`, from 0: what step `number + 1` is trained on if nothing is changed on the way.
+
+    Tokens stand in ⟦brackets⟧ where no target is: they are read, and not asked for.
+
+    Raises:
+        ConfigError: the run has no such step, or no batch size without its devices.
+    """
+    size, last = config.trainer.train_batch_size, prepared[-1].phase.end
+    if not 0 <= number < last:
+        raise ConfigError(f"--show_batch: {number} given; the run's {last} steps have batches 0 to {last - 1}")
+    if size < 1:
+        raise ConfigError(f"--show_batch: needs trainer.train_batch_size, which is {size}: devices would decide it")
+    data = next(p for p in prepared if number < p.phase.end)
+    windows, cache = data.train, data.train.cache
+    examples = (number - data.phase.start) * size + np.arange(size)
+    places = places_of(examples, len(windows), seed=config.trainer.seed, shuffle=data.section.shuffle)
+    columns = windows.read(places)
+    yield f"batch {number}: step {number + 1}, phase '{data.phase.name}', {size} rows of {windows.seq_len} tokens"
+    for row, place in enumerate(places.tolist()):
+        own = {name: column[row] for name, column in columns.items()}
+        targets = int(own["loss_mask"].sum())
+        yield f"=== row {row}: window {place} of {len(windows)}, {targets} targets in {windows.seq_len} tokens ==="
+        for start, text in _documents(own, tokenizer):
+            yield f"--- {cache.source_of(place * windows.seq_len + start)} ---\n{text}"
+
+
+def _documents(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
+    """Where each document of a row begins, and its text."""
+    # A row's tokens and its last target, which follows them; each is a target where the place before it counts.
+    ids = np.append(row["tokens"], row["targets"][-1])
+    asked = np.append(False, row["loss_mask"] > 0)
+    used = np.append(row["segment_ids"], row["segment_ids"][-1] * asked[-1])
+    for segment in range(1, int(used.max()) + 1):
+        (inside,) = np.nonzero(used == segment)
+        runs = itertools.groupby(inside.tolist(), key=lambda place: bool(asked[place]))
+        texts = [(is_target, tokenizer.decode(ids[list(places)].tolist(), special=True)) for is_target, places in runs]
+        yield int(inside[0]), "".join(text if kept else text.join(_NO_TARGET) for kept, text in texts)
+
+
+def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """A table for each cache; phases may share one."""
+    shown: dict[str, str] = {}
+    for data in prepared:
+        for split, windows in (("train", data.train), ("validation", data.validation)):
+            if windows is not None and shown.setdefault(str(windows.cache.folder), data.phase.name) == data.phase.name:
+                yield f"phase '{data.phase.name}': {split}", describe_cache(windows)
+
+
+def describe_cache(windows: Windows) -> list[tuple[str, str]]:
+    """What is in a cache, for people."""
+    cache: TokenCache = windows.cache
+    places = len(windows) * windows.seq_len
+    # The last token is nobody's input.
+    padding = places - (cache.num_tokens - 1)
+    return [
+        ("files", f"{len(cache.documents_of):,}"),
+        ("documents", f"{len(cache.offsets) - 1:,}"),
+        ("tokens", f"{cache.num_tokens:,} of a vocabulary of {cache.vocab_size:,}, special ones included"),
+        ("bytes", f"{cache.num_bytes:,} of text"),
+        ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
+        ("windows", f"{len(windows):,} of {windows.seq_len:,} tokens"),
+        ("padding", f"{padding / places:.4%} of their places, all in the last one"),
+        ("fingerprint", cache.fingerprint),
+        ("folder", str(cache.folder)),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Remote files: a real HTTP server in a thread, and fsspec's own file systems."""
+
+import functools
+import http.server
+import json
+import os
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import mirror
+from jaxlm.data.config import DataConfig
+from jaxlm.data.sources import find_files, list_sources
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder, counts what is fetched, and can break off."""
+
+    fetched: list[str]
+    break_off = False
+
+    def do_GET(self):
+        self.fetched.append(self.path)
+        super().do_GET()
+
+    def copyfile(self, source, outputfile):
+        if self.break_off:
+            outputfile.write(source.read(10))
+            self.close_connection = True
+        else:
+            super().copyfile(source, outputfile)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A folder, the address that it is served under, and the handler."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = type("Served", (Handler,), {"fetched": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    mirror.list_remote.cache_clear()
+
+
+def files(*urls, folder: Path, show=lambda _: None):
+    mirror.list_remote.cache_clear()  # as a new process
+    return find_files(list(urls), "data.train_urls", "text", folder, show)
+
+
+def listed(*urls):
+    return [(source.name, source.num_bytes) for some in list_sources(list(urls), "data.train_urls") for source in some]
+
+
+def texts(found):
+    return [text for file in found for text in file.documents()]
+
+
+class TestHttp:
+    def test_is_listed_without_a_copy_and_copied_once(self, served, tmp_path):
+        folder, address, handler = served
+        for number in range(1, 4):
+            (folder / f"x-{number}.jsonl").write_text(json.dumps({"text": f"text {number}"}) + "\n")
+        url = f"{address}/x-{{1..3}}.jsonl"
+        assert listed(url) == [(f"x-{number}.jsonl", 19) for number in range(1, 4)]
+        assert handler.fetched == []
+        said: list[str] = []
+        found = files(url, folder=tmp_path / "mirror", show=said.append)
+        assert texts(found) == ["text 1", "text 2", "text 3"]
+        assert [file.name for file in found] == ["x-1.jsonl", "x-2.jsonl", "x-3.jsonl"]
+        assert len(said) == 3
+        assert min(said).startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
+        fetched = list(handler.fetched)
+        assert [file.path for file in files(url, folder=tmp_path / "mirror")] == [file.path for file in found]
+        assert handler.fetched == fetched
+
+    def test_what_has_changed_is_copied_again(self, served, tmp_path):
+        folder, address, _ = served
+        (folder / "x.txt").write_text("one")
+        assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["one"]
+        (folder / "x.txt").write_text("two")  # of the same size
+        os.utime(folder / "x.txt", (1, 1))
+        assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["two"]
+
+    def test_globs_and_folders(self, served, tmp_path):
+        folder, address, _ = served
+        (folder / "deep").mkdir()
+        for name in ("a.txt", "b.txt", "c.csv", "deep/d.py"):
+            (folder / name).write_text(name)
+        assert listed(f"{address}/*.txt") == [("a.txt", 5), ("b.txt", 5)]
+        assert listed(f"{address}/") == [("a.txt", 5), ("b.txt", 5), ("deep/d.py", 9)]
+        assert listed(f"{address}/{{deep/d.py,a.txt}}") == [("a.txt", 5), ("deep/d.py", 9)]
+        assert texts(files(f"{address}/a.txt?download=true", folder=tmp_path / "mirror")) == ["a.txt"]
+
+    def test_a_broken_connection_leaves_nothing(self, served, tmp_path):
+        folder, address, handler = served
+        (folder / "x.txt").write_text("text " * 1000)
+        handler.break_off = True
+        with pytest.raises(ConfigError, match=rf"data\.train_urls\[0\]: '?{address}/x\.txt"):
+            files(f"{address}/x.txt", folder=tmp_path / "mirror")
+        assert [path.name for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == [".lock"]
+        handler.break_off = False
+        assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["text " * 1000]
+
+    def test_nothing_there_and_nobody_there(self, served):
+        _, address, _ = served
+        with pytest.raises(ConfigError, match=rf"data\.train_urls\[0\]: '{address}/no\.txt' cannot be read .*404"):
+            listed(f"{address}/no.txt")
+        with pytest.raises(ConfigError, match=r"'http://127\.0\.0\.1:1/x\.txt' cannot be read .*Check the address"):
+            listed("http://127.0.0.1:1/x.txt")
+
+    def test_suffixes_and_empty_files(self, served):
+        folder, address, _ = served
+        (folder / "c.csv").write_text("x")
+        (folder / "e.txt").touch()
+        with pytest.raises(ConfigError, match=r"c\.csv' ends in '\.csv'\. Allowed"):
+            listed(f"{address}/c.csv")
+        with pytest.raises(ConfigError, match=r"e\.txt' holds no text: 1 file\(s\), all of them empty"):
+            listed(f"{address}/e.txt")
+
+
+@pytest.fixture
+def memory():
+    """A folder in fsspec's memory."""
+    name = uuid.uuid4().hex
+    fs = fsspec.filesystem("memory")
+    fs.makedirs(f"/{name}/deep")
+    yield f"memory://{name}", lambda path, text: fs.pipe_file(f"/{name}/{path}", text.encode())
+    fs.rm(f"/{name}", recursive=True)
+
+
+def test_memory(memory, tmp_path):
+    address, write = memory
+    write("b.txt", "b")
+    write("deep/a.txt", "a")
+    write("notes.md", "notes")
+    assert listed(address) == [("b.txt", 1), ("deep/a.txt", 1)]
+    assert listed(f"{address}/**/*.txt") == [("b.txt", 1), ("deep/a.txt", 1)]
+    assert texts(files(f"{address}/**/*.txt", folder=tmp_path)) == ["b", "a"]
+    write("b.txt", "c")
+    assert texts(files(f"{address}/**/*.txt", folder=tmp_path)) == ["c", "a"]
+    with pytest.raises(ConfigError, match=r"\*\.json' matches no file that can be read"):
+        listed(f"{address}/*.json")
+
+
+def test_names_are_those_of_a_local_copy(tmp_path):
+    for name in ("text/b.txt", "text/deep/a.txt", "more/c.txt"):
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_text(name)
+    for pattern in ("text", "text/*.txt", "text/**/*.txt", "{text,more}/*.txt", "text/b.txt"):
+        here = find_files([f"{tmp_path}/here/{pattern}"], "x", "text")
+        there = files(f"file://{tmp_path}/here/{pattern}", folder=tmp_path / "mirror")
+        assert [(f.name, f.digest) for f in there] == [(f.name, f.digest) for f in here], pattern
+        assert all(tmp_path / "mirror" in file.path.parents for file in there)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"data\.train_urls\[0\]: 's3://b/x\.txt': s3:// needs .*pip install s3fs"):
+        listed("s3://b/x.txt")
+
+
+def test_progress_is_shown_while_a_file_is_copied(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "_SHOW_EVERY_S", -1.0)
+    address, write = memory
+    write("x.txt", "text " * 2_000_000)
+    said: list[str] = []
+    files(f"{address}/x.txt", folder=tmp_path, show=said.append)
+    assert len(said) > 2
+    assert "x.txt: copying, " in said[-2]
+    assert said[-2].endswith(" of 10.0 MB")
+
+
+class TestDataConfig:
+    @pytest.fixture
+    def config(self, memory, tmp_path):
+        address, write = memory
+        write("a.txt", "some text to train on. " * 40)
+        write("b.jsonl", json.dumps({"text": "more text"}) + "\n")
+        return DataConfig(train_urls=[address], cache_dir=str(tmp_path / "cache"), vocab_size=270)
+
+    def test_checking_copies_nothing(self, config, tmp_path):
+        config.check()
+        assert not (tmp_path / "cache").exists()
+
+    def test_is_built_through_the_mirror(self, config, memory):
+        said: list[str] = []
+        tokenizer = config.load_tokenizer(said.append)
+        first = config.open(tokenizer, 16, said.append).train.cache
+        assert [line.split(" ")[0] for line in said] == ["mirror:", "mirror:", "training", "train:"]
+        mirror.list_remote.cache_clear()
+        config.check()
+        assert config.open(tokenizer, 16, said.append).train.cache.fingerprint == first.fingerprint
+        assert len(said) == 4
+        memory[1]("a.txt", "other text")
+        mirror.list_remote.cache_clear()
+        config.check()  # its content is not known before it is copied
+        with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
+            config.load_tokenizer(said.append)
+        with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
+            config.check()
+
+    def test_identity_does_not_depend_on_the_place(self, config, tmp_path):
+        [address] = config.train_urls
+        fs = fsspec.filesystem("memory")
+        fs.get(address, str(tmp_path / "local"), recursive=True)
+        local = DataConfig(train_urls=[str(tmp_path / "local")], cache_dir="elsewhere", vocab_size=270)
+        assert config.identity() == local.identity()

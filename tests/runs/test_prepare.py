@@ -1,0 +1,138 @@
+"""jaxlm.prepare: what it builds is what training finds, and what it shows is what training sees."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxlm.config import read_config
+from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
+from jaxlm.core.sharding import Layout
+from jaxlm.data.loader import train_batches
+from jaxlm.engine.console import Console
+from jaxlm.prepare import batch_as_text, main, prepare
+from tests.data.helpers import some_text, write_corpus
+
+TWO_PHASES = """
+data: {{train_urls: [{text}], validation_urls: [{text}/b0.txt], cache_dir: {cache}, vocab_size: 300}}
+model: {{type: llama, seq_len: 48, hidden_dim: 32, intermediate_dim: 32, num_layers: 1, num_heads: 4, num_kv_heads: 4}}
+trainer: {{train_batch_size: 4, num_train_steps: 5, seed: 3}}
+phases:
+  - {{name: first}}
+  - {{name: second, data: {{train_urls: ["{text}/*.txt"], cache_dir: {cache}2, shuffle: false}}}}
+"""
+
+
+@pytest.fixture
+def config_path(tmp_path):
+    write_corpus(tmp_path / "text")
+    text = TWO_PHASES.format(text=tmp_path / "text", cache=tmp_path / "cache")
+    # A run has one tokenizer: both phases name it, trained beforehand.
+    path = tmp_path / "run.yaml"
+    path.write_text(text.split("phases:")[0])
+    assert main(["--config_path", str(path)]) == 0
+    saved = (tmp_path / "cache" / "tokenizer").rename(tmp_path / "saved")
+    path.write_text(text.replace("vocab_size: 300", f"tokenizer: {saved}"))
+    return path
+
+
+def shown(config, prepared, tokenizer, number):
+    return "\n".join(batch_as_text(config, prepared, tokenizer, number))
+
+
+def test_shows_the_rows_that_a_step_sees(config_path):
+    config = read_config(config_path)
+    tokenizer, prepared = prepare(config, Console())
+    layout = Layout(
+        Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3),
+        {},
+        {BATCH: (REPLICA, DATA)},
+    )
+    assert [data.phase.name for data in prepared] == ["first", "second"]
+    for data in prepared:
+        batches = train_batches(
+            data.train,
+            batch_size=4,
+            num_microbatches=2,
+            layout=layout,
+            seed=config.trainer.seed,
+            shuffle=data.section.shuffle,
+        )
+        for number in range(data.phase.start, data.phase.end):
+            batch = next(batches)
+            tokens, targets = (np.asarray(c.array).reshape(4, -1) for c in (batch.tokens, batch.targets))
+            mask = np.asarray(batch.loss_mask.array).reshape(4, -1)
+            text = shown(config, prepared, tokenizer, number)
+            assert text.startswith(f"batch {number}: step {number + 1}, phase '{data.phase.name}', 4 rows of 48 tokens")
+            rows = re.split(r"=== row \d+: window \d+ of \d+, (\d+) targets in 48 tokens ===\n", text)[1:]
+            assert [int(count) for count in rows[::2]] == mask.sum(axis=1).tolist()
+            for row, body in enumerate(rows[1::2]):
+                plain = re.sub(r"--- document \d+ of [\w.]+ ---\n", "", body).replace("\n", "")
+                asked = re.sub("⟦.*?⟧", "", plain)
+                expected = tokenizer.decode(targets[row][mask[row] > 0].tolist(), special=True).replace("\n", "")
+                # A character that is cut between two documents or windows cannot be shown.
+                assert re.sub("�+", "", asked) == re.sub("�+", "", expected)
+                assert plain.startswith("⟦" + tokenizer.decode([int(tokens[row][0])], special=True).replace("\n", ""))
+        batches.close()
+
+
+def test_names_the_documents_of_a_row(config_path):
+    config = read_config(config_path)
+    tokenizer, prepared = prepare(config, Console())
+    text = shown(config, prepared, tokenizer, 5)  # the first of the second phase, which is not shuffled
+    assert "=== row 0: window 0 of " in text
+    assert "--- document 1 of b0.txt ---\n⟦<|endoftext|>⟧" + some_text(0)[:20] in text
+
+
+def test_what_is_in_the_caches(config_path, capsys):
+    assert main(["--config_path", str(config_path)]) == 0
+    text = capsys.readouterr().out
+    _, prepared = prepare(read_config(config_path), Console())
+    for data in prepared:
+        cache = data.train.cache
+        rows = text.split(f"phase '{data.phase.name}': train\n")[1].split("phase '")[0]
+        assert f"folder           {cache.folder}" in rows
+        assert f"fingerprint      {cache.fingerprint}" in rows
+        assert f"bytes            {cache.num_bytes:,} of text" in rows
+        assert f"files            {len(cache.documents_of)}\n" in rows
+        read = data.train.read(np.arange(len(data.train)))
+        # The very last token stands in its window and is nobody's input.
+        empty = (read["segment_ids"] == 0).mean() + 1 / read["tokens"].size
+        padding = float(re.search(r"padding +([\d.]+)%", rows)[1]) / 100
+        assert padding == pytest.approx(empty, abs=1e-6)
+    assert "phase 'first': validation\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--show_batch", "10"], "--show_batch: 10 given; the run's 10 steps have batches 0 to 9"),
+        (["--show_batch", "-1"], "--show_batch: -1 given"),
+        (["--show_batch", "0", "--trainer.train_batch_size", "-1"], "needs trainer.train_batch_size"),
+        (["--data.train_urls", "[nowhere.txt]"], "data.train_urls[0]: 'nowhere.txt' matches no file"),
+    ],
+)
+def test_what_cannot_be(config_path, capsys, arguments, message):
+    text = config_path.read_text().split("phases:")[0] + "phases: [{name: a}, {name: b}]\n"
+    config_path.write_text(text)
+    assert main(["--config_path", str(config_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_training_finds_what_was_prepared(workplace, tmp_path):
+    place = workplace()
+    place.write()
+    arguments = ("--config_path", "run.yaml", "--data.cache_dir", f"{tmp_path}/cache")
+    # A platform that is not there, and a line for everything that is compiled.
+    first = place.run(*arguments, module="jaxlm.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
+    assert first.code == 0, first.err
+    assert "Compiling" not in first.err
+    assert "train: 4 documents, " in first.out
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*") if file.is_file()}
+    second = place.run(*arguments, "--trainer.num_train_steps", "2")
+    assert second.code == 0, second.err
+    assert "documents, " not in second.out
+    assert "training a BPE" not in second.out
+    assert {file: file.stat().st_mtime_ns for file in made} == made
