@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import haliax as hax
 import jax
@@ -115,7 +116,8 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit
 
 def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> CompiledStep:
     began = time.perf_counter()
-    call = lower_step(plan, phase, keep).compile(compiler_options(plan.layout.platform))
+    options: Any = compiler_options(plan.layout.platform)  # jax declares what it takes by the default, None
+    call = lower_step(plan, phase, keep).compile(options)
     memory = call.memory_analysis()
     needed = memory and (
         memory.argument_size_in_bytes
