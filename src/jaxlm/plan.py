@@ -142,6 +142,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int) -> Plan:
     trainer = config.trainer
     config.model.check()
     trainer.checkpointer.check()
+    for tracker in trainer.trackers:
+        tracker.check()
     precision = parse_precision(trainer.mp)
     mesh = mesh_shape(len(jax.devices()), replica=trainer.replica_ici_axis_size, model=trainer.model_axis_size)
     Vocab = vocab_axis(vocab_size)

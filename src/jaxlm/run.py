@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxlm.core.decode import dump
+from jaxlm.core import tree
+from jaxlm.core.decode import dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first
 from jaxlm.data.loader import eval_batches
@@ -22,7 +23,8 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.reports import Workload
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.trackers import JsonlTracker, Tracker
+from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig
+from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext
 from jaxlm.lineage import DATA_IDENTITY, data_identity
 from jaxlm.plan import Plan
@@ -100,18 +102,44 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *,
     }
     writer = CheckpointWriter(plan.checkpoint_folder, files)
     writer.prepare()
-    trackers: tuple[Tracker, ...] = ()
     if is_main_process():
         plan.log_folder.mkdir(parents=True, exist_ok=True)
         (plan.log_folder / "config.yaml").write_text(config_text)
-        further = [config.open(plan.run_id, resume_step=resume_step) for config in plan.config.trainer.tracker]
-        trackers = (JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step), *further)
-    try:
+    with contextlib.ExitStack() as closing:
+        trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
+        for tracker in trackers:
+            closing.callback(tracker.close)
         yield Run(plan, tokenizer, console, writer, trackers, Ballot(plan.layout), stop)
         writer.wait()
-    finally:
-        for tracker in trackers:
-            tracker.close()
+
+
+def _open_trackers(plan: Plan, console: Console, resume_step: int) -> tuple[Tracker, ...]:
+    """`metrics.jsonl`, and what is configured beside it, each in a thread of its own."""
+    always = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step)
+    configs = plan.config.trainer.trackers
+    if not configs:
+        return (always,)
+    facts = _facts(plan, resume_step)
+
+    def guarded(config: TrackerConfig) -> Tracker:
+        return GuardedTracker(config.get_choice_name(type(config)), lambda: config.open(facts), console.show)
+
+    return (always, *map(guarded, configs))
+
+
+def _facts(plan: Plan, resume_step: int) -> RunFacts:
+    devices = jax.devices()
+    peak = peak_flops(devices[0].device_kind)
+    summary: dict[str, float | str] = {
+        "parameter_count": tree.num_parameters(plan.recipe.abstract_state(plan.phases[-1]).model),
+        "num_devices": len(devices),
+        "num_hosts": jax.process_count(),
+        "backend": jax.default_backend(),
+        "throughput/device_kind": devices[0].device_kind,
+    }
+    if peak is not None:
+        summary["throughput/theoretical_flops"] = peak * len(devices)
+    return RunFacts(plan.run_id, resume_step, encode(plan.config), dump(plan.config), summary)
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
