@@ -20,10 +20,10 @@ from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
 from jaxlm.engine.hooks import EvalHook
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.reports import Workload
+from jaxlm.engine.reports import Totals, Workload
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig
+from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext
 from jaxlm.lineage import DATA_IDENTITY, data_identity
@@ -40,6 +40,7 @@ class Run:
         console: what a person sees.
         writer: of its checkpoints.
         trackers: where its numbers go; only process 0 has any.
+        before: what earlier processes of this run have done.
         ballot: how its processes agree.
         stop: whether a signal has arrived.
     """
@@ -49,6 +50,7 @@ class Run:
     console: Console
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
+    before: Totals
     ballot: Ballot
     stop: StopRequest
 
@@ -90,7 +92,14 @@ class Run:
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
         flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * plan.tokens_per_step
-        return Workload(plan.tokens_per_step, flops, None if peak is None else peak * len(devices))
+        return Workload(
+            examples=plan.batches.train,
+            tokens=plan.tokens_per_step,
+            flops=flops,
+            peak_flops=None if peak is None else peak * len(devices),
+            num_steps=plan.num_steps,
+            before=self.before,
+        )
 
 
 @contextlib.contextmanager
@@ -109,8 +118,17 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *,
         trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
-        yield Run(plan, tokenizer, console, writer, trackers, Ballot(plan.layout), stop)
+        before = totals_at(plan.log_folder / "metrics.jsonl", resume_step)
+        yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
         writer.wait()
+
+
+def totals_at(metrics: Path, step: int) -> Totals:
+    """What a run had done after `step`, as its metrics file says; nothing where the file does not."""
+    for record in reversed(read_jsonl(metrics) if step else []):
+        if record["step"] == step and "throughput/total_tokens" in record:
+            return Totals(step, record["throughput/total_tokens"], record["throughput/total_gflops"])
+    return Totals()
 
 
 def _open_trackers(plan: Plan, console: Console, resume_step: int) -> tuple[Tracker, ...]:
