@@ -22,6 +22,7 @@ from jaxlm.core.runtime import DistributedConfig
 from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import train_batches
+from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.trackers import RunFacts, TrackerConfig, environment
 from jaxlm.evals.base import EvalConfig, EvalContext
@@ -104,6 +105,7 @@ SHOWN_ELSEWHERE = {
     "trainer.compilation_cache_dir": "test_compiled_programs_are_kept_where_the_field_says",
     "trainer.strict_performance": "test_strict_performance_refuses_what_falls_back",
     "trainer.tracker": "test_tracker_fields",
+    "trainer.profiler": "test_profiler_fields",
     "trainer.distributed": "test_distributed_fields",
     "trainer.checkpointer": "its fields",
     "data": "test_data_fields",
@@ -363,6 +365,19 @@ def test_tracker_fields(kind, name, tmp_path, monkeypatch):
 
     assert told() == told()
     assert told(**{name: TRACKERS[kind][name]}) != told()
+
+
+def test_profiler_fields(tmp_path):
+    def recorded(**changes: Any) -> list[int]:
+        config = ProfilerConfig(**{"start_step": 3, "num_steps": 4} | changes)
+        hook = ProfileHook(config, tmp_path, plan_of(tree()).phases[0], first_step=2, program=str, show=print)
+        return [step for step in range(100) if hook.due(step)]
+
+    assert [field.name for field in dataclasses.fields(ProfilerConfig)] == ["start_step", "num_steps"]
+    assert [recorded(), recorded(start_step=8), recorded(num_steps=1)] == [[5, 9], [10, 14], [5, 6]]
+    for wrong in ({"start_step": 0}, {"num_steps": 0}):
+        with pytest.raises(ConfigError, match="profiler"):
+            plan_of(merged(tree(), {"trainer": {"profiler": wrong}}))
 
 
 def test_distributed_fields(monkeypatch):

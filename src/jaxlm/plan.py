@@ -142,6 +142,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int) -> Plan:
     trainer = config.trainer
     config.model.check()
     trainer.checkpointer.check()
+    if trainer.profiler is not None:
+        trainer.profiler.check()
     for tracker in trainer.trackers:
         tracker.check()
     precision = parse_precision(trainer.mp)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
 from jaxlm.engine.hooks import EvalHook
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.profiler import ProfileHook
 from jaxlm.engine.reports import Totals, Workload
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
@@ -80,6 +81,14 @@ class Run:
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase.end, self.trackers, self.console)
+
+    def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[], str]) -> list[ProfileHook]:
+        """The profiler, where one is configured. Args: program: the text of the phase's compiled step."""
+        config = self.plan.config.trainer.profiler
+        if config is None:
+            return []
+        folder = self.plan.log_folder / "profile" / phase.name
+        return [ProfileHook(config, folder, phase, first_step=first_step, program=program, show=self.console.show)]
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""

@@ -78,18 +78,18 @@ def _collectives_of(line: str) -> Iterator[Collective]:
 
 def _executed(hlo: str) -> Iterator[tuple[str, int]]:
     """Every instruction that runs, and how often."""
-    computations, entry = _computations(hlo)
+    bodies, entry = computations(hlo)
     pending = [(entry, 1)] if entry else []
     while pending:
         name, times = pending.pop()
-        for line in computations.get(name, ()):
+        for line in bodies.get(name, ()):
             yield line, times
             trips = _TRIPS.search(line) if " while(" in line else None
             inside = times * int(trips[1]) if trips else times
             pending += [(called, inside) for called in _called(line)]
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
+def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     """Instructions of every computation, and the name of the one that the program begins with."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
