@@ -48,7 +48,8 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
         )
         for step, rate, name in schedule.corner_points():
             axes.plot(phase.start + step, rate, "o", color=f"C{phase.index % 10}", markersize=4)
-            axes.annotate(f"{name}\n{phase.start + step}: {rate:.3g}", (phase.start + step, rate), fontsize=7)
+            place, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
+            axes.annotate(text, place, (4, 4), textcoords="offset points", fontsize=7)
     axes.set(title=title, xlabel="step", ylabel="learning rate")
     axes.margins(x=0.08, y=0.12)
     axes.legend()
