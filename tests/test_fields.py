@@ -6,8 +6,10 @@ configuration itself: only at what was made of it.
 
 import copy
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -20,8 +22,9 @@ from jaxlm.core.runtime import DistributedConfig
 from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import train_batches
+from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
-from jaxlm.engine.trackers import TrackerConfig
+from jaxlm.engine.trackers import RunFacts, TrackerConfig, environment
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.rotary import RotaryConfig
@@ -102,6 +105,7 @@ SHOWN_ELSEWHERE = {
     "trainer.compilation_cache_dir": "test_compiled_programs_are_kept_where_the_field_says",
     "trainer.strict_performance": "test_strict_performance_refuses_what_falls_back",
     "trainer.tracker": "test_tracker_fields",
+    "trainer.profiler": "test_profiler_fields",
     "trainer.distributed": "test_distributed_fields",
     "trainer.checkpointer": "its fields",
     "data": "test_data_fields",
@@ -303,11 +307,77 @@ def test_strict_performance_refuses_what_falls_back():
         check_performance(plan_of(merged(strict, dropping)))
 
 
-def test_tracker_fields(tmp_path):
+# Of trackers: what their own libraries are told, field by field.
+TRACKERS: dict[str, dict[str, Any]] = {
+    "tensorboard": {
+        "logdir": "elsewhere",
+        "comment": "-two",
+        "purge_step": 3,
+        "max_queue": 5,
+        "flush_secs": 7,
+        "filename_suffix": ".x",
+        "write_to_disk": False,
+    },
+    "wandb": {
+        "entity": "e",
+        "project": "p",
+        "name": "n",
+        "tags": ["t"],
+        "id": "i",
+        "group": "g",
+        "mode": "online",
+        "resume": "must",
+        "save_code": False,
+        "save_xla_dumps": True,
+    },
+}
+
+
+def test_every_tracker_field_is_listed():
     kinds = TrackerConfig.get_known_choices()
-    assert {kind: [f.name for f in dataclasses.fields(kinds[kind])] for kind in kinds} == {"tensorboard": ["logdir"]}
-    kinds["tensorboard"](logdir=str(tmp_path / "here")).open("run", resume_step=0).close()
-    assert list((tmp_path / "here" / "run").iterdir())
+    listed = {kind: list(changes) for kind, changes in TRACKERS.items()}
+    assert {kind: [f.name for f in dataclasses.fields(kinds[kind])] for kind in kinds} == listed
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in TRACKERS for name in TRACKERS[kind]])
+def test_tracker_fields(kind, name, tmp_path, monkeypatch):
+    import tensorboardX
+    import wandb
+
+    (tmp_path / "dumped").mkdir()
+    (tmp_path / "dumped" / "a.txt").write_text("a program")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path / 'dumped'}")
+
+    def told(**changes: Any) -> str:
+        library = mock.MagicMock()
+        library.step = 0
+        library.id = "id"
+        monkeypatch.setattr(tensorboardX, "SummaryWriter", library)
+        monkeypatch.setattr(wandb, "init", library)
+        monkeypatch.setattr(wandb, "login", lambda **_: True)
+        monkeypatch.setattr(wandb, "Artifact", lambda name, type: library)
+        monkeypatch.setattr(wandb, "Settings", dict)
+        monkeypatch.setattr(environment, "repository", lambda: tmp_path)
+        config = TrackerConfig.get_known_choices()[kind](**changes)
+        config.check()
+        config.open(RunFacts("run", 0, {}, "", {})).close()
+        return re.sub(r" at 0x\w+|id='\d+'", "", str(library.mock_calls))
+
+    assert told() == told()
+    assert told(**{name: TRACKERS[kind][name]}) != told()
+
+
+def test_profiler_fields(tmp_path):
+    def recorded(**changes: Any) -> list[int]:
+        config = ProfilerConfig(**{"start_step": 3, "num_steps": 4} | changes)
+        hook = ProfileHook(config, tmp_path, plan_of(tree()).phases[0], first_step=2, program=str, show=print)
+        return [step for step in range(100) if hook.due(step)]
+
+    assert [field.name for field in dataclasses.fields(ProfilerConfig)] == ["start_step", "num_steps"]
+    assert [recorded(), recorded(start_step=8), recorded(num_steps=1)] == [[5, 9], [10, 14], [5, 6]]
+    for wrong in ({"start_step": 0}, {"num_steps": 0}):
+        with pytest.raises(ConfigError, match="profiler"):
+            plan_of(merged(tree(), {"trainer": {"profiler": wrong}}))
 
 
 def test_distributed_fields(monkeypatch):

@@ -11,6 +11,7 @@ from jaxlm.core.decode import encode
 from jaxlm.core.runtime import DistributedConfig
 from jaxlm.core.yaml_source import Source, load_yaml
 from jaxlm.data.config import DataConfig
+from jaxlm.engine.profiler import ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.evals.base import EvalConfig
@@ -22,7 +23,16 @@ from jaxlm.surgery.base import SurgeryConfig
 
 ROOT = Path(__file__).parents[1]
 REGISTRIES = (ModelConfig, RotaryConfig, OptimizerConfig, ObjectiveConfig, EvalConfig, SurgeryConfig, TrackerConfig)
-SECTIONS = [RunConfig, DataConfig, TrainerConfig, CheckpointerConfig, KeepRule, DistributedConfig, PhaseConfig]
+SECTIONS = [
+    RunConfig,
+    DataConfig,
+    TrainerConfig,
+    CheckpointerConfig,
+    KeepRule,
+    ProfilerConfig,
+    DistributedConfig,
+    PhaseConfig,
+]
 SECTIONS += [kind for registry in REGISTRIES for kind in registry.get_known_choices().values()]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

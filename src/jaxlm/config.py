@@ -11,6 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import DistributedConfig
 from jaxlm.core.yaml_source import Source, load_yaml, merge
 from jaxlm.data.config import DataConfig
+from jaxlm.engine.profiler import ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig
 from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.evals.base import EvalConfig
@@ -50,7 +51,8 @@ class TrainerConfig:
         axis_resources: further entries of both axis mappings: logical axis to mesh axis (replica, data, model).
         parameter_axis_resources: further entries of the parameter mapping.
         checkpointer: where and when checkpoints are saved.
-        tracker: further places for the numbers beside `metrics.jsonl`.
+        tracker: further places for the numbers beside `metrics.jsonl`: one, or a list. Without a `type` it is `wandb`.
+        profiler: record a profile of some steps below the log folder; null records none.
         distributed: how several processes find each other.
     """
 
@@ -74,8 +76,14 @@ class TrainerConfig:
     axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
     parameter_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
-    tracker: list[TrackerConfig] = field(default_factory=list)
+    tracker: TrackerConfig | list[TrackerConfig] = field(default_factory=list)
+    profiler: ProfilerConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    @property
+    def trackers(self) -> list[TrackerConfig]:
+        """All of `tracker`, which may be one."""
+        return self.tracker if isinstance(self.tracker, list) else [self.tracker]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxlm.engine.checkpoint import find_checkpoints
 from jaxlm.engine.console import Console, table
-from jaxlm.engine.pictures import loss_curve
+from jaxlm.engine.pictures import Records, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.engine.trackers import read_jsonl
 from jaxlm.plan import Plan
 
@@ -14,11 +14,9 @@ _MAX_COMPRESSED_BYTES = 64 << 20
 
 
 def final_report(plan: Plan, console: Console) -> None:
-    """Shows validation loss, bits per byte beside compressors', and where everything is; draws the loss curve."""
+    """Shows validation loss, bits per byte beside compressors', and where everything is; draws the pictures."""
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
-    picture = plan.log_folder / "loss.png"
-    loss_curve(records, picture, f"{plan.run_id}: {plan.num_steps} steps")
     checkpoint = find_checkpoints(plan.checkpoint_folder)[-1]
     rows = [("steps", f"{int(latest['step'])} of {plan.num_steps}"), ("training loss", _number(latest, "train/loss"))]
     if "eval/loss" in latest:
@@ -26,12 +24,26 @@ def final_report(plan: Plan, console: Console) -> None:
         rows += compressors(plan.data[-1].validation_documents())
     rows += [
         ("checkpoint", str(checkpoint)),
-        ("loss curve", str(picture)),
+        *draw_pictures(plan, records),
         ("numbers", str(plan.log_folder / "metrics.jsonl")),
         ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoint_folder} --prompt "..."'),
         ("to go on", f"the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
     console.show(table("report", rows))
+
+
+def draw_pictures(plan: Plan, records: Records) -> list[tuple[str, str]]:
+    """Draws `loss.png`, `schedule.png` and `step_time.png` into the log folder, and says where they are."""
+    title = f"{plan.run_id}: {plan.num_steps} steps"
+    loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
+    loss_curve(records, loss, title)
+    schedule_curve(plan.phases, schedule, title)
+    rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
+    measured = step_times(records, left_out={phase.start + 1 for phase in plan.phases})
+    if measured is not None:
+        step_time_histogram(measured, times, title)
+        rows.append(("step time", f"median {measured.median_ms:.1f} ms, 99 % within {measured.p99_ms:.1f} ms: {times}"))
+    return rows
 
 
 def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:

@@ -3,14 +3,15 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxlm.core.decode import dump
+from jaxlm.core import tree
+from jaxlm.core.decode import dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first
 from jaxlm.data.loader import eval_batches
@@ -19,10 +20,12 @@ from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
 from jaxlm.engine.hooks import EvalHook
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.reports import Workload
+from jaxlm.engine.profiler import ProfileHook
+from jaxlm.engine.reports import Totals, Workload
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.trackers import JsonlTracker, Tracker
+from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
+from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext
 from jaxlm.lineage import DATA_IDENTITY, data_identity
 from jaxlm.plan import Plan
@@ -38,6 +41,7 @@ class Run:
         console: what a person sees.
         writer: of its checkpoints.
         trackers: where its numbers go; only process 0 has any.
+        before: what earlier processes of this run have done.
         ballot: how its processes agree.
         stop: whether a signal has arrived.
     """
@@ -47,6 +51,7 @@ class Run:
     console: Console
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
+    before: Totals
     ballot: Ballot
     stop: StopRequest
 
@@ -77,6 +82,14 @@ class Run:
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase.end, self.trackers, self.console)
 
+    def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[], str]) -> list[ProfileHook]:
+        """The profiler, where one is configured. Args: program: the text of the phase's compiled step."""
+        config = self.plan.config.trainer.profiler
+        if config is None:
+            return []
+        folder = self.plan.log_folder / "profile" / phase.name
+        return [ProfileHook(config, folder, phase, first_step=first_step, program=program, show=self.console.show)]
+
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""
         flush = [tracker.flush for tracker in self.trackers]
@@ -88,7 +101,14 @@ class Run:
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
         flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * plan.tokens_per_step
-        return Workload(plan.tokens_per_step, flops, None if peak is None else peak * len(devices))
+        return Workload(
+            examples=plan.batches.train,
+            tokens=plan.tokens_per_step,
+            flops=flops,
+            peak_flops=None if peak is None else peak * len(devices),
+            num_steps=plan.num_steps,
+            before=self.before,
+        )
 
 
 @contextlib.contextmanager
@@ -100,18 +120,53 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *,
     }
     writer = CheckpointWriter(plan.checkpoint_folder, files)
     writer.prepare()
-    trackers: tuple[Tracker, ...] = ()
     if is_main_process():
         plan.log_folder.mkdir(parents=True, exist_ok=True)
         (plan.log_folder / "config.yaml").write_text(config_text)
-        further = [config.open(plan.run_id, resume_step=resume_step) for config in plan.config.trainer.tracker]
-        trackers = (JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step), *further)
-    try:
-        yield Run(plan, tokenizer, console, writer, trackers, Ballot(plan.layout), stop)
-        writer.wait()
-    finally:
+    with contextlib.ExitStack() as closing:
+        trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
         for tracker in trackers:
-            tracker.close()
+            closing.callback(tracker.close)
+        before = totals_at(plan.log_folder / "metrics.jsonl", resume_step)
+        yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
+        writer.wait()
+
+
+def totals_at(metrics: Path, step: int) -> Totals:
+    """What a run had done after `step`, as its metrics file says; nothing where the file does not."""
+    for record in reversed(read_jsonl(metrics) if step else []):
+        if record["step"] == step and "throughput/total_tokens" in record:
+            return Totals(step, record["throughput/total_tokens"], record["throughput/total_gflops"])
+    return Totals()
+
+
+def _open_trackers(plan: Plan, console: Console, resume_step: int) -> tuple[Tracker, ...]:
+    """`metrics.jsonl`, and what is configured beside it, each in a thread of its own."""
+    always = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step)
+    configs = plan.config.trainer.trackers
+    if not configs:
+        return (always,)
+    facts = _facts(plan, resume_step)
+
+    def guarded(config: TrackerConfig) -> Tracker:
+        return GuardedTracker(config.get_choice_name(type(config)), lambda: config.open(facts), console.show)
+
+    return (always, *map(guarded, configs))
+
+
+def _facts(plan: Plan, resume_step: int) -> RunFacts:
+    devices = jax.devices()
+    peak = peak_flops(devices[0].device_kind)
+    summary: dict[str, float | str] = {
+        "parameter_count": tree.num_parameters(plan.recipe.abstract_state(plan.phases[-1]).model),
+        "num_devices": len(devices),
+        "num_hosts": jax.process_count(),
+        "backend": jax.default_backend(),
+        "throughput/device_kind": devices[0].device_kind,
+    }
+    if peak is not None:
+        summary["throughput/theoretical_flops"] = peak * len(devices)
+    return RunFacts(plan.run_id, resume_step, encode(plan.config), dump(plan.config), summary)
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

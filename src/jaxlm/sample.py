@@ -12,15 +12,9 @@ from pathlib import Path
 import jax
 
 from jaxlm.commands import run_command
-from jaxlm.config import read_config
-from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer import load_tokenizer
-from jaxlm.engine.checkpoint import find_checkpoints, read_cursor
-from jaxlm.engine.integrity import DamagedError, verify
-from jaxlm.engine.restore import Found, restore
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.decode import generate
-from jaxlm.plan import make_plan
+from jaxlm.trained import open_trained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,12 +41,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sample(options: argparse.Namespace) -> int:
-    found = find_checkpoint(Path(options.checkpoint))
-    tokenizer = load_tokenizer(str(found.path / "run" / "tokenizer"))
-    plan = make_plan(read_config(found.path / "run" / "config.yaml"), "sample", tokenizer.vocab_size)
-    abstract = plan.recipe.abstract_state(plan.phases[found.cursor.phase]).model
+    trained = open_trained(Path(options.checkpoint))
+    plan, tokenizer = trained.plan, trained.tokenizer
     with plan.layout.use():
-        model = jax.jit(plan.precision.to_compute)(restore(found, abstract, plan.layout, prefix="model"))
+        model = jax.jit(plan.precision.to_compute)(trained.load_model())
         prompts = options.prompt or [""]
         began = time.perf_counter()
         texts = generate(
@@ -69,27 +61,8 @@ def _sample(options: argparse.Namespace) -> int:
     for prompt, ids in zip(prompts, texts, strict=True):
         print(prompt + tokenizer.decode(ids), end="\n---\n")
     num_tokens = sum(map(len, texts))
-    print(f"{num_tokens} tokens in {seconds:.1f} s, compiling included, from {found.path}", file=sys.stderr)
+    print(f"{num_tokens} tokens in {seconds:.1f} s, compiling included, from {trained.found.path}", file=sys.stderr)
     return 0
-
-
-def find_checkpoint(path: Path) -> Found:
-    """The checkpoint that a path names: itself, or the newest in a run's folder. Its files are checked.
-
-    Raises:
-        ConfigError: there is none, or its files are not what was saved.
-    """
-    candidates = [path] if (path / "run" / "cursor.json").is_file() else find_checkpoints(path)
-    if not candidates:
-        near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
-        there = f" There are: {', '.join(dict.fromkeys(near))}" if near else ""
-        raise ConfigError(f"--checkpoint {path}: no checkpoint there (step-N, or a folder of them).{there}")
-    newest = candidates[-1]
-    try:
-        verify(newest)
-    except DamagedError as damage:
-        raise ConfigError(f"--checkpoint {newest}: damaged: {damage}. Name another one") from damage
-    return Found(newest, read_cursor(newest))
 
 
 if __name__ == "__main__":

@@ -138,7 +138,8 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
         seed=plan.config.trainer.seed,
         shuffle=plan.data[phase.index].shuffle,
     )
-    with contextlib.closing(batches):
+    with contextlib.ExitStack() as closing:
+        closing.enter_context(contextlib.closing(batches))
         if resumed is None:
             state = enter_phase(plan.recipe, phase, plan.layout, state)
             saver.save_entry(state, batches.state())
@@ -150,13 +151,18 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
             TrackerListener(run.trackers),
             ProgressListener(run.console, phase, skipped=int(state.guard.skipped)),
         )
+        step = compile_step(plan, phase, run.console.show)
+        # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
+        profiling = run.profile_hooks(phase, int(state.step), lambda: step.call.as_text() or "")
+        for hook in profiling:
+            closing.callback(hook.close)
         return run_phase(
             state,
             phase,
-            compile_step(plan, phase, run.console.show).call,
+            step.call,
             batches,
             reports=Reports(phase.name, run.workload(), listeners),
-            hooks=[run.eval_hook(phase, data)],
+            hooks=[*profiling, run.eval_hook(phase, data)],
             saver=saver,
             ballot=run.ballot,
             stop=run.stop,

@@ -1,8 +1,22 @@
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from jaxlm.engine.trackers import JsonlTracker, TensorboardConfig, read_jsonl
+from jaxlm.config import TrainerConfig, load_config
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
+from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
+from jaxlm.engine.trackers.tensorboard import TensorboardConfig
+from jaxlm.engine.trackers.wandb import WandbConfig
+
+SOURCE = Path(__file__).parents[2] / "src"
+FACTS = RunFacts("run", 0, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
 
 
 def test_floats_come_back_to_the_last_bit_and_what_is_not_finite_is_null(tmp_path):
@@ -29,10 +43,276 @@ def test_what_was_flushed_is_there_without_closing(tmp_path):
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "x": 1.0}]
 
 
-def test_tensorboard_files_hold_the_scalars(tmp_path):
+def events(folder: Path) -> list:
+    """Every event of the only event file in a folder."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format that is read here by hand
+
+    (path,) = folder.glob("events*")
+    raw, place, found = path.read_bytes(), 0, []
+    while place < len(raw):
+        length = int.from_bytes(raw[place : place + 8], "little")
+        found.append(Event.FromString(raw[place + 12 : place + 12 + length]))
+        place += length + 16  # length, its checksum, the event, its checksum
+    return found
+
+
+def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
     pytest.importorskip("tensorboardX")
-    tracker = TensorboardConfig(logdir=str(tmp_path)).open("run", resume_step=0)
+    tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
     tracker.log(3, {"train/loss": 1.5})
     tracker.close()
-    (events,) = (tmp_path / "run").glob("events*")
-    assert b"train/loss" in events.read_bytes()
+    values = {v.tag: (e.step, v) for e in events(tmp_path / "run") for v in e.summary.value}
+    step, loss = values["train/loss"]
+    assert (step, loss.simple_value) == (3, 1.5)
+    assert b"seed: 7" in values["config/text_summary"][1].tensor.string_val[0]
+    assert b"parameter_count: 1234" in values["summary/text_summary"][1].tensor.string_val[0]
+    assert b"jax==" in values["packages/text_summary"][1].tensor.string_val[0]
+
+
+class Recording:
+    """A tracker that keeps what it is told, and fails or blocks where it is asked to."""
+
+    def __init__(self, fail: str = "", block: str = ""):
+        self.records: list[tuple[int, dict]] = []
+        self.calls: list[str] = []
+        self.go_on = threading.Event()
+        self._fail, self._block = fail, block
+
+    def opened(self) -> "Recording":
+        self._called("open")
+        return self
+
+    def log(self, step, metrics):
+        self._called("log")
+        self.records.append((step, dict(metrics)))
+
+    def flush(self):
+        self._called("flush")
+
+    def close(self):
+        self._called("close")
+
+    def _called(self, what: str) -> None:
+        self.calls.append(what)
+        if what == self._fail:
+            raise RuntimeError(f"no {what} today\nand more lines")
+        if what == self._block:
+            self.go_on.wait(30)
+
+
+def test_a_guarded_tracker_gets_everything_in_order():
+    inside, lines = Recording(), []
+    tracker = GuardedTracker("t", inside.opened, lines.append)
+    for step in range(1, 100):
+        tracker.log(step, {"x": float(step)})
+        if step % 30 == 0:
+            tracker.flush()
+    tracker.close()
+    assert inside.records == [(step, {"x": float(step)}) for step in range(1, 100)]
+    assert inside.calls[0] == "open"
+    assert inside.calls[-1] == "close"
+    assert inside.calls.count("flush") == 3
+    assert lines == []
+
+
+@pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
+def test_a_tracker_that_fails_is_said_once_and_harms_nobody(where, tmp_path):
+    broken, lines = Recording(fail=where), []
+    whole = JsonlTracker(tmp_path / "m.jsonl", resume_step=0)
+    other = Recording()
+    trackers = (
+        whole,
+        GuardedTracker("broken", broken.opened, lines.append),
+        GuardedTracker("t", other.opened, lines.append),
+    )
+    for step in range(1, 20):
+        for tracker in trackers:
+            tracker.log(step, {"x": 1.0})
+            tracker.flush()
+    for tracker in reversed(trackers):
+        tracker.close()
+    assert lines == [
+        f"tracker broken failed (RuntimeError: no {where} today); the run goes on without it. metrics.jsonl has everything"
+    ]
+    assert len(other.records) == len(read_jsonl(tmp_path / "m.jsonl")) == 19
+
+
+@pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
+def test_a_tracker_that_blocks_holds_nobody_up(where):
+    stuck, lines = Recording(block=where), []
+    tracker = GuardedTracker("stuck", stuck.opened, lines.append, Patience(max_waiting=50, flush_s=0.2, close_s=0.2))
+    slowest = 0.0
+    for step in range(1, 30):
+        began = time.perf_counter()
+        tracker.log(step, {"x": 1.0})
+        slowest = max(slowest, time.perf_counter() - began)
+    assert slowest < 0.1
+    began = time.perf_counter()
+    for _ in range(10):
+        tracker.flush()
+    tracker.close()
+    assert time.perf_counter() - began < 2.0  # once in vain for a flush, once for the end
+    expected = {"open": 1, "log": 2, "flush": 2, "close": 1}[where]
+    assert len(lines) in (expected, 1)
+    assert "has not finished within 0.2 s" in lines[-1]
+    stuck.go_on.set()
+
+
+def test_a_queue_that_runs_full_ends_the_tracker():
+    stuck, lines = Recording(block="open"), []
+    tracker = GuardedTracker("stuck", stuck.opened, lines.append, Patience(max_waiting=5))
+    for step in range(100):
+        tracker.log(step, {})
+    tracker.close()
+    assert lines == ["tracker stuck is 5 records behind; the run goes on without it. metrics.jsonl has everything"]
+    stuck.go_on.set()
+
+
+def trackers_of(tmp_path: Path, text: str, *arguments: str) -> list[TrackerConfig]:
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(["--config_path", str(tmp_path / "run.yaml"), *arguments], "test")
+    return config.trainer.trackers
+
+
+def test_one_tracker_a_list_or_only_the_command_line(tmp_path):
+    nothing = "trainer: {seed: 1}"
+    assert TrainerConfig().trackers == trackers_of(tmp_path, nothing) == []
+    one = "trainer: {tracker: {project: p, entity: e}}"
+    assert trackers_of(tmp_path, one) == [WandbConfig(project="p", entity="e")]
+    two = "trainer: {tracker: [{type: wandb, project: p}, {type: tensorboard, logdir: here}]}"
+    assert trackers_of(tmp_path, two) == [WandbConfig(project="p"), TensorboardConfig(logdir="here")]
+    assert trackers_of(tmp_path, two, "--trainer.tracker.1.logdir", "there")[1] == TensorboardConfig(logdir="there")
+    assert trackers_of(tmp_path, nothing, "--trainer.tracker.project", "x") == [WandbConfig(project="x")]
+    assert trackers_of(tmp_path, nothing, "--trainer.tracker.type", "tensorboard") == [TensorboardConfig()]
+    assert trackers_of(tmp_path, one, "--trainer.tracker.type", "tensorboard") == [TensorboardConfig()]
+    assert trackers_of(tmp_path, one, "--trainer.tracker", "[]") == []
+    with pytest.raises(ConfigError, match=r"wandb.*projetc|projetc.*wandb"):
+        trackers_of(tmp_path, "trainer: {tracker: {projetc: p}}")
+    with pytest.raises(ConfigError, match="Allowed: tensorboard, wandb"):
+        trackers_of(tmp_path, "trainer: {tracker: {type: wandbb}}")
+
+
+def test_dumps_of_xla_need_its_flag(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    WandbConfig().check()
+    with pytest.raises(ConfigError, match="--xla_dump_to="):
+        WandbConfig(save_xla_dumps=True).check()
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=.*")
+    WandbConfig(save_xla_dumps=True).check()
+
+
+WANDB_RUN = """
+import sys
+from jaxlm.engine.trackers import RunFacts
+from jaxlm.engine.trackers.guarded import GuardedTracker
+from jaxlm.engine.trackers.wandb import WandbConfig
+
+facts = RunFacts("my run", 0, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
+config = WandbConfig(**eval(sys.argv[1]))
+tracker = GuardedTracker("wandb", lambda: config.open(facts), print)
+for step in (1, 2, 3, 2):
+    tracker.log(step, {"train/loss": 5.0 - step})
+tracker.flush()
+tracker.close()
+"""
+
+
+def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A small run with wandb in a process of its own, which knows no key."""
+    script = folder / "script.py"
+    script.write_text(WANDB_RUN.replace("\\\\n", "\\n"))
+    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    env |= {
+        "WANDB_DIR": str(folder),
+        "HOME": str(folder),
+        "PYTHONPATH": str(SOURCE),
+        "JAX_PLATFORMS": "cpu",
+        **environment,
+    }
+    env |= {name: str(folder / name) for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
+    return subprocess.run(
+        [sys.executable, str(script), repr(config)], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def wandb_records(folder: Path) -> list:
+    """What an offline run has written: a LevelDB log, whose records may be spread over blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    raw, place, records, whole = path.read_bytes(), 7, [], b""
+    while place + 7 < len(raw):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(raw[place + 4 : place + 6], "little"), raw[place + 6]
+        whole += raw[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # all of a record, or the end of one
+            records.append(wandb_internal_pb2.Record.FromString(whole))
+            whole = b""
+    return records
+
+
+def test_wandb_offline_writes_the_run(tmp_path):
+    pytest.importorskip("wandb")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "-N", "."], check=True)
+    config = {"mode": "offline", "project": "p", "entity": "e", "id": "an-id", "tags": ["one"], "group": "g"}
+    result = run_wandb(tmp_path, config)
+    assert result.returncode == 0, result.stderr
+    assert "tracker wandb" not in result.stdout
+    records = wandb_records(tmp_path)
+    (run,) = (r.run for r in records if r.HasField("run"))
+    assert (run.project, run.entity, run.run_id, run.run_group, list(run.tags)) == ("p", "e", "an-id", "g", ["one"])
+    assert run.display_name == "my run"
+    settings = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.config.update}
+    settings |= {u.key: u.value_json for u in run.config.update}
+    assert json.loads(settings["trainer"]) == {"seed": 7}
+    summary = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.summary.update}
+    assert summary["parameter_count"] == "1234"
+    history = []
+    for record in records:
+        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if "train/loss" in items:
+            history.append((record.history.step.num or items["_step"], items["train/loss"]))
+    assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "no key. Run `wandb login`"),
+        ({"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "3"}, "CommError"),
+    ],
+    ids=["no key", "no network"],
+)
+def test_wandb_that_cannot_be_reached_is_said_once(environment, said, tmp_path):
+    pytest.importorskip("wandb")
+    result = run_wandb(tmp_path, {}, **environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("tracker wandb") == 1
+    assert said in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "main.py").write_text("")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "other.py").write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"))
+    environment.repository.cache_clear()
+    try:
+        assert environment.repository() == tmp_path.resolve()
+        assert environment.commit() == head
+        assert environment.tracked_files(tmp_path) == {(tmp_path / "main.py").resolve()}
+        (tmp_path / "main.py").write_text("changed")
+        assert environment.commit() == f"{head} + changes"
+    finally:
+        environment.repository.cache_clear()

@@ -29,11 +29,18 @@ def again(finished, workplace) -> Workplace:
 
 def test_what_a_run_leaves(finished):
     logs = finished.folder / "logs" / "run"
-    assert {path.name for path in logs.iterdir()} == {"config.yaml", "metrics.jsonl", "train.log", "loss.png"}
-    assert (logs / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in logs.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "train.log"),
+        *("loss.png", "schedule.png", "step_time.png"),
+    }
+    for picture in logs.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
     step = next(r for r in records if r["step"] == 5)
     assert {"train/loss", "optim/learning_rate", "throughput/tokens_per_second", "grad/norm/total"} <= step.keys()
+    assert step["global_step"] == 5
+    assert step["run_progress"] == 5 / 12
+    assert step["throughput/total_tokens"] == 5 * 16 * 32
     evals = [r for r in records if "eval/loss" in r]
     assert [r["step"] for r in evals] == [9, 12]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
@@ -48,6 +55,7 @@ def test_what_a_run_leaves(finished):
         "gzip -9",
         "xz -9",
         "to sample",
+        "step time",
     ):
         assert part in text
     saved = finished.folder / "checkpoints" / "run" / "step-12"
@@ -71,6 +79,9 @@ def test_more_steps_go_on_from_the_checkpoint(again):
     assert "spans steps 0 to 15 instead of 0 to 12" in result.out
     assert {step: loss for step, loss in again.losses().items() if step <= 12} == before
     assert sorted(again.losses()) == list(range(1, 16))
+    records = [json.loads(line) for line in (again.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["step"] == 15
+    assert next(r for r in records if r["step"] == 15)["throughput/total_tokens"] == 15 * 16 * 32
 
 
 def test_fewer_steps_than_are_done_is_refused(again):

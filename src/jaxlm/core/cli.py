@@ -156,6 +156,8 @@ def _type_name(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)
+    if origin is typing.Literal:
+        return " or ".join(map(str, arguments))
     if origin is not None:
         return f"{origin.__name__} of {_type_name(arguments[-1])}"
     return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))

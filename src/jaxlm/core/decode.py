@@ -59,7 +59,7 @@ def is_choice(kind: Any) -> bool:
 def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
     """The class that a section means: by its `type`, else the default's, else the registry's own default."""
     name = tree.get(CHOICE_TYPE_KEY)
-    if name is None and default is not None:
+    if name is None and is_choice(type(default)):
         return type(default)
     name = name or kind.default_choice_name()
     return kind.get_known_choices().get(name)
@@ -77,7 +77,7 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
         section, over = file.get(field.name), overrides.get(field.name)
         if not isinstance(section, dict) or not isinstance(over, Mapping):
             continue
-        base: Any = hints[field.name]
+        base: Any = _section_of(hints[field.name])
         if is_choice(base):
             old = chosen_class(base, section, _default_of(field))
             new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
@@ -90,6 +90,11 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
             inside: Any = base
             dropped += [f"{field.name}.{path}" for path in drop_stale_keys(inside, section, over)]
     return dropped
+
+
+def _section_of(hint: Any) -> Any:
+    """The registry among the types that a key may have, as in `TrackerConfig | list[TrackerConfig]`; else the hint itself."""
+    return next((kind for kind in typing.get_args(hint) if is_choice(kind)), hint)
 
 
 def _default_of(field: dataclasses.Field) -> Any:

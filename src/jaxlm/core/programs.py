@@ -60,9 +60,9 @@ def collectives_a_run(hlo: str) -> Counter[Collective]:
     A loop whose turns cannot be read off counts once.
     """
     found: Counter[Collective] = Counter()
-    computations, entry = _computations(hlo)
-    for name, times in _executed(computations, entry):
-        lines = computations[name]
+    bodies, entry = computations(hlo)
+    for name, times in _executed(bodies, entry):
+        lines = bodies[name]
         if name.startswith(_SUMMED_AND_CUT):
             root = next(_SHAPE.search(line) for line in lines if line.lstrip().startswith("ROOT"))
             assert root is not None
@@ -77,9 +77,9 @@ def collectives_a_run(hlo: str) -> Counter[Collective]:
 def kernels(hlo: str) -> Counter[str]:
     """How often the program calls each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) when it runs."""
     found: Counter[str] = Counter()
-    computations, entry = _computations(hlo)
-    for name, times in _executed(computations, entry):
-        for line in computations[name]:
+    bodies, entry = computations(hlo)
+    for name, times in _executed(bodies, entry):
+        for line in bodies[name]:
             if (kernel := _KERNEL.search(line)) and kernel["name"] not in _NO_KERNELS:
                 found[kernel["name"]] += times
     return found
@@ -100,28 +100,28 @@ def _dims(shape: re.Match[str]) -> tuple[int, ...]:
     return tuple(int(d) for d in shape["dims"].split(",") if d)
 
 
-def _executed(computations: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
+def _executed(bodies: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
     """Every computation that runs, once for each place that calls it, and how often from there."""
     pending = [(entry, 1)] if entry else []
     while pending:
         name, times = pending.pop()
         yield name, times
-        for line in computations[name]:
-            inside = times * _turns(line, computations) if " while(" in line else times
-            pending += [(called, inside) for called in _called(line) if called in computations]
+        for line in bodies[name]:
+            inside = times * _turns(line, bodies) if " while(" in line else times
+            pending += [(called, inside) for called in _called(line) if called in bodies]
 
 
-def _turns(line: str, computations: dict[str, list[str]]) -> int:
+def _turns(line: str, bodies: dict[str, list[str]]) -> int:
     """Of a loop: what the compiler notes, else the number that its counter is compared with, else 1."""
     if noted := _TRIPS.search(line):
         return int(noted[1])
     condition = _CONDITION.search(line)
-    lines = computations.get(condition[1], []) if condition else []
+    lines = bodies.get(condition[1], []) if condition else []
     limits = [int(limit[1]) for text in lines if (limit := _LIMIT.search(text))]
     return limits[0] if len(limits) == 1 and any("direction=LT" in text for text in lines) else 1
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
+def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     """Instructions of every computation, and the name of the one that the program begins with."""
     found: dict[str, list[str]] = {}
     current: list[str] = []

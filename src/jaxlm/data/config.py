@@ -1,8 +1,9 @@
 """The `data` section: which text, cut into which tokens."""
 
 import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxlm.data.base import Show
 from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
 from jaxlm.data.cache import TokenCache, read_about
 from jaxlm.data.cache_building import document_ends, open_or_build
+from jaxlm.data.origins import Origins, make_origins
 from jaxlm.data.packing import Windows
 from jaxlm.data.recipe import cache_recipe, check_same, content_of
 from jaxlm.data.sources import find_files, list_sources
@@ -128,11 +130,24 @@ class DataConfig:
     def open(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> TokenData:
         """The tokens, cut into windows; tokenized first where no cache is there."""
         train = self._cache("train", self._train_files(show), tokenizer, show)
-        validation = self._validation_files(show)
-        return TokenData(
-            Windows(train, seq_len),
-            Windows(self._cache("validation", validation, tokenizer, show), seq_len) if validation else None,
-        )
+        return TokenData(Windows(train, seq_len), self.open_validation(tokenizer, seq_len, show))
+
+    def open_validation(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> Windows | None:
+        """The windows to evaluate on alone; None where no validation_urls are given."""
+        files = self._validation_files(show)
+        return Windows(self._cache("validation", files, tokenizer, show), seq_len) if files else None
+
+    def validation_origins(self, windows: Windows) -> Origins:
+        """Which of `validation_urls` each token of the open validation data is from."""
+        urls = list(dict.fromkeys(self.validation_urls))
+        ends = [len(replace(self, validation_urls=urls[: n + 1])._validation_files()) for n in range(len(urls))]
+        return make_origins(windows.cache, urls, ends)
+
+    def with_cache_of_its_own(self, tokenizer: Tokenizer) -> "DataConfig":
+        """The same data with a `cache_dir` below this one, named by the content of the validation text."""
+        recipe = cache_recipe(self._validation_files(), tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
+        name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
+        return replace(self, cache_dir=str(Path(self.cache_dir) / "evaluate" / name))
 
     def validation_documents(self) -> Iterator[str]:
         """The text of the validation files."""

@@ -18,22 +18,58 @@ Listener = Callable[[StepInfo], None]
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What one step amounts to.
+class Totals:
+    """What a run had done when this process took it up.
 
     Attributes:
+        step: steps done.
+        tokens: trained on, padding included.
+        gflops: 1e9 operations of the model.
+    """
+
+    step: int = 0
+    tokens: float = 0.0
+    gflops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step amounts to, and how many there are.
+
+    Attributes:
+        examples: sequences a step, over all devices.
         tokens: a step, over all devices.
         flops: of one step, over all devices (attention counted causally).
         peak_flops: a second, of all devices together; None where it is not known.
+        num_steps: of the whole run.
+        before: what earlier processes of this run have done, perhaps with another batch size.
     """
 
+    examples: int
     tokens: int
     flops: float
     peak_flops: float | None
+    num_steps: int
+    before: Totals = Totals()
+
+    def progress(self, step: int) -> dict[str, float]:
+        """How far the run is after `step` steps of it."""
+        steps = step - self.before.step
+        return {
+            "global_step": step,
+            "run_progress": step / self.num_steps,
+            "throughput/total_tokens": self.before.tokens + steps * self.tokens,
+            "throughput/total_gflops": self.before.gflops + steps * self.flops / 1e9,
+        }
 
     def throughput(self, seconds: float) -> dict[str, float]:
-        """The `throughput/*` numbers of a step that took so long."""
-        numbers = {"throughput/duration": seconds, "throughput/tokens_per_second": self.tokens / seconds}
+        """The rates of a step that took so long."""
+        numbers = {
+            "throughput/duration": seconds,
+            "throughput/examples_per_second": self.examples / seconds,
+            "throughput/tokens_per_second": self.tokens / seconds,
+            "throughput/gflops_per_second": self.flops / seconds / 1e9,
+        }
         if self.peak_flops is not None:
             numbers["throughput/mfu"] = self.flops / seconds / self.peak_flops
         return numbers
@@ -53,6 +89,7 @@ class Reports:
         self._listeners = listeners
         self._flying: deque[tuple[int, Report, float]] = deque()
         self._last_arrival = time.perf_counter()
+        self._hooks_s = 0.0
 
     def push(self, step: int, report: Report, loading_s: float) -> None:
         """Adds a step that was just dispatched; waits for the oldest one where too many are in flight.
@@ -72,15 +109,21 @@ class Reports:
             self._land()
 
     def skip_time(self) -> None:
-        """Leaves out of the next step's duration what happened since the last one landed (an evaluation, a save)."""
-        self._last_arrival = time.perf_counter()
+        """Leaves out of the next step's duration what happened since the last one landed (an evaluation, a save).
+
+        The next step reports it as `throughput/hook_time`.
+        """
+        now = time.perf_counter()
+        self._hooks_s = now - self._last_arrival
+        self._last_arrival = now
 
     def _land(self) -> None:
         step, report, loading_s = self._flying.popleft()
         metrics = {name: float(value) for name, value in jax.device_get(report.metrics).items()}
         self.tally = np.asarray(report.tally)
         now = time.perf_counter()
-        metrics |= self._workload.throughput(now - self._last_arrival) | {"throughput/loading_time": loading_s}
-        self._last_arrival = now
+        metrics |= self._workload.progress(step) | self._workload.throughput(now - self._last_arrival)
+        metrics |= {"throughput/loading_time": loading_s, "throughput/hook_time": self._hooks_s}
+        self._last_arrival, self._hooks_s = now, 0.0
         for listener in self._listeners:
             listener(StepInfo(step, self._phase, metrics))

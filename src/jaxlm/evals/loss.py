@@ -1,6 +1,7 @@
 """Validation loss and bits per byte."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core.precision import Precision
 from jaxlm.core.types import TokenBatch
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import Inputs, LanguageModel
@@ -32,6 +34,33 @@ class LossEvalConfig(EvalConfig):
         return LossEval(ctx)
 
 
+@dataclass(frozen=True)
+class LossSums:
+    """What a mean loss is made of.
+
+    Attributes:
+        nats: loss of all targets.
+        tokens: targets.
+        text_nats: loss of the targets that stand for text.
+        text_bytes: bytes of that text.
+    """
+
+    nats: float
+    tokens: float
+    text_nats: float
+    text_bytes: float
+
+    @property
+    def loss(self) -> float:
+        """Nats a token; nan without any."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of the text; nan without any."""
+        return self.text_nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
+
+
 class _Totals(eqx.Module):
     nats: jax.Array
     tokens: jax.Array
@@ -39,39 +68,71 @@ class _Totals(eqx.Module):
     text_bytes: jax.Array
 
 
-class LossEval(Eval):
-    """`loss` and `bpb` of the validation data."""
+class LossMeter:
+    """Adds up losses over batches, in float64 on the host; never more than a few batches are queued.
 
-    def __init__(self, ctx: EvalContext):
-        self._ctx = ctx
-        self._cast = jax.jit(ctx.precision.to_compute)
+    With groups, each target is added to the sums of the group that it belongs to.
+    """
+
+    def __init__(self, precision: Precision, token_bytes: np.ndarray, num_groups: int = 1):
+        """Args: token_bytes: int32 [vocab], see `EvalContext`."""
+        self._token_bytes = token_bytes
+        self._num_groups = num_groups
+        self._cast = jax.jit(precision.to_compute)
         self._totals = jax.jit(self._batch_totals)
 
-    def run(self, model: LanguageModel) -> dict[str, float]:
-        """{} where the run has no validation data."""
-        if self._ctx.validation is None:
-            return {}
+    def measure(
+        self, model: LanguageModel, batches: Iterable[tuple[TokenBatch, jax.Array | None]]
+    ) -> tuple[LossSums, ...]:
+        """The sums of each group.
+
+        Args:
+            batches: each with the group of every target, int32 [batch, position]; None puts all into the first.
+        """
         model = self._cast(model)
         flying: list[_Totals] = []
-        sums = np.zeros(4)
-        for batch in self._ctx.validation():
-            flying.append(self._totals(model, batch))
+        sums = np.zeros((4, self._num_groups))
+        for batch, groups in batches:
+            flying.append(self._totals(model, batch, groups))
             if len(flying) >= _MAX_IN_FLIGHT:
                 sums += _fetched(flying.pop(0))
         for totals in flying:
             sums += _fetched(totals)
-        nats, tokens, text_nats, text_bytes = sums
-        return {"loss": nats / tokens, "bpb": text_nats / math.log(2) / text_bytes}
+        return tuple(LossSums(*map(float, column)) for column in sums.T)
 
-    def _batch_totals(self, model: LanguageModel, batch: TokenBatch) -> _Totals:
+    def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> _Totals:
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
         nats = token_losses(hidden.final, model.lm_head(), batch.targets) * batch.loss_mask
-        num_bytes = hax.named(jnp.asarray(self._ctx.token_bytes)[batch.targets.array], batch.targets.axes)
+        num_bytes = hax.named(jnp.asarray(self._token_bytes)[batch.targets.array], batch.targets.axes)
         num_bytes = num_bytes * batch.loss_mask
         is_text = num_bytes > 0
-        add = lambda x: hax.sum(x.astype(jnp.float32)).scalar()  # noqa: E731
+
+        def add(x: hax.NamedArray) -> jax.Array:
+            x = x.astype(jnp.float32)
+            if groups is None:
+                return hax.sum(x).scalar()[None]
+            values = x.rearrange(batch.targets.axes).array
+            # A fused reduction: the array that is as many times larger is never made.
+            belongs = groups[..., None] == jnp.arange(self._num_groups)
+            return jnp.sum(jnp.where(belongs, values[..., None], 0.0), axis=(0, 1))
+
         return _Totals(add(nats), add(batch.loss_mask), add(nats * is_text), add(num_bytes))
 
 
+class LossEval(Eval):
+    """`loss` and `bpb` of the validation data."""
+
+    def __init__(self, ctx: EvalContext):
+        self._validation = ctx.validation
+        self._meter = LossMeter(ctx.precision, ctx.token_bytes)
+
+    def run(self, model: LanguageModel) -> dict[str, float]:
+        """{} where the run has no validation data."""
+        if self._validation is None:
+            return {}
+        (sums,) = self._meter.measure(model, ((batch, None) for batch in self._validation()))
+        return {"loss": sums.loss, "bpb": sums.bits_per_byte}
+
+
 def _fetched(totals: _Totals) -> np.ndarray:
-    return np.array([float(x) for x in jax.device_get(jax.tree.leaves(totals))])
+    return np.array(jax.device_get(jax.tree.leaves(totals)), np.float64)

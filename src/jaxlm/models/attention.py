@@ -50,6 +50,7 @@ class Visibility(eqx.Module):
         return Visibility(inputs.positions, inputs.segment_ids, *keys, within_row=True)
 
 
+@jax.named_scope("attention")  # by this name profiles know its operations
 def attention(
     q: NamedArray,
     k: NamedArray,

@@ -1,0 +1,169 @@
+"""A checkpoint to numbers: validation loss and bits per byte, by source and in all.
+
+    python -m jaxlm.evaluate --checkpoint checkpoints/quickstart
+    python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
+
+Reads the text that the run was validated on, in the same batches, so that the total is what training logged; every token
+counts for the URL that it is from. Options with a dot go over the saved configuration; `--data.*` over the data of the
+phase that the checkpoint stands in. One JSON line comes last.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.commands import run_command
+from jaxlm.compiling import keep_compiled_programs
+from jaxlm.core.cli import override, parse_arguments
+from jaxlm.core.decode import decode, encode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import TokenBatch
+from jaxlm.core.yaml_source import Source
+from jaxlm.data.config import DataConfig
+from jaxlm.data.loader import eval_batches
+from jaxlm.data.origins import Origins
+from jaxlm.data.packing import Windows
+from jaxlm.evals.loss import LossMeter, LossSums
+from jaxlm.plan import Plan
+from jaxlm.trained import Trained, open_trained
+
+_DATA = "data."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(arguments)
+    parsed = parse_arguments(rest)
+    if parsed.config_path is not None:
+        raise ConfigError(
+            "command line: --config_path: a checkpoint brings its own configuration. Override its keys one by one"
+        )
+    for_data = {name: value for name, value in parsed.options.items() if name.startswith(_DATA)}
+    others = {name: value for name, value in parsed.options.items() if name not in for_data}
+    trained = open_trained(Path(options.checkpoint), others)
+    keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
+    sums = evaluate(trained, data_with(trained, for_data), options.batch_size, _most(trained.plan, options.max_batches))
+    _show(trained, sums)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxlm.evaluate",
+        description="Validation loss and bits per byte of a checkpoint, by source. Keys of the saved configuration may"
+        " follow: --data.validation_urls '[other/*.txt]' evaluates on other text.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
+    )
+    parser.add_argument("--batch_size", type=int, default=None, help="sequences a batch (default: as in training)")
+    parser.add_argument(
+        "--max_batches", default=None, help="evaluate on so many batches, or `all` (default: as in training)"
+    )
+    return parser
+
+
+def _most(plan: Plan, text: str | None) -> int | None:
+    if text is None:
+        return plan.config.trainer.max_eval_batches
+    if text == "all":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--max_batches: '{text}' given, 1 or more, or all, expected")
+    return int(text)
+
+
+def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
+    """The data that a checkpoint's phase is validated on, with options (`data.validation_urls`, ...) over it.
+
+    Other text gets a token cache of its own, so that it is never taken for the run's.
+    """
+    saved = trained.data
+    changed = override(Source({"data": encode(saved)}), dict(options))
+    data = decode(DataConfig, Source(changed.tree["data"]))
+    if not data.validation_urls:
+        raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
+    same = dataclasses.replace(data, cache_dir=saved.cache_dir) == saved
+    return data if same else data.with_cache_of_its_own(trained.tokenizer)
+
+
+def evaluate(
+    trained: Trained, data: DataConfig, batch_size: int | None = None, max_batches: int | None = None
+) -> dict[str, LossSums]:
+    """The sums of each of `data.validation_urls`, over one pass.
+
+    Args:
+        batch_size: sequences; None takes the run's.
+        max_batches: None means all.
+
+    Raises:
+        ConfigError: the data is not there, or the batch does not divide over the devices.
+    """
+    plan = trained.plan
+    size = plan.batches.eval if batch_size is None else batch_size
+    ways = plan.mesh.batch_ways
+    if size < 1 or size % ways:
+        raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
+    windows = data.open_validation(
+        trained.tokenizer, plan.config.model.seq_len, lambda line: print(line, file=sys.stderr)
+    )
+    assert windows is not None, "there are validation_urls"
+    origins = data.validation_origins(windows)
+    with plan.layout.use():
+        batches = eval_batches(windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
+        meter = LossMeter(plan.precision, trained.tokenizer.token_bytes(), num_groups=len(origins.urls))
+        sums = meter.measure(trained.load_model(), with_origins(batches, windows, origins))
+    return dict(zip(origins.urls, sums, strict=True))
+
+
+def with_origins(
+    batches: Iterator[TokenBatch], windows: Windows, origins: Origins
+) -> Iterator[tuple[TokenBatch, jax.Array]]:
+    """Each batch with the number of the URL that every target is from, int32 [batch, position]."""
+    row = 0
+    for batch in batches:
+        targets = batch.targets.array
+        starts = (row + np.arange(targets.shape[0])) * windows.seq_len
+        numbers = origins.of(starts[:, None] + np.arange(1, windows.seq_len + 1))
+        yield batch, jax.make_array_from_callback(targets.shape, targets.sharding, numbers.__getitem__)
+        row += targets.shape[0]
+
+
+def in_all(sums: Mapping[str, LossSums]) -> LossSums:
+    """All sources together."""
+    return LossSums(*(sum(column) for column in zip(*map(dataclasses.astuple, sums.values()), strict=True)))
+
+
+def _show(trained: Trained, sums: Mapping[str, LossSums]) -> None:
+    total = in_all(sums)
+    width = max(len("total"), *map(len, sums))
+    print(f"{'source':<{width}}  {'tokens':>12}  {'bytes':>12}  {'loss':>8}  {'bits a byte':>11}")
+    for name, part in {**sums, "total": total}.items():
+        numbers = f"{part.loss:>8.4f}  {part.bits_per_byte:>11.4f}"
+        print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
+    cursor = trained.found.cursor
+    about = {"checkpoint": str(trained.found.path), "step": cursor.step, **_numbers(total)}
+    print(json.dumps({**about, "sources": {url: _numbers(part) for url, part in sums.items()}}))
+
+
+def _numbers(part: LossSums) -> dict[str, float | None]:
+    measured = {"loss": part.loss, "bpb": part.bits_per_byte}
+    counted = {"tokens": part.tokens, "bytes": part.text_bytes}
+    return {**{name: None if math.isnan(value) else value for name, value in measured.items()}, **counted}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

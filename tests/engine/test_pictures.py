@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from jaxlm.engine import pictures
+from jaxlm.engine.pictures import loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.optim.adam import AdamConfig
+from tests.engine.helpers import phase
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Every axes object that a picture was drawn on."""
+    seen = []
+    make = pictures._figure
+
+    def remember():
+        figure, axes = make()
+        seen.append(axes)
+        return figure, axes
+
+    monkeypatch.setattr(pictures, "_figure", remember)
+    return seen
+
+
+def is_png(path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_the_schedule_over_two_phases_with_its_corners(drawn, tmp_path):
+    first = phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=10, decay=20, lr_schedule="linear"), end=100)
+    second = phase(index=1, name="two", optimizer=AdamConfig(learning_rate=5e-3, warmup=0), start=100, end=150)
+    schedule_curve([first, second], tmp_path / "s.png", "title")
+    assert is_png(tmp_path / "s.png")
+    (axes,) = drawn
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 1]
+    x, y = (np.concatenate([get(c) for c in curves]) for get in (lambda c: c.get_xdata(), lambda c: c.get_ydata()))
+    assert (x[0], x[-1]) == (0, 150)
+    for step, rate in ((0, 0.0), (5, 5e-3), (10, 1e-2), (80, 1e-2), (90, 5.5e-3), (150, 5e-4)):
+        np.testing.assert_allclose(y[x == step][0], rate, rtol=1e-5)
+    corners = {float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1}
+    assert corners == {0, 10, 80, 100, 150}
+
+
+def test_step_times_leave_out_the_first_steps_and_what_has_none(drawn, tmp_path):
+    rng = np.random.default_rng(0)
+    seconds = 0.1 + 0.01 * rng.random(200)
+    seconds[0], seconds[100], seconds[150] = 30.0, 20.0, 9.0
+    records = [{"step": i + 1, "throughput/duration": s} for i, s in enumerate(seconds)]
+    records += [{"step": 200, "eval/loss": 3.0}]
+    times = step_times(records, left_out={1, 101})
+    assert times is not None
+    kept = np.delete(seconds, [0, 100]) * 1e3
+    np.testing.assert_allclose(times.durations_ms, kept)
+    assert times.median_ms == pytest.approx(np.median(kept))
+    assert times.p99_ms == pytest.approx(np.percentile(kept, 99))
+    step_time_histogram(times, tmp_path / "t.png", "title")
+    assert is_png(tmp_path / "t.png")
+    (axes,) = drawn
+    assert sum(bar.get_height() for bar in axes.patches) == 197  # the one of 9 s is in the legend
+    assert any("1 beyond" in text.get_text() for text in axes.get_legend().get_texts())
+    assert step_times([{"step": 1, "throughput/duration": 1.0}], left_out={1}) is None
+    assert step_times([], left_out={1}) is None
+
+
+def test_the_loss_curve_takes_steps_without_a_number(tmp_path):
+    records = [{"step": s, "train/loss": None if s == 3 else 5 - s / 50} for s in range(1, 100)]
+    loss_curve([*records, {"step": 99, "eval/loss": 3.1}], tmp_path / "l.png", "title")
+    assert is_png(tmp_path / "l.png")

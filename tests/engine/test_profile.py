@@ -1,0 +1,97 @@
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core.operations import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
+from jaxlm.engine.profile import Event, describe_profile, sum_up
+from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
+from tests.engine.helpers import TinyRun, arrays, layout, phase
+
+OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}
+
+
+def event(name: str, start: float, end: float, device: str = "d0", line: str = "t0") -> Event:
+    return Event(device, line, name, start, end)
+
+
+def test_times_of_nested_and_parallel_operations_in_closed_form():
+    profile = sum_up(
+        [
+            event("while.1", 0, 100),  # a loop: only what is in it counts
+            event("dot.1", 0, 40),
+            event("add.1", 10, 30),  # within the product
+            event("copy.1", 60, 70),
+            event("copy.1", 65, 85, line="t1"),  # at the same time on another thread
+            event("dot.1", 0, 50, device="d1"),
+        ],
+        OPERATIONS,
+        num_steps=2,
+    )
+    assert profile is not None
+    seconds = {item.name: round(item.seconds * 1e9) for item in profile.spent}
+    assert seconds == {"dot.1": 20 + 50, "copy.1": 10 + 20, "add.1": 20}
+    assert {item.name: item.num_calls for item in profile.spent} == {"dot.1": 2, "copy.1": 2, "add.1": 1}
+    assert profile.num_devices == 2
+    # d0 spans 85 and is busy 40 + 25; d1 spans 50 and is busy all the time.
+    assert profile.seconds == pytest.approx((85 + 50) / 2 / 1e9)
+    assert profile.idle == pytest.approx(1 - (65 + 50) / (85 + 50))
+    assert next(iter(profile.by_kind().items())) == (MATRIX, pytest.approx(70e-9))
+    page = describe_profile(profile, "title")
+    assert "| dot.1 | matrix products |" in page
+    assert "58.3%" in page  # 70 of 120
+    assert sum_up([event("while.1", 0, 1)], {}, 1) is None
+
+
+def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
+    run, lines = TinyRun(layout()), []
+    text = run.compiled_text(arrays(0))
+    hook = ProfileHook(ProfilerConfig(1, 3), tmp_path, phase(), first_step=0, program=lambda: text, show=lines.append)
+    for step in range(1, 8):
+        run.step(arrays(step))
+        if hook.due(step):
+            before = jax.tree.map(np.asarray, run.state)
+            hook.run(step, run.state)
+            jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, run.state))
+    hook.close()
+    page = (tmp_path / "profile.md").read_text()
+    assert f"3 steps on {layout().mesh.size} device(s)" in page
+    (shown,) = lines
+    assert "profile of 3 steps" in shown
+    rows = [row.strip("| ").split(" | ") for row in page.splitlines()]
+    shares = {row[0]: float(row[2].rstrip("%")) for row in rows if row[0] in KINDS}
+    assert min(shares[kind] for kind in (MATRIX, ATTENTION, COLLECTIVE)) > 0
+    assert sum(shares.values()) == pytest.approx(100, abs=0.5)
+
+
+def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
+    lines: list[str] = []
+    (tmp_path / "file").write_text("")
+    hook = ProfileHook(
+        ProfilerConfig(2, 3), tmp_path / "file" / "x", phase(), first_step=0, program=str, show=lines.append
+    )
+    for step in range(1, 21):
+        if hook.due(step):
+            hook.run(step, None)  # type: ignore[arg-type]
+    hook.close()
+    (line,) = lines
+    assert "the run goes on without a profile" in line
+
+
+def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
+    lines: list[str] = []
+    for _ in range(2):  # a recording that was left open would make the second fail
+        hook = ProfileHook(ProfilerConfig(1, 9), tmp_path, phase(), first_step=0, program=str, show=lines.append)
+        hook.run(1, None)  # type: ignore[arg-type]
+        hook.close()
+    assert lines == []
+
+
+def test_a_phase_that_is_too_short_is_said_and_a_short_rest_is_recorded(tmp_path):
+    lines: list[str] = []
+    make = lambda config, first: ProfileHook(  # noqa: E731
+        config, tmp_path, phase(), first_step=first, program=str, show=lines.append
+    )
+    assert [s for s in range(30) if make(ProfilerConfig(5, 10), 12).due(s)] == [17, 20]
+    assert lines == []
+    assert [s for s in range(30) if make(ProfilerConfig(5, 10), 15).due(s)] == []
+    assert "ends at step 20" in lines[0]

@@ -1,0 +1,65 @@
+import json
+import time
+
+import numpy as np
+import pytest
+
+from jaxlm.core.types import StepInfo
+from jaxlm.engine.reports import Reports, Totals, Workload
+from jaxlm.engine.step import Report
+from jaxlm.run import totals_at
+from tests.engine.helpers import TinyRun, arrays, batch, layout
+
+
+def test_rates_and_totals_are_what_a_step_amounts_to():
+    work = Workload(examples=8, tokens=1024, flops=3e12, peak_flops=2e13, num_steps=40)
+    assert work.throughput(0.5) == {
+        "throughput/duration": 0.5,
+        "throughput/examples_per_second": 16.0,
+        "throughput/tokens_per_second": 2048.0,
+        "throughput/gflops_per_second": 6000.0,
+        "throughput/mfu": pytest.approx(0.3),
+    }
+    assert work.progress(10) == {
+        "global_step": 10,
+        "run_progress": 0.25,
+        "throughput/total_tokens": 10240,
+        "throughput/total_gflops": 30000.0,
+    }
+
+
+def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = Workload(4, 512, 1e9, None, 40)
+    records = [{"step": step, **first.progress(step)} for step in range(1, 21)]
+    records += [{"step": 20, "eval/loss": 1.0}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    before = totals_at(path, 20)
+    assert before == Totals(20, 20 * 512, 20.0)
+    then = Workload(8, 1024, 2e9, None, 40, before).progress(30)
+    assert then["throughput/total_tokens"] == 20 * 512 + 10 * 1024
+    assert then["throughput/total_gflops"] == 20 + 10 * 2
+    assert totals_at(path, 0) == totals_at(tmp_path / "none.jsonl", 20) == Totals()
+
+
+def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
+    seen: list[StepInfo] = []
+    reports = Reports("train", Workload(16, 256, 1e6, None, 20), [seen.append])
+    run, where = TinyRun(layout()), layout()
+    with where.use():
+        for step in (1, 2, 3):
+            run.state, report = run._step(run.state, batch(arrays(step), where), run._blank)
+            assert isinstance(report, Report)
+            reports.push(step, report, 0.0)
+            if step == 2:
+                reports.drain()
+                time.sleep(0.5)
+                reports.skip_time()
+                began = time.perf_counter()
+        reports.drain()
+        elapsed = time.perf_counter() - began
+    assert [info.step for info in seen] == [1, 2, 3]
+    assert [info.metrics["throughput/hook_time"] > 0.49 for info in seen] == [False, False, True]
+    assert seen[2].metrics["throughput/duration"] <= elapsed
+    assert [info.metrics["throughput/hook_time"] for info in seen[:2]] == [0.0, 0.0]
+    assert np.isfinite([value for info in seen for value in info.metrics.values()]).all()

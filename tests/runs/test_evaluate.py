@@ -1,0 +1,94 @@
+"""A checkpoint's validation loss, by source and in all, against what training logged."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxlm.evaluate import main
+from tests.runs.commands import Finished, Workplace
+
+
+@pytest.fixture(scope="module")
+def finished(workplace) -> Workplace:
+    place = workplace()
+    path = place.write()
+    held_out = place.corpus / "validation"
+    text = path.read_text().replace(f"[{held_out}]", f"[{held_out}/bisect.py, {held_out}/heapq.py]")
+    path.write_text(text.replace("max_eval_batches: 2", "max_eval_batches: null"))
+    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "12")
+    assert result.code == 0, result.err
+    return place
+
+
+def evaluate(place: Workplace, *arguments: str) -> Finished:
+    return place.run("--checkpoint", "checkpoints/run", *arguments, module="jaxlm.evaluate")
+
+
+def numbers(result: Finished) -> dict:
+    assert result.code == 0, result.err
+    return json.loads(result.out.splitlines()[-1])
+
+
+def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished):
+    result = evaluate(finished)
+    found = numbers(result)
+    lines = (finished.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = next(r for r in map(json.loads, reversed(lines)) if "eval/loss" in r)
+    assert found["step"] == logged["step"] == 12
+    np.testing.assert_allclose(found["loss"], logged["eval/loss"], rtol=1e-6)
+    np.testing.assert_allclose(found["bpb"], logged["eval/bpb"], rtol=1e-6)
+    sources = list(found["sources"].values())
+    assert [url.rpartition("/")[2] for url in found["sources"]] == ["bisect.py", "heapq.py"]
+    mean = sum(s["loss"] * s["tokens"] for s in sources) / sum(s["tokens"] for s in sources)
+    np.testing.assert_allclose(mean, found["loss"], rtol=1e-12)
+    bits = sum(s["bpb"] * s["bytes"] for s in sources) / sum(s["bytes"] for s in sources)
+    np.testing.assert_allclose(bits, found["bpb"], rtol=1e-12)
+    # Every byte counts, but for those of each document's first token, which nothing precedes.
+    for url, source in found["sources"].items():
+        size = len((finished.corpus / "validation" / url.rpartition("/")[2]).read_bytes())
+        assert 0 <= size - source["bytes"] < 20
+    assert "tokenizing" not in result.out + result.err
+    table = [line.split() for line in result.out.splitlines()]
+    assert [row[0].rpartition("/")[2] for row in table[:4]] == ["source", "bisect.py", "heapq.py", "total"]
+    assert float(table[3][3]) == pytest.approx(found["loss"], abs=1e-4)
+
+
+def test_another_batch_size_counts_the_same_and_few_batches_say_what_they_leave_out(finished):
+    found = numbers(evaluate(finished))
+    other = numbers(evaluate(finished, "--batch_size", "5"))
+    assert [s["tokens"] for s in other["sources"].values()] == [s["tokens"] for s in found["sources"].values()]
+    np.testing.assert_allclose(other["loss"], found["loss"], rtol=1e-5)
+    few = numbers(evaluate(finished, "--max_batches", "1"))
+    first, last = few["sources"].values()
+    assert first["tokens"] <= 16 * 32
+    assert last == {"loss": None, "bpb": None, "tokens": 0.0, "bytes": 0.0}
+
+
+def test_other_text_has_a_cache_of_its_own(finished):
+    before = sorted(p.name for p in (finished.cache / "validation").iterdir())
+    other = str(finished.corpus / "train" / "textwrap.py")
+    found = numbers(evaluate(finished, "--data.validation_urls", f"[{other}]"))
+    assert list(found["sources"]) == [other]
+    assert math.isfinite(found["loss"])
+    assert sorted(p.name for p in (finished.cache / "validation").iterdir()) == before
+    (own,) = (finished.cache / "evaluate").iterdir()
+    assert (own / "validation" / "cache.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--data.validation_urls", "[]"), "the run has none"),
+        (("--data.validation_urls", "[nowhere.txt]"), "nowhere.txt"),
+        (("--data.validation_url", "[x]"), "Did you mean 'validation_urls'"),
+        (("--batch_size", "0"), "--batch_size: 0 given"),
+        (("--max_batches", "few"), "--max_batches: 'few' given"),
+        (("--config_path", "run.yaml"), "brings its own configuration"),
+    ],
+)
+def test_mistakes_are_one_message(finished, arguments, said, monkeypatch, capsys):
+    monkeypatch.chdir(finished.folder)
+    assert main(["--checkpoint", "checkpoints/run", *arguments]) == 2
+    assert said in capsys.readouterr().err
