@@ -191,7 +191,11 @@ class TestTablesWithoutText:
         ("x.json", b'[{"text": null}]', r"x\.json: record 1: no text under data\.text_key 'text' \(it is null\)"),
         ("x.json", b'"text"', r"x\.json: record 1: no text under .* keys: none"),
         ("x.json", b'[{"text": "a\\ud800"}]', r"x\.json: record 1: the text is not Unicode"),
-        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text": "\xff"}\n', mtime=0), r"x\.jsonl\.gz: line 2: not UTF-8 text"),
+        (
+            "x.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n{"text": "\xff"}\n', mtime=0),
+            r"x\.jsonl\.gz: line 2: not UTF-8 text",
+        ),
     ],
 )
 def test_unreadable_records_name_file_and_place(tmp_path, name, content, message):

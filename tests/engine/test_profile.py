@@ -42,6 +42,7 @@ def test_times_of_nested_and_parallel_operations_in_closed_form():
     assert sum_up([event("while.1", 0, 1)], {}, 1) is None
 
 
+@pytest.mark.slow
 def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     run, lines = TinyRun(layout()), []
     text = run.compiled_text(arrays(0))

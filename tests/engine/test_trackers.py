@@ -306,7 +306,7 @@ def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
     subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     (tmp_path / "other.py").write_text("")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"), raising=False)
     environment.repository.cache_clear()
     try:
         assert environment.repository() == tmp_path.resolve()

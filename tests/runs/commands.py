@@ -69,7 +69,7 @@ class Workplace:
         """Starts a command."""
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.devices}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.devices} --xla_backend_optimization_level=0",
             "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}",
             **environment,
         }

@@ -44,6 +44,7 @@ def test_mistakes(workplace, arguments, message):
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_forecast_for_machines_that_are_not_there(workplace):
     place = workplace()
     place.write("")

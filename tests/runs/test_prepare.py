@@ -121,6 +121,7 @@ def test_what_cannot_be(config_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_finds_what_was_prepared(workplace, tmp_path):
     place = workplace()
     place.write()

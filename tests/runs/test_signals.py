@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT: the step is finished and saved, the exit code tells, and the run goes on bit for bit."""
 
+import functools
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ RUN = ("--config_path", "run.yaml")
 
 @pytest.fixture(scope="session")
 def uninterrupted(workplace):
-    """Losses and last hashes of a run on one device, and of two processes with four devices each."""
+    """Number of processes -> losses and last hashes: one device, or two processes with four devices each."""
 
     def run(processes: int):
         place = workplace(4 if processes == 2 else 1)
@@ -22,7 +23,7 @@ def uninterrupted(workplace):
         assert [r[0] for r in results] == [0] * processes, results
         return place.losses(), place.digest("step-24")
 
-    return {processes: run(processes) for processes in (1, 2)}
+    return functools.cache(run)
 
 
 def started(
@@ -52,7 +53,7 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
         (1, signal.SIGTERM, 0),
         pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.slow),
-        (2, signal.SIGTERM, 1),
+        pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
 def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
@@ -66,7 +67,7 @@ def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
     assert saved == 7 if processes == 1 else 7 <= saved <= 11
     results = [process_end(process) for process in started(place, processes)]
     assert [code for code, _, _ in results] == [0] * processes, results
-    assert (place.losses(), place.digest("step-24")) == uninterrupted[processes]
+    assert (place.losses(), place.digest("step-24")) == uninterrupted(processes)
 
 
 def test_a_second_signal_ends_at_once(workplace):
@@ -80,7 +81,7 @@ def test_a_second_signal_ends_at_once(workplace):
 
 @pytest.mark.parametrize("processes", [2])
 def test_two_processes_lose_what_one_does(uninterrupted, processes):
-    alone, together = uninterrupted[1][0], uninterrupted[processes][0]
+    alone, together = uninterrupted[1][0], uninterrupted(processes)[0]
     assert alone.keys() == together.keys()
     for step, loss in alone.items():
         assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
