@@ -81,7 +81,7 @@ def test_a_second_signal_ends_at_once(workplace):
 
 @pytest.mark.parametrize("processes", [2])
 def test_two_processes_lose_what_one_does(uninterrupted, processes):
-    alone, together = uninterrupted[1][0], uninterrupted(processes)[0]
+    alone, together = uninterrupted(1)[0], uninterrupted(processes)[0]
     assert alone.keys() == together.keys()
     for step, loss in alone.items():
         assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
