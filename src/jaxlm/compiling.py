@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
+from jaxlm.core.runtime import everywhere
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.core.xla_options import compiler_options
@@ -19,7 +20,7 @@ from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
-from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, auto_is
+from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, auto_is, parse_keep
 from jaxlm.plan import Plan
 
 USABLE = 0.92
@@ -45,7 +46,7 @@ class CompiledStep:
 
     Attributes:
         call: (state, batch, ballot) -> (state, report).
-        keep: what `auto` came to, among the policies of `jaxlm.models.recompute`.
+        keep: the recomputation policy, the one that was found to fit where it was to be chosen.
         seconds: tracing and compiling took.
         num_bytes: memory of a device while it runs; None where the compiler does not say.
         limit: memory that a device has; None where it is not known.
@@ -96,22 +97,33 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit
     for keep in candidates:
         named = f" (recomputation {keep})" if automatic else ""
         last = keep == candidates[-1]
-        try:
-            step = _compile(plan, phase, keep, limit)
-        except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith(_NO_MEMORY):
-                raise
-            if last:
-                raise ConfigError(_does_not_fit(error)) from error
+        step, refusal = _attempt(plan, phase, keep, limit)
+        # One answer for all processes: their programs must be the same, whatever memory each of them has.
+        fits_all = everywhere(step is not None and step.fits)
+        if everywhere(step is not None):
+            assert step is not None
+            show(f"{step}{named}")
+            if fits_all or last:
+                break
+            show(f"  more than {USABLE:.0%} of what there is; recomputing more")
+        elif last:
+            raise ConfigError(f"the training step does not fit into a device's memory: {refusal}. {_LESS}")
+        else:
             show(f"does not fit into memory{named}; recomputing more")
-            continue
-        show(f"{step}{named}")
-        if step.fits or last:
-            break
-        show(f"  more than {USABLE:.0%} of what there is; recomputing more")
-    if not step.fits:
+    assert step is not None
+    if not fits_all:
         show(f"  warning: more than {USABLE:.0%} of what there is. {_LESS}")
     return step
+
+
+def _attempt(plan: Plan, phase: Phase, keep: str, limit: int | None) -> tuple[CompiledStep | None, str]:
+    """The compiled step, or None and what the compiler says where it finds no memory for it."""
+    try:
+        return _compile(plan, phase, keep, limit), ""
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(_NO_MEMORY):
+            raise
+        return None, str(error).splitlines()[0][:300]
 
 
 def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> CompiledStep:
@@ -125,7 +137,9 @@ def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> Compiled
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    return CompiledStep(call, keep, time.perf_counter() - began, needed, limit)
+    asked = parse_keep(plan.config.model.gradient_checkpointing)
+    policy = keep if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
+    return CompiledStep(call, policy, time.perf_counter() - began, needed, limit)
 
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
@@ -133,10 +147,6 @@ _LESS = (
     "Less is needed with a smaller trainer.per_device_parallelism, trainer.mp 'p=f32,c=bfloat16', or parameters spread"
     " over more devices"
 )
-
-
-def _does_not_fit(error: Exception) -> str:
-    return f"the training step does not fit into a device's memory: {str(error).splitlines()[0][:300]}. {_LESS}"
 
 
 def gib(num_bytes: int) -> str:

@@ -27,7 +27,7 @@ from jaxlm.core.programs import Collective, collectives_a_run
 from jaxlm.core.topologies import Topology
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.console import Console, table
-from jaxlm.models.recompute import FULL, parse_keep
+from jaxlm.models.recompute import FULL
 from jaxlm.plan import Plan, make_plan
 
 # What a large bf16 matrix product reaches of a data sheet's peak; measured on one H200: 0.78 to 0.81.
@@ -90,11 +90,8 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
     with plan.layout.use():
         step = compile_step(plan, plan.phases[0], console.show, limit=int(topology.chip.memory))
-    keep = (
-        step.keep if config.model.gradient_checkpointing == "auto" else parse_keep(config.model.gradient_checkpointing)
-    )
-    compute = _executed_flops(plan, again=keep == FULL) / (topology.num_chips * topology.chip.peak * GEMM_SHARE)
-    state = _state_bytes(plan) / topology.num_chips / topology.chip.memory_bandwidth
+    compute = _executed_flops(plan, again=step.keep == FULL) / (topology.num_chips * topology.chip.peak * GEMM_SHARE)
+    state = _state_bytes(plan) / (plan.mesh.data * plan.mesh.model) / topology.chip.memory_bandwidth
     moved = collectives_a_run(step.call.as_text() or "")
     communication = sum(n * _seconds(collective, plan, topology) for collective, n in moved.items())
     seconds, exposed = max(compute, communication) + state, compute + communication + state
@@ -116,7 +113,7 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         mfu_palm=flops.palm * per_second / seconds,
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
-        recomputation=keep if isinstance(keep, str) else ", ".join(keep),
+        recomputation=step.keep,
     )
 
 
@@ -144,12 +141,15 @@ def _state_bytes(plan: Plan) -> float:
 
 
 def _seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
-    """A ring over the devices that share parameters or a layer, whichever the collective is likely among."""
-    group = plan.mesh.model if len(collective.shape) == 3 and plan.mesh.model > 1 else plan.mesh.data
-    if group == 1:
-        group = topology.num_chips
+    """A ring over the likely group, at the speed of the slowest link between its members.
+
+    Parameters are gathered over `data`, whose members lie `model` devices apart; sums over replicas span everything.
+    """
+    group, span = plan.mesh.data, plan.mesh.data * plan.mesh.model
+    if group == 1 or (plan.mesh.replica > 1 and collective.kind == "all-reduce"):
+        group = span = topology.num_chips
     passes = {"all-reduce": 2.0, "reduce-scatter": float(group)}.get(collective.kind, 1.0)
-    return passes * collective.num_bytes * (group - 1) / group / topology.bandwidth(group)
+    return passes * collective.num_bytes * (group - 1) / group / topology.bandwidth(span)
 
 
 def _rows(one: Forecast) -> list[tuple[str, str]]:

@@ -148,8 +148,6 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     trainer.checkpointer.check()
     if trainer.profiler is not None:
         trainer.profiler.check()
-    for tracker in trainer.trackers:
-        tracker.check()
     precision = parse_precision(trainer.mp)
     devices = jax.devices() if devices is None else devices
     mesh = mesh_shape(len(devices), replica=trainer.replica_ici_axis_size, model=trainer.model_axis_size)

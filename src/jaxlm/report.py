@@ -18,7 +18,10 @@ def final_report(plan: Plan, console: Console) -> None:
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
     checkpoint = find_checkpoints(plan.checkpoint_folder)[-1]
-    rows = [("steps", f"{int(latest['step'])} of {plan.num_steps}"), ("training loss", _number(latest, "train/loss"))]
+    rows = [
+        ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
+        ("training loss", _number(latest, "train/loss")),
+    ]
     if "eval/loss" in latest:
         rows += [("validation loss", _number(latest, "eval/loss")), ("bits per byte", _number(latest, "eval/bpb"))]
         rows += compressors(plan.data[-1].validation_documents())

@@ -115,7 +115,8 @@ class Run:
 def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them again however the run ends."""
     config_text = dump(plan.config)
-    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(data_identity(plan)).encode()} | {
+    identity = main_first(lambda: data_identity(plan))  # it may copy remote files
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
     }
     writer = CheckpointWriter(plan.checkpoint_folder, files)

@@ -89,7 +89,7 @@ def attention_task(plan: Plan) -> AttentionTask:
 
 
 def check_performance(plan: Plan) -> None:
-    """With `trainer.strict_performance`, raises `ConfigError` for everything that will run slower than it could."""
+    """With `trainer.strict_performance`, raises `ConfigError` for a slower attention or dtype than there could be."""
     attention = choose_attention(attention_task(plan), plan.config.model.attn_backend)
     slow = [f"attention runs on {attention.name}: {attention.reason}"] if attention.degraded else []
     if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:

@@ -73,6 +73,8 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     config.trainer.distributed.join()
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)
+    for tracker in config.trainer.trackers:
+        tracker.check()
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)

@@ -38,3 +38,9 @@ def test_what_is_none(value):
 def test_round_trip(microseconds):
     duration = timedelta(microseconds=microseconds)
     assert parse_duration(format_duration(duration)) == duration
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30, "99999999999999d"])
+def test_refuses_what_no_clock_can_wait_for(value):
+    with pytest.raises(ConfigError, match="is not a duration that can be waited for"):
+        parse_duration(value)

@@ -53,8 +53,17 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 
 def test_asynchronous_collectives_count_what_comes_out():
-    line = "  %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}\n"
-    assert collectives(line) == {Collective("all-gather", "f32", (16, 8)): 1}
+    lines = """
+  %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}
+  %r = (f32[1000]{0}, f32[3000]{0}) all-reduce-start(%x, %y), to_apply=%add
+  %p = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+"""
+    assert collectives(lines) == {
+        Collective("all-gather", "f32", (16, 8)): 1,
+        Collective("all-reduce", "f32", (1000,)): 1,
+        Collective("all-reduce", "f32", (3000,)): 1,
+        Collective("collective-permute", "f32", (64,)): 1,
+    }
 
 
 def test_turns_are_read_off_the_condition_where_nobody_notes_them():

@@ -9,6 +9,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _PART = re.compile(
     r"\s*(\d+(?:\.\d+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|hrs?|h|days?|d)(?![a-z])", re.IGNORECASE
 )
+_ALLOWED = "15m, 1h30m, '5 minutes', '1:30:00', or seconds (600)"
 _CLOCK = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
@@ -18,6 +19,15 @@ def parse_duration(value: object) -> timedelta:
     Raises:
         ConfigError: anything else.
     """
+    try:
+        return _parsed(value)
+    except ConfigError:
+        raise
+    except (OverflowError, ValueError) as error:  # infinite, not a number, or longer than a timedelta can say
+        raise ConfigError(f"{value!r} is not a duration that can be waited for. Allowed: {_ALLOWED}") from error
+
+
+def _parsed(value: object) -> timedelta:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return timedelta(seconds=value)
     text = value.strip() if isinstance(value, str) else ""
@@ -32,7 +42,7 @@ def parse_duration(value: object) -> timedelta:
         total += timedelta(**{_UNITS[part[2][0].lower()]: float(part[1])})
         end = part.end()
     if not text or end != len(text):
-        raise ConfigError(f"{value!r} is not a duration. Allowed: 15m, 1h30m, '5 minutes', '1:30:00', or seconds (600)")
+        raise ConfigError(f"{value!r} is not a duration. Allowed: {_ALLOWED}")
     return total
 
 

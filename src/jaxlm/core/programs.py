@@ -91,7 +91,11 @@ def _collectives_of(line: str) -> Iterator[Collective]:
         return
     shapes = list(_SHAPE.finditer(instruction["shapes"]))
     if instruction["start"] and instruction["shapes"].startswith("("):
-        shapes = shapes[len(shapes) // 2 :]  # an asynchronous one names its operands first
+        # What an asynchronous one returns: operands, then results; those of an all-reduce are one and the same.
+        if instruction["kind"] == "all-gather":
+            shapes = shapes[len(shapes) // 2 :]
+        elif instruction["kind"] == "collective-permute":
+            shapes = shapes[1:2]
     for shape in shapes:
         yield Collective(instruction["kind"], shape["dtype"], _dims(shape))
 

@@ -181,6 +181,15 @@ def broadcast_from_main(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
+def everywhere(holds: bool) -> bool:
+    """Whether something holds on every process; each must ask."""
+    if jax.process_count() == 1:
+        return holds
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(holds))))
+
+
 def main_first(make: Callable[[], T]) -> T:
     """Calls `make` on process 0, then on all others: what it builds on disk is there when they look for it."""
     if is_main_process():

@@ -176,10 +176,14 @@ def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> I
 def _parsed(path: Path, text: str, where: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {where}JSON that is nested too deeply") from error
     except json.JSONDecodeError as error:
         advice = "; with one record a line, its name should end in .jsonl" if error.msg == "Extra data" else ""
         line = f"line {error.lineno}, " if not where else ""
         raise ConfigError(f"{path}: {where}not JSON ({error.msg} at {line}column {error.colno}){advice}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path}: {where}not JSON that can be read ({error})") from error
 
 
 def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:

@@ -133,7 +133,7 @@ class HubDataset(Source):
             ) from error
         try:
             return getattr(datasets, function)(self.id, **options)
-        except (OSError, ValueError) as error:  # no such dataset, name or split; no network
+        except Exception as error:  # no such dataset, name or split; no network; the library raises kinds of its own
             raise ConfigError(f"{self.key}: '{self.url}' cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -90,6 +90,8 @@ class RemoteFile(Source):
 
     def _copy(self, place: Path, show: Show) -> None:
         fs, path = _filesystem(self.url, self.key)
+        for left in place.parent.glob(f"{place.name}.*.tmp"):  # by a copy that was killed; whoever copies has the lock
+            left.unlink()
         with needing_space(place), replacing(place) as unfinished:
             try:
                 fs.get_file(path, str(unfinished), callback=_copying(self, show))

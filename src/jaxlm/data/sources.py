@@ -97,8 +97,9 @@ def find_files(
             place = path.resolve()
             if place in found:
                 continue
-            # Files of two URLs may have one name; the later one says which URL it is of.
-            name = name if name not in names else f"{name} ({key}[{number}])"
+            # Files may have one name; the later ones say which URL they are of, and which file of it.
+            wanted = [name, f"{name} ({key}[{number}])"]
+            name = next((w for w in wanted if w not in names), f"{wanted[1]} {len(found)}")
             names.add(name)
             found[place] = TextFile(path, name, text_key)
     return list(found.values())

@@ -47,7 +47,7 @@ def block_attention(
 def blocks_of(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
     """(first query, last query + 1, first key) of every block; the last key is the last query.
 
-    At most 8 blocks, which compute 9/16 of the square where the causal half would be 8/16.
+    Without a window at most 8, which compute 9/16 of the square where the causal half would be 8/16.
     """
     size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
     if window is not None:
