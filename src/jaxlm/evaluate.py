@@ -4,8 +4,8 @@
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
 
 Reads the text that the run was validated on, so that the total is what training logged (where `max_eval_batches` cut it
-short: on as many devices); every token counts for the URL that it is from. Options with a dot go over the saved configuration; `--data.*` over the data of the
-phase that the checkpoint stands in. One JSON line comes last.
+short: on as many devices); every token counts for the URL that it is from. Options with a dot go over the saved
+configuration; `--data.*` over the data of the phase that the checkpoint stands in. One JSON line comes last.
 """
 
 import argparse
