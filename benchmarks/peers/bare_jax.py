@@ -2,35 +2,27 @@
 
 import sys
 
+import common
 import jax
 import jax.numpy as jnp
 import optax
-from common import (
-    BATCH,
-    BETAS,
-    CLIP,
-    EPSILON,
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    LEARNING_RATE,
-    SEQ_LEN,
-    WEIGHT_DECAY,
-    Clock,
-    batch,
-    num_steps,
-    weights,
-)
 
 
 def parameters(given):
-    ones, zeros = (lambda *s: jnp.ones((LAYERS, *s))), (lambda *s: jnp.zeros((LAYERS, *s)))
-    stack = lambda name: jnp.stack([given[f"{i}.{name}"] for i in range(LAYERS)])  # noqa: E731
+    ones, zeros = (lambda *s: jnp.ones((common.LAYERS, *s))), (lambda *s: jnp.zeros((common.LAYERS, *s)))
+    stack = lambda name: jnp.stack([given[f"{i}.{name}"] for i in range(common.LAYERS)])  # noqa: E731
     blocks = {name: stack(name) for name in ("q", "k", "v", "o", "up", "down")}
-    blocks |= {f"{name}_bias": zeros(HIDDEN) for name in ("q", "k", "v", "o", "down")} | {"up_bias": zeros(4 * HIDDEN)}
-    blocks |= {"norm1": ones(HIDDEN), "norm2": ones(HIDDEN), "shift1": zeros(HIDDEN), "shift2": zeros(HIDDEN)}
+    blocks |= {f"{name}_bias": zeros(common.HIDDEN) for name in ("q", "k", "v", "o", "down")} | {
+        "up_bias": zeros(4 * common.HIDDEN)
+    }
+    blocks |= {
+        "norm1": ones(common.HIDDEN),
+        "norm2": ones(common.HIDDEN),
+        "shift1": zeros(common.HIDDEN),
+        "shift2": zeros(common.HIDDEN),
+    }
     rest = {"tokens": given["tokens"], "positions": given["positions"]}
-    return {"blocks": blocks, **rest, "norm": jnp.ones(HIDDEN), "shift": jnp.zeros(HIDDEN)}
+    return {"blocks": blocks, **rest, "norm": jnp.ones(common.HIDDEN), "shift": jnp.zeros(common.HIDDEN)}
 
 
 def norm(x, scale, shift):
@@ -39,7 +31,7 @@ def norm(x, scale, shift):
 
 
 def block(x, p):
-    heads = lambda a: a.reshape(*a.shape[:2], HEADS, -1)  # noqa: E731
+    heads = lambda a: a.reshape(*a.shape[:2], common.HEADS, -1)  # noqa: E731
     h = norm(x, p["norm1"], p["shift1"])
     q, k, v = (heads(h @ p[n] + p[f"{n}_bias"]) for n in ("q", "k", "v"))
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -53,7 +45,7 @@ def loss_of(params, inputs, targets, *, scan):
     if scan:
         x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, params["blocks"])
     else:
-        for i in range(LAYERS):
+        for i in range(common.LAYERS):
             x = block(x, jax.tree.map(lambda a, i=i: a[i], params["blocks"]))
     logits = norm(x, params["norm"], params["shift"]) @ params["tokens"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -61,16 +53,18 @@ def loss_of(params, inputs, targets, *, scan):
 
 def main():
     scan, micro = sys.argv[2] == "scan", int(sys.argv[3])
-    clock = Clock(f"bare JAX, {sys.argv[2]}, {micro} micro-batch(es)", num_steps())
+    clock = common.Clock(f"bare JAX, {sys.argv[2]}, {micro} micro-batch(es)", common.num_steps())
     if len(sys.argv) > 4:
         jax.config.update("jax_compilation_cache_dir", sys.argv[4])
-    params = parameters(weights())
+    params = parameters(common.weights())
     decayed = jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in ("q", "k", "v", "o", "up", "down"), params
     )
     optimizer = optax.chain(
-        optax.clip_by_global_norm(CLIP),
-        optax.adamw(LEARNING_RATE, *BETAS, EPSILON, weight_decay=WEIGHT_DECAY, mask=decayed),
+        optax.clip_by_global_norm(common.CLIP),
+        optax.adamw(
+            common.LEARNING_RATE, *common.BETAS, common.EPSILON, weight_decay=common.WEIGHT_DECAY, mask=decayed
+        ),
     )
 
     def step(params, state, inputs, targets):
@@ -79,7 +73,7 @@ def main():
             return jax.tree.map(jnp.add, total, (value, gradient)), None
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        rows = [a.reshape(micro, BATCH // micro, SEQ_LEN) for a in (inputs, targets)]
+        rows = [a.reshape(micro, common.BATCH // micro, common.SEQ_LEN) for a in (inputs, targets)]
         (value, gradient), _ = jax.lax.scan(piece, zero, tuple(rows))
         value, gradient = jax.tree.map(lambda a: a / micro, (value, gradient))
         updates, state = optimizer.update(gradient, state, params)
@@ -88,7 +82,7 @@ def main():
     step = jax.jit(step, donate_argnums=(0, 1))
     state = optimizer.init(params)
     for number in range(clock.num_steps):
-        params, state, loss = step(params, state, *batch(number))
+        params, state, loss = step(params, state, *common.batch(number))
         clock.tick(loss)
     clock.answer(version=jax.__version__)
 

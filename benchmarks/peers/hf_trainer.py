@@ -2,24 +2,9 @@
 
 import tempfile
 
+import common
 import torch
 import transformers
-from common import (
-    BETAS,
-    CLIP,
-    EPSILON,
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    LEARNING_RATE,
-    SEQ_LEN,
-    VOCAB,
-    WEIGHT_DECAY,
-    Clock,
-    batch,
-    num_steps,
-    weights,
-)
 
 
 def load(model, given):
@@ -35,7 +20,7 @@ def load(model, given):
 
 class Rows(torch.utils.data.Dataset):
     def __init__(self, num):
-        self._batches = [batch(step) for step in range(num)]
+        self._batches = [common.batch(step) for step in range(num)]
 
     def __len__(self):
         return len(self._batches) * 8
@@ -71,13 +56,13 @@ class Ticks(transformers.TrainerCallback):
 
 
 def main():
-    clock = Clock("Hugging Face Trainer", num_steps())
+    clock = common.Clock("Hugging Face Trainer", common.num_steps())
     config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=SEQ_LEN + 1,
-        n_embd=HIDDEN,
-        n_layer=LAYERS,
-        n_head=HEADS,
+        vocab_size=common.VOCAB,
+        n_positions=common.SEQ_LEN + 1,
+        n_embd=common.HIDDEN,
+        n_layer=common.LAYERS,
+        n_head=common.HEADS,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -86,21 +71,23 @@ def main():
         use_cache=False,
     )
     model = transformers.GPT2LMHeadModel(config)
-    given = weights()
-    given["positions"] = given["positions"][[*range(SEQ_LEN), SEQ_LEN - 1]]  # the row's last token has one too
+    given = common.weights()
+    given["positions"] = given["positions"][
+        [*range(common.SEQ_LEN), common.SEQ_LEN - 1]
+    ]  # the row's last token has one too
     load(model, given)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
             max_steps=clock.num_steps,
             per_device_train_batch_size=8,
-            learning_rate=LEARNING_RATE,
+            learning_rate=common.LEARNING_RATE,
             lr_scheduler_type="constant",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            adam_epsilon=EPSILON,
-            weight_decay=WEIGHT_DECAY,
-            max_grad_norm=CLIP,
+            adam_beta1=common.BETAS[0],
+            adam_beta2=common.BETAS[1],
+            adam_epsilon=common.EPSILON,
+            weight_decay=common.WEIGHT_DECAY,
+            max_grad_norm=common.CLIP,
             use_cpu=True,
             report_to=[],
             logging_strategy="no",

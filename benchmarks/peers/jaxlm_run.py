@@ -4,25 +4,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import common
 import jax
 import jax.numpy as jnp
-from common import (
-    BATCH,
-    BETAS,
-    CLIP,
-    EPSILON,
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    LEARNING_RATE,
-    SEQ_LEN,
-    VOCAB,
-    WEIGHT_DECAY,
-    Clock,
-    batch,
-    num_steps,
-    weights,
-)
 
 from jaxlm.bench import random_batch
 from jaxlm.compiling import compile_step, keep_compiled_programs
@@ -38,27 +22,27 @@ def config(micro: int, steps: int, folder: str):
     return decode_run(
         Source(
             {
-                "data": {"vocab_size": VOCAB},
+                "data": {"vocab_size": common.VOCAB},
                 "model": {
                     "type": "gpt2",
-                    "seq_len": SEQ_LEN,
-                    "hidden_dim": HIDDEN,
-                    "num_heads": HEADS,
-                    "num_layers": LAYERS,
+                    "seq_len": common.SEQ_LEN,
+                    "hidden_dim": common.HIDDEN,
+                    "num_heads": common.HEADS,
+                    "num_layers": common.LAYERS,
                 },
                 "trainer": {
-                    "train_batch_size": BATCH,
-                    "per_device_parallelism": BATCH // micro,
+                    "train_batch_size": common.BATCH,
+                    "per_device_parallelism": common.BATCH // micro,
                     "num_train_steps": steps,
                     "log_dir": folder,
                 },
                 "optimizer": {
-                    "learning_rate": LEARNING_RATE,
-                    "beta1": BETAS[0],
-                    "beta2": BETAS[1],
-                    "epsilon": EPSILON,
-                    "weight_decay": WEIGHT_DECAY,
-                    "max_grad_norm": CLIP,
+                    "learning_rate": common.LEARNING_RATE,
+                    "beta1": common.BETAS[0],
+                    "beta2": common.BETAS[1],
+                    "epsilon": common.EPSILON,
+                    "weight_decay": common.WEIGHT_DECAY,
+                    "max_grad_norm": common.CLIP,
                     "lr_schedule": "constant",
                     "warmup": 0,
                 },
@@ -79,7 +63,7 @@ def loaded(model, given):
             array = jnp.asarray(given[path.removesuffix(".weight")])
         for ours, theirs in names.items():
             if path.endswith(f"{ours}.weight"):
-                stacked = jnp.stack([given[f"{i}.{theirs}"].T for i in range(LAYERS)])
+                stacked = jnp.stack([given[f"{i}.{theirs}"].T for i in range(common.LAYERS)])
                 array = stacked.reshape(array.shape)
         arrays[path] = array
     return tree.replace_leaves(model, arrays)
@@ -87,16 +71,16 @@ def loaded(model, given):
 
 def main():
     micro = int(sys.argv[2])
-    clock = Clock(f"jaxlm, {micro} micro-batch(es)", num_steps())
+    clock = common.Clock(f"jaxlm, {micro} micro-batch(es)", common.num_steps())
     if len(sys.argv) > 3:
         keep_compiled_programs(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(config(micro, clock.num_steps, folder), "peer", VOCAB)
+        plan = make_plan(config(micro, clock.num_steps, folder), "peer", common.VOCAB)
         with plan.layout.use():
             phase = plan.phases[0]
             step = compile_step(plan, phase, lambda _: None).call
             state = enter_phase(plan.recipe, phase, plan.layout, None)
-            state = type(state)(**{**vars(state), "model": jax.device_put(loaded(state.model, weights()))})
+            state = type(state)(**{**vars(state), "model": jax.device_put(loaded(state.model, common.weights()))})
             vote = Ballot(plan.layout).cast(Wishes())
             like = random_batch(plan, 0)
             for number in range(clock.num_steps):
@@ -107,7 +91,7 @@ def main():
 
 def given_batch(like, number):
     """The rows of a step, in the shape of a training batch."""
-    inputs, targets = (jnp.asarray(a).reshape(like.tokens.array.shape) for a in batch(number))
+    inputs, targets = (jnp.asarray(a).reshape(like.tokens.array.shape) for a in common.batch(number))
     column = lambda array: type(like.tokens)(array, like.tokens.axes)  # noqa: E731
     return type(like)(column(inputs), column(targets), like.loss_mask, like.segment_ids, like.positions)
 

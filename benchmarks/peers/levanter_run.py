@@ -9,27 +9,12 @@ import sys
 import tempfile
 from datetime import timedelta
 
+import common
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import jmp
 import levanter
-from common import (
-    BATCH,
-    BETAS,
-    CLIP,
-    EPSILON,
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    LEARNING_RATE,
-    SEQ_LEN,
-    VOCAB,
-    WEIGHT_DECAY,
-    Clock,
-    batch,
-    num_steps,
-)
 from levanter.checkpoint import CheckpointerConfig
 from levanter.distributed import RayConfig
 from levanter.layers.attention import AttentionMask
@@ -41,8 +26,8 @@ from levanter.trainer import Trainer, TrainerConfig
 
 
 def example(config, step):
-    Batch, Pos = hax.Axis("batch", BATCH), config.Pos
-    tokens = hax.named(jnp.asarray(batch(step)[0]), (Batch, Pos))
+    Batch, Pos = hax.Axis("batch", common.BATCH), config.Pos
+    tokens = hax.named(jnp.asarray(common.batch(step)[0]), (Batch, Pos))
     mask = hax.broadcast_to(LmExample.causal_loss_mask(Pos), (Batch, Pos))
     return LmExample(tokens=tokens, loss_mask=mask, attn_mask=AttentionMask.causal())
 
@@ -53,15 +38,17 @@ def mean(losses, axis=None, where=None):
 
 
 def main():
-    clock = Clock("Levanter", num_steps())
-    config = Gpt2Config(seq_len=SEQ_LEN, hidden_dim=HIDDEN, num_layers=LAYERS, num_heads=HEADS)
+    clock = common.Clock("Levanter", common.num_steps())
+    config = Gpt2Config(
+        seq_len=common.SEQ_LEN, hidden_dim=common.HIDDEN, num_layers=common.LAYERS, num_heads=common.HEADS
+    )
     optimizer = AdamConfig(
-        learning_rate=LEARNING_RATE,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        epsilon=EPSILON,
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=CLIP,
+        learning_rate=common.LEARNING_RATE,
+        beta1=common.BETAS[0],
+        beta2=common.BETAS[1],
+        epsilon=common.EPSILON,
+        weight_decay=common.WEIGHT_DECAY,
+        max_grad_norm=common.CLIP,
         lr_schedule="constant",
         warmup=0.0,
         min_lr_ratio=1.0,
@@ -71,7 +58,7 @@ def main():
             id="peer",
             tracker=NoopConfig(),
             num_train_steps=clock.num_steps,
-            train_batch_size=BATCH,
+            train_batch_size=common.BATCH,
             mp=jmp.get_policy("f32"),
             checkpointer=CheckpointerConfig(base_path=folder, save_interval=timedelta(hours=9), keep=[]),
             ray=RayConfig(auto_start_cluster=False, start_workers=False),
@@ -84,7 +71,7 @@ def main():
         levanter.initialize(trainer_config)
         loss = lambda model, rows, *, key=None: compute_next_token_loss(model, rows, key=key, reduction=mean)  # noqa: E731
         with Trainer(trainer_config, optimizer.build(clock.num_steps), loss) as trainer:
-            Vocab = hax.Axis("vocab", VOCAB)
+            Vocab = hax.Axis("vocab", common.VOCAB)
             keys = jax.random.split(jax.random.PRNGKey(0))
             state = trainer.initial_state(keys[0], model_init=lambda: config.build(Vocab, key=keys[1]))
             for step in range(clock.num_steps):

@@ -2,44 +2,29 @@
 
 import sys
 
+import common
 import torch
 import torch.nn.functional as F
-from common import (
-    BETAS,
-    CLIP,
-    EPSILON,
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    LEARNING_RATE,
-    SEQ_LEN,
-    VOCAB,
-    WEIGHT_DECAY,
-    Clock,
-    batch,
-    num_steps,
-    weights,
-)
 from torch import nn
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.qkv, self.out = nn.Linear(common.HIDDEN, 3 * common.HIDDEN), nn.Linear(common.HIDDEN, common.HIDDEN)
 
     def forward(self, x):
         rows, length, _ = x.shape
-        q, k, v = (a.view(rows, length, HEADS, -1).transpose(1, 2) for a in self.qkv(x).split(HIDDEN, 2))
+        q, k, v = (a.view(rows, length, common.HEADS, -1).transpose(1, 2) for a in self.qkv(x).split(common.HIDDEN, 2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, HIDDEN))
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, common.HIDDEN))
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN), Attention()
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(common.HIDDEN), nn.LayerNorm(common.HIDDEN), Attention()
+        self.up, self.down = nn.Linear(common.HIDDEN, 4 * common.HIDDEN), nn.Linear(4 * common.HIDDEN, common.HIDDEN)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -49,15 +34,18 @@ class Block(nn.Module):
 class Gpt2(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(SEQ_LEN, HIDDEN)
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(HIDDEN)
+        self.tokens, self.positions = (
+            nn.Embedding(common.VOCAB, common.HIDDEN),
+            nn.Embedding(common.SEQ_LEN, common.HIDDEN),
+        )
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(common.LAYERS)), nn.LayerNorm(common.HIDDEN)
 
     def forward(self, inputs, targets):
         x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
         for block in self.blocks:
             x = block(x)
         logits = self.norm(x) @ self.tokens.weight.T
-        return F.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1))
+        return F.cross_entropy(logits.view(-1, common.VOCAB), targets.reshape(-1))
 
     def load(self, given):
         put = lambda parameter, *arrays: parameter.data.copy_(torch.cat([torch.from_numpy(a) for a in arrays], 1).T)  # noqa: E731
@@ -73,19 +61,19 @@ class Gpt2(nn.Module):
 
 def main():
     mode = sys.argv[2]
-    clock = Clock(f"torch {mode}", num_steps())
+    clock = common.Clock(f"torch {mode}", common.num_steps())
     model = Gpt2()
-    model.load(weights())
+    model.load(common.weights())
     decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "tokens" not in n and "positions" not in n]
     others = [p for p in model.parameters() if all(p is not d for d in decayed)]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+    groups = [{"params": decayed, "weight_decay": common.WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=common.LEARNING_RATE, betas=common.BETAS, eps=common.EPSILON, fused=True)
     loss_of = torch.compile(model) if mode == "compile" else model
     for step in range(clock.num_steps):
-        inputs, targets = (torch.from_numpy(a).long() for a in batch(step))
+        inputs, targets = (torch.from_numpy(a).long() for a in common.batch(step))
         loss = loss_of(inputs, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock.tick(loss.item())

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxlm.core.programs import computations
+from jaxlm.core.programs import LIBRARY_CALL, computations
 
 MATRIX = "matrix products"
 ATTENTION = "attention"
@@ -20,7 +20,6 @@ CONTAINERS = re.compile(r"(while|conditional|call)([.\d]*)$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .+? (?P<opcode>[a-z][\w\-]*)\(")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
-_TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _COLLECTIVES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective|ncclDevKernel|^send\b|^recv\b")
 _PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
 _ATTENTION = re.compile(r"(^|[/(])attention\b|fmha|flash|splash", re.IGNORECASE)
@@ -53,7 +52,7 @@ def operations(hlo: str) -> dict[str, Operation]:
             if instruction := _INSTRUCTION.match(line):
                 source = _SOURCE.search(line)
                 inside = _opcodes(line, instruction["opcode"], bodies)
-                target = _TARGET.search(line)
+                target = LIBRARY_CALL.search(line)
                 kind = _kind(inside, source[1] if source else "", target[1] if target else "")
                 found[instruction["name"]] = Operation(kind, source[1] if source else "")
     return found

@@ -12,7 +12,7 @@ _COLLECTIVE = re.compile(
     r" (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
-_KERNEL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
+LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -80,7 +80,7 @@ def kernels(hlo: str) -> Counter[str]:
     bodies, entry = computations(hlo)
     for name, times in _executed(bodies, entry):
         for line in bodies[name]:
-            if (kernel := _KERNEL.search(line)) and kernel["name"] not in _NO_KERNELS:
+            if (kernel := LIBRARY_CALL.search(line)) and kernel["name"] not in _NO_KERNELS:
                 found[kernel["name"]] += times
     return found
 

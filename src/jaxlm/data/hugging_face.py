@@ -126,14 +126,17 @@ class HubDataset(Source):
     def _call(self, function: str, **options: str) -> Any:
         try:
             import datasets  # pyright: ignore[reportMissingImports]
+            from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
                 f"{self.key}: '{self.url}' needs the library datasets, which is not installed: pip install"
                 " 'jaxlm[hf]' (or datasets)"
             ) from error
+        # No such dataset, name or split; no network; a dataset that is a script; one that breaks while it is read.
+        failures = (OSError, ValueError, RuntimeError, DatasetsError)
         try:
             return getattr(datasets, function)(self.id, **options)
-        except Exception as error:  # no such dataset, name or split; no network; the library raises kinds of its own
+        except failures as error:
             raise ConfigError(f"{self.key}: '{self.url}' cannot be loaded: {type(error).__name__}: {error}") from error
 
 
