@@ -79,6 +79,7 @@ def test_a_second_signal_ends_at_once(workplace):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2])
 def test_two_processes_lose_what_one_does(uninterrupted, processes):
     alone, together = uninterrupted(1)[0], uninterrupted(processes)[0]
