@@ -126,11 +126,6 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
 
     @property
     @abc.abstractmethod
-    def attention_dropout(self) -> float:
-        """The probability of dropping an attention weight in training."""
-
-    @property
-    @abc.abstractmethod
     def Layers(self) -> Axis:
         """The axis of stacked blocks."""
 
