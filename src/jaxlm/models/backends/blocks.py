@@ -103,8 +103,9 @@ def _attend_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
     return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out, lse)
 
 
-def _attend_backward(window, kept: Any, d_out_BKGTH):
-    return *blocks_backward(window, *kept, d_out_BKGTH), None, None
+def _attend_backward(window, kept, d_out_BKGTH):
+    q, k, v, segment, scale, out, lse = kept
+    return *blocks_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH), None, None
 
 
 def blocks_backward(
