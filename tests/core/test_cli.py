@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jaxlm.core.cli import attribute_docs, help_text, option_tree, override, parse_arguments
+from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
 
@@ -100,8 +100,3 @@ def test_help_shows_type_default_and_meaning_of_every_key():
     assert "part: the only one." in text
     assert "--part.first  (int, 7)\n      two numbers of one meaning." in text
     assert "--part.third  (str or null, null)\n      spread over two lines." in text
-
-
-def test_attribute_docs():
-    meaning = "two numbers of one meaning."
-    assert attribute_docs(Part) == {"first": meaning, "second": meaning, "third": "spread over two lines."}

@@ -1,17 +1,13 @@
 """The command line over the file: overrides by dotted path, and the help text."""
 
-import dataclasses
-import inspect
 import re
 import textwrap
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlm.core.decode import encode, is_choice
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.keys import Section, sections
 from jaxlm.core.yaml_source import KeyPath, Source, merge, parse_value
 
 _WIDTH = 118
@@ -104,65 +100,18 @@ def help_text(kind: type, command: str) -> str:
         f"usage: python -m {command} [--config_path FILE] [--section.key VALUE ...]",
         "",
         "Keys of the YAML file, which are options of the command line too (values are read as YAML):",
-        *_describe(kind, "", None),
+        *(line for section in sections(kind) for line in _describe(section)),
     ]
     return "\n".join(lines)
 
 
-def _describe(kind: type, prefix: str, instance: Any) -> Iterator[str]:
-    docs = attribute_docs(kind)
-    hints = typing.get_type_hints(kind)
-    for item in dataclasses.fields(kind):
-        name, default = prefix + item.name, _default(item, instance)
-        if default is not dataclasses.MISSING and dataclasses.is_dataclass(default):
-            yield f"\n{name}: {docs.get(item.name, '')}"
-            if is_choice(hints[item.name]):
-                yield from _describe_choices(hints[item.name], name, default)
-            else:
-                yield from _describe(type(default), f"{name}.", default)
-            continue
-        shown = "required" if default is dataclasses.MISSING else _short(encode(default))
-        yield f"  --{name}  ({_type_name(hints[item.name])}, {shown})"
-        yield textwrap.fill(docs.get(item.name, ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-
-
-def _describe_choices(kind: Any, name: str, default: Any) -> Iterator[str]:
-    for choice, member in sorted(kind.get_known_choices().items()):
-        mark = " (the default)" if member is type(default) else ""
-        yield f"\n {name}.type: {choice}{mark}"
-        yield from _describe(member, f"{name}.", default if member is type(default) else None)
-
-
-def _default(item: dataclasses.Field, instance: Any) -> Any:
-    if instance is not None:
-        return getattr(instance, item.name)
-    if item.default is not dataclasses.MISSING:
-        return item.default
-    return item.default_factory() if item.default_factory is not dataclasses.MISSING else dataclasses.MISSING
-
-
-def attribute_docs(kind: type) -> dict[str, str]:
-    """Attribute -> its sentence in the `Attributes:` sections of a class and its bases."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        section = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")[2]
-        for entry in re.split(r"\n(?= {4}\w)", section):
-            names, _, text = entry.strip().partition(": ")
-            docs.update({name.strip(): " ".join(text.split()) for name in names.split(",") if text})
-    return docs
-
-
-def _type_name(kind: Any) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(argument) for argument in arguments)
-    if origin is typing.Literal:
-        return " or ".join(map(str, arguments))
-    if origin is not None:
-        return f"{origin.__name__} of {_type_name(arguments[-1])}"
-    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
-
-
-def _short(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _describe(section: Section) -> Iterator[str]:
+    if section.choice is not None:
+        yield f"\n {section.path}.type: {section.choice}{' (the default)' if section.is_default else ''}"
+    elif section.path:
+        yield f"\n{section.path}: {section.meaning}"
+    prefix = f"{section.path}." if section.path else ""
+    for key in section.keys:
+        if key.default is not None:
+            yield f"  --{prefix}{key.name}  ({key.type}, {key.default})"
+            yield textwrap.fill(key.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

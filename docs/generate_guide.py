@@ -1,0 +1,51 @@
+"""Writes the tables of docs/guide.md from the configuration's dataclasses: `python docs/generate_guide.py`.
+
+What stands above the first table is written by hand, and stays.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxlm.config import RunConfig
+from jaxlm.core.keys import Section, sections
+
+GUIDE = Path(__file__).parent / "guide.md"
+FIRST = "## Top level\n"
+
+
+def guide() -> str:
+    """The whole document, with its tables made anew."""
+    introduction = GUIDE.read_text(encoding="utf-8").partition(FIRST)[0]
+    return introduction + FIRST + "\n" + "\n".join("\n".join(part) for part in _parts()) + "\n"
+
+
+def _parts() -> Iterator[list[str]]:
+    for section in sections(RunConfig):
+        heading = _heading(section)
+        table = [
+            f"| `{key.name}` | {key.type} | {_default(key.default)} | {key.meaning.replace('|', chr(92) + '|')} |"
+            for key in section.keys
+        ]
+        if table:
+            table = ["| key | type | default | meaning |", "|---|---|---|---|", *table, ""]
+        elif section.choice is not None:
+            table = ["No keys of its own.", ""]
+        yield heading + table
+
+
+def _heading(section: Section) -> list[str]:
+    if section.choice is not None:
+        return [f"With `type: {section.choice}`:", ""]
+    if not section.path:
+        return []
+    level = "##" if "." not in section.path.replace(".N", "") else "###"
+    absent = "" if section.is_default else " It is not there unless it is written."
+    return [f"{level} `{section.path}`", "", section.meaning[:1].upper() + section.meaning[1:] + absent, ""]
+
+
+def _default(text: str | None) -> str:
+    return "its own table" if text is None else text if text == "required" else f"`{text}`"
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(guide(), encoding="utf-8")
