@@ -128,11 +128,6 @@ class DecoderConfig(ModelConfig):
         return Axis(MLP, self.intermediate_dim)
 
     @property
-    def attention_dropout(self) -> float:
-        """None of these families is trained with any."""
-        return 0.0
-
-    @property
     @abc.abstractmethod
     def kinds(self) -> tuple[LayerKind, ...]:
         """What each layer is, first to last."""
@@ -157,7 +152,13 @@ class Decoder(LanguageModel):
 
     @staticmethod
     def init(
-        config: DecoderConfig, Vocab: Axis, *, final_norm: Norm, key: jax.Array, embed_scale: float | None = None
+        config: DecoderConfig,
+        Vocab: Axis,
+        *,
+        final_norm: Norm,
+        key: jax.Array,
+        embed_scale: float | None = None,
+        logit_soft_cap: float | None = None,
     ) -> "Decoder":
         """A model with N(0, initializer_range) weights."""
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
@@ -173,7 +174,8 @@ class Decoder(LanguageModel):
             attn_backend=config.attn_backend,
         )
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
-        return Decoder(embedding(Vocab, config.Embed, std=std, key=k_tokens), body, head, config, embed_scale)
+        tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
+        return Decoder(tokens, body, head, config, embed_scale, logit_soft_cap=logit_soft_cap)
 
     @property
     def Vocab(self) -> Axis:

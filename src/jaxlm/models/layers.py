@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.attention import Visibility, as_keys, attention
-from jaxlm.models.backends.choice import AUTO
+from jaxlm.models.backends.blocks import PLAIN_SCORES
+from jaxlm.models.backends.choice import AUTO, AttentionTask
+from jaxlm.models.backends.scores import ScoreRule
 from jaxlm.models.cache import append
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
@@ -98,6 +101,7 @@ class SelfAttention(eqx.Module):
         o_proj: {embed, heads, head_size}.
         q_norm, k_norm: of queries and keys, before they are rotated: over each head, or over all heads at once.
         scale: what scores are multiplied by; None means 1 / sqrt(head_size).
+        rule: what becomes of scores before the softmax.
         upcast: attend in float32 from the scores to the weighted values.
         dropout: of attention weights.
     """
@@ -109,8 +113,31 @@ class SelfAttention(eqx.Module):
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     scale: float | None = eqx.field(static=True, default=None)
+    rule: ScoreRule = eqx.field(static=True, default=PLAIN_SCORES)
     upcast: bool = eqx.field(static=True, default=False)
     dropout: float = eqx.field(static=True, default=0.0)
+
+    def task(
+        self,
+        platform: str,
+        capability: tuple[int, int] | None,
+        dtype: jnp.dtype,
+        seq_len: int,
+        window: int | None,
+    ) -> AttentionTask:
+        """What it asks of a backend in training, where its inputs are of `dtype`."""
+        heads, kv_heads = self.q_proj.weight.axis_size(HEADS), self.k_proj.weight.axis_size(KV_HEADS)
+        return AttentionTask(
+            platform,
+            jnp.dtype(jnp.float32) if self.upcast else dtype,
+            seq_len,
+            head_size=self.q_proj.weight.axis_size(HEAD_SIZE),
+            group=heads // kv_heads,
+            window=window,
+            capability=capability,
+            dropout=self.dropout,
+            rule=self.rule,
+        )
 
     def __call__(
         self,
@@ -149,5 +176,6 @@ class SelfAttention(eqx.Module):
             dropout=self.dropout,
             key=key,
             backend=context.attn_backend,
+            rule=self.rule,
         )
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
