@@ -42,6 +42,12 @@ MODELS = {
     "llama": {"type": "llama", **LLAMA},
     "mistral": {"type": "mistral", **LLAMA},
     "qwen2": {"type": "qwen2", **LLAMA, "sliding_window": 4},
+    "gemma2": {"type": "gemma2", **LLAMA, "head_dim": 8},
+    "gemma3": {"type": "gemma3", **LLAMA, "head_dim": 8, "sliding_window_pattern": 2},
+    "gpt_neox": {"type": "gpt_neox", **LLAMA},
+    "mpt": {"type": "mpt", **LLAMA},
+    "olmo2": {"type": "olmo2", **LLAMA},
+    "phi3": {"type": "phi3", **LLAMA},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
@@ -68,6 +74,10 @@ CHANGES: dict[str, Any] = {
     "model.attn_backend": "plain",
     "model.sliding_window": 5,
     "model.head_dim": 16,
+    "model.attn_soft_cap": 3.0,
+    "model.final_soft_cap": 3.0,
+    "model.sliding_window_pattern": 1,
+    "model.local_rope": {"model": {"local_rope": {"theta": 77.0}}},
     "model.rope.partial_rotary_factor": 0.5,
     "model.rope.short_factor": {"model": {"seq_len": 8, "rope": {"short_factor": [3.0] * 4}}},
     "model.rope.long_factor": [3.0] * 4,
@@ -130,6 +140,10 @@ SHOWN_ELSEWHERE = {
     "evals": "test_sample_fields",
     "phases": "its fields",
     "phases.0.data": "test_a_phase_has_data_of_its_own",
+    **dict.fromkeys(
+        ("initialize_from_hf", "use_hf_model_config", "hf_save_path", "hf_save_steps", "hf_save_dtype"),
+        "tests/runs/test_hugging_face.py",
+    ),
     "dry_run": "tests/runs/test_command.py",
 }
 

@@ -17,6 +17,7 @@ from jaxlm.engine.save_policy import CheckpointerConfig
 from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.interop.model_section import with_hf_model
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
@@ -123,6 +124,12 @@ class RunConfig:
         evals: what is looked at every `trainer.steps_per_eval` steps.
         phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
             own. Without any, the top level is the one phase.
+        initialize_from_hf: start from weights of Hugging Face: a folder with config.json and safetensors, or the hub's
+            `name` or `name@revision`; true means the folder that data.tokenizer names, false random weights.
+        use_hf_model_config: take the model section from that folder's config.json; keys that are written here go over it.
+        hf_save_path: folders for transformers go here, as `step-N`; null writes none.
+        hf_save_steps: steps between two of them; one more follows the last step.
+        hf_save_dtype: of their numbers: float32, bfloat16 or float16; null means as trained.
         dry_run: resolve, trace and compile, print the plan and the memory, and stop.
     """
 
@@ -133,6 +140,11 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=NextToken)
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
+    initialize_from_hf: bool | str = False
+    use_hf_model_config: bool = False
+    hf_save_path: str | None = None
+    hf_save_steps: int = 10_000
+    hf_save_dtype: str | None = None
     dry_run: bool = False
 
 
@@ -177,7 +189,7 @@ def read_config(path: Path) -> RunConfig:
 def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R:
     """A run from a tree: phases take what they leave out from the top level, and the run's id from `name`."""
     load_installed_plugins()
-    config = decode(kind, Source(_with_inherited(source.tree), source.marks))
+    config = decode(kind, Source(with_hf_model(_with_inherited(source.tree)), source.marks))
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))
     return config

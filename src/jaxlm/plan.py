@@ -13,8 +13,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.runtime import AxisMappings, MeshShape, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import TRAIN_BPE, DataConfig
 from jaxlm.engine.phases import Phase, Recipe
+from jaxlm.interop.family import family_of_config
+from jaxlm.interop.folder import parse_dtype
+from jaxlm.interop.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
 
 
@@ -163,6 +166,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         raise ConfigError(f"trainer.steps_per_eval: {trainer.steps_per_eval} given, 1 or more steps expected")
     if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
         raise ConfigError(f"trainer.max_eval_batches: {trainer.max_eval_batches} given, null or 1 and more expected")
+    check_hugging_face(config)
     phases, data = plan_phases(config)
     plan = Plan(
         config=config,
@@ -176,6 +180,21 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     for phase in phases:
         plan.recipe.abstract_state(phase)  # surgeries that do not apply and patterns that match nothing fail here
     return plan
+
+
+def check_hugging_face(config: RunConfig) -> None:
+    """Raises `ConfigError` for keys about imported and exported weights that cannot be followed."""
+    if config.hf_save_steps < 1:
+        raise ConfigError(f"hf_save_steps: {config.hf_save_steps} given, 1 or more expected")
+    if config.hf_save_dtype is not None:
+        parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+    if config.hf_save_path is not None:
+        family_of_config(config.model)
+    if hf_name(config.initialize_from_hf, config.data.tokenizer) is not None and config.data.tokenizer == TRAIN_BPE:
+        raise ConfigError(
+            "initialize_from_hf: the weights go with a tokenizer, and data.tokenizer would train another one. Set it to"
+            " the folder of the weights"
+        )
 
 
 def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:

@@ -28,7 +28,12 @@ from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext
+from jaxlm.exporting import ExportHook
+from jaxlm.interop.folder import open_folder, parse_dtype
+from jaxlm.interop.hub import local_folder
+from jaxlm.interop.model_section import hf_name
 from jaxlm.lineage import DATA_IDENTITY, data_identity
+from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
 
 
@@ -90,6 +95,27 @@ class Run:
             return []
         folder = self.plan.log_folder / "profile" / phase.name
         return [ProfileHook(config, folder, phase, first_step=first_step, program=program, show=self.console.show)]
+
+    def export_hooks(self, phase: Phase) -> list[ExportHook]:
+        """What writes folders for transformers, where that is configured."""
+        config = self.plan.config
+        if config.hf_save_path is None:
+            return []
+        dtype = self.plan.precision.params
+        if config.hf_save_dtype is not None:
+            dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+        folder = Path(config.hf_save_path)
+        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.show)]
+
+    def pretrained(self) -> LanguageModel | None:
+        """The imported weights that the run begins with; None where it begins with random ones."""
+        plan = self.plan
+        name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+        if name is None:
+            return None
+        folder = open_folder(main_first(lambda: local_folder(name, "initialize_from_hf", weights=True)))
+        self.console.show(f"weights: {folder.path}, of {folder.vocab_size:,} rows the first {plan.recipe.Vocab.size:,}")
+        return folder.load(jax.eval_shape(plan.recipe.first_model), plan.config.model, plan.layout)
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""

@@ -143,7 +143,8 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if resumed is None:
-            state = enter_phase(plan.recipe, phase, plan.layout, state)
+            first_model = run.pretrained() if state is None else None
+            state = enter_phase(plan.recipe, phase, plan.layout, state, first_model=first_model)
             saver.save_entry(state, batches.state())
         else:
             batches.restore(resumed.position())
@@ -164,7 +165,7 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
             step.call,
             batches,
             reports=Reports(phase.name, run.workload(), listeners),
-            hooks=[*profiling, run.eval_hook(phase, data)],
+            hooks=[*profiling, run.eval_hook(phase, data), *run.export_hooks(phase)],
             saver=saver,
             ballot=run.ballot,
             stop=run.stop,

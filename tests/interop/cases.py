@@ -21,6 +21,22 @@ NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCHED}
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 12}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
+
 # name -> (model_type, options over the family's); the first of each family is the default one, the others are slow.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 64}),
@@ -49,6 +65,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_neox-one-after-the-other": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "mpt": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "mpt-eps": ("mpt", {"layer_norm_epsilon": 1e-3}),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3-window": ("phi3", {"sliding_window": 5, "partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
+    "phi3-short": (
+        "phi3",
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": SEQ_LEN}, "tie_word_embeddings": True},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"num_hidden_layers": 3, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2-uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": (
+        "gemma3_text",
+        {"num_hidden_layers": 5, **GEMMA, "layer_types": ALTERNATING, "rope_parameters": TWO_ROPES},
+    ),
+    "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """Of each family the case that tests by default go through."""
@@ -59,7 +97,9 @@ def config_of(name: str) -> Any:
     import transformers
 
     kind, options = CASES[name]
-    base = {"gpt2": GPT2 | NO_DROPOUT}.get(kind, LLAMA)
+    base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT, "phi3": LLAMA | {"pad_token_id": None}}.get(
+        kind, LLAMA
+    )
     return transformers.AutoConfig.for_model(kind, **{**base, **options}, attn_implementation="eager")
 
 

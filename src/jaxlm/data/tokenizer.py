@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ _USUAL_NAMES = {
     "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>"),
     "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
 }
+_SETTINGS = "tokenizer_config.json"
+# What a Hugging Face folder may hold for those who use the tokenizer in other ways.
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
 _LONG_TEXT = 1 << 20  # characters; longer texts are cut, so that all cores work on one, and in bounded memory
 _ENCODED_AT_ONCE = 1 << 23  # characters
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -35,7 +38,14 @@ class Tokenizer:
         bos_id, eos_id: of the tokens that begin and end a document; None where there is none.
     """
 
-    def __init__(self, backend: "tokenizers.Tokenizer", bos_id: int | None, eos_id: int | None):
+    def __init__(
+        self,
+        backend: "tokenizers.Tokenizer",
+        bos_id: int | None,
+        eos_id: int | None,
+        beside: Mapping[str, bytes] | None = None,
+    ):
+        """Args: beside: the files that stood beside it (chat template, ...), which are kept for other programs."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # as the text that they are
@@ -44,6 +54,7 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self._beside = dict(beside or {})
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special tokens around it. Uses all cores."""
@@ -81,13 +92,23 @@ class Tokenizer:
         return hashlib.sha256(f"{self._json()} {self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them."""
+        """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them, and what was beside."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        for name, content in {**self._beside, **self._own_files({})}.items():
+            (folder / name).write_bytes(content)
+
+    def files(self, *, most_tokens: int) -> dict[str, bytes]:
+        """What `save` writes, with settings that transformers needs to open a tokenizer of any origin."""
+        needed = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": most_tokens}
+        return {**self._beside, **self._own_files(needed)}
+
+    def _own_files(self, defaults: Mapping[str, Any]) -> dict[str, bytes]:
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         names = {key: None if i is None else self._backend.id_to_token(i) for key, i in numbers.items()}
-        (folder / "tokenizer_config.json").write_text(json.dumps(names))
-        (folder / "tokenizer.json").write_text(self._json())
+        kept = json.loads(self._beside.get(_SETTINGS, b"{}"))
+        settings = json.dumps({**defaults, **names, **kept})
+        return {_SETTINGS: settings.encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)
@@ -147,7 +168,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
     backend = tokenizers.Tokenizer.from_file(str(file))
-    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"))
+    beside = {name: file.with_name(name).read_bytes() for name in _BESIDE if file.with_name(name).is_file()}
+    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), beside)
 
 
 def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:

@@ -120,13 +120,23 @@ class Recipe:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
-def enter_phase(recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None) -> RunState:
+def enter_phase(
+    recipe: Recipe,
+    phase: Phase,
+    layout: Layout,
+    before: RunState | None,
+    *,
+    first_model: LanguageModel | None = None,
+) -> RunState:
     """The state at the start of a phase, sharded from birth.
 
     Args:
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
+        first_model: what a run begins with instead of random numbers; it is given up too.
     """
+    if before is None and first_model is not None:
+        return create(lambda model: recipe.state(recipe.operate(model, phase), phase), layout, first_model)
     if before is None:
         return create(lambda: recipe.state(recipe.operate(recipe.first_model(), phase), phase), layout)
 

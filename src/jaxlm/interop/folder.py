@@ -8,6 +8,7 @@ from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
@@ -22,8 +23,17 @@ from jaxlm.interop.sources import open_tensors
 from jaxlm.interop.weights import Tensor, axis_sizes, expanded, own_axes
 from jaxlm.models.base import LanguageModel, ModelConfig
 
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+"""What numbers in files may be."""
 LARGEST_FILE = 5_000_000_000
 """Bytes after which another file of weights begins."""
+
+
+def parse_dtype(name: str, key: str) -> Any:
+    """The dtype of a name. Raises `ConfigError` for one that files are not written in."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 @dataclass(frozen=True)

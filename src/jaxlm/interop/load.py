@@ -20,7 +20,7 @@ from jaxlm.interop.sources import TensorSource
 from jaxlm.interop.weights import Sizes, Tensor, axis_sizes, expanded, own_axes
 from jaxlm.models.base import LanguageModel
 
-_HEAD = "lm_head.weight"
+_HEADS = ("lm_head.weight", "embed_out.weight")  # in files of tied models too, where the embedding stands for it
 _MOST_SHOWN = 40
 
 
@@ -90,7 +90,7 @@ def _check(
         elif not _fits(there[theirs].shape, shape, tensor.longer_dims()):
             problems.append(f"{theirs}: {list(there[theirs].shape)} in the file, {list(shape)} expected")
     for name, info in there.items():
-        if name not in wanted and name != _HEAD and not any(re.search(pattern, name) for pattern in unused):
+        if name not in wanted and name not in _HEADS and not any(re.search(pattern, name) for pattern in unused):
             problems.append(f"{name}: {list(info.shape)} in the file, and nothing in the model reads it")
     if problems:
         more = f"\n  ... and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""

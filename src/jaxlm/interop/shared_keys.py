@@ -39,8 +39,13 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
     return Key(theirs, "activation_function", default, to_ours, lambda ours: (written or {}).get(ours, ours))
 
 
-def sizes(*, length: Any = REQUIRED, eps: str = "rms_norm_eps", tied: bool = False) -> tuple[Key, ...]:
-    """Widths and depths by the names that most families use. Args: length: `max_position_embeddings` if not written."""
+def sizes(*, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False) -> tuple[Key, ...]:
+    """Widths and depths by the names that most families use.
+
+    Args:
+        length, eps_default, tied: what is meant where nothing is written.
+        eps: their name of what norms add.
+    """
     return (
         Key("max_position_embeddings", "seq_len", length),
         Key("hidden_size", "hidden_dim"),
@@ -48,7 +53,7 @@ def sizes(*, length: Any = REQUIRED, eps: str = "rms_norm_eps", tied: bool = Fal
         Key("num_hidden_layers", "num_layers"),
         Key("num_attention_heads", "num_heads"),
         Key("initializer_range", "initializer_range", 0.02),
-        Key(eps, "layer_norm_epsilon", 1e-6 if eps == "rms_norm_eps" else 1e-5),
+        Key(eps, "layer_norm_epsilon", eps_default),
         Key("tie_word_embeddings", "tie_word_embeddings", tied),
     )
 
@@ -114,8 +119,11 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
     original = rest.pop("original_max_position_embeddings", None)
     original = config.get("original_max_position_embeddings") if original is None else original
     if name == "longrope":
-        fields["max_position_embeddings"] = config["max_position_embeddings"]
-        rest.pop("factor", None)  # theirs is max_position_embeddings / original_max_position_embeddings
+        stretched = rest.pop("factor", None)
+        whole = config["max_position_embeddings"]
+        fields["max_position_embeddings"] = (
+            whole if stretched is None or original is None else int(stretched * original)
+        )
     if name in ("yarn", "longrope", "llama3"):
         fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
     allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}
@@ -165,3 +173,30 @@ def late_window(default_layers: int) -> Group:
         }
 
     return Group(keys, to_ours, to_theirs)
+
+
+def window_pattern(default: int, *, window: int) -> Group:
+    """Gemma's windows: every so many layers the last sees everything. Args: default, window: where nothing is written."""
+    keys = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        kinds = theirs.get("layer_types")
+        pattern = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern")) or default
+        if kinds is not None and "full_attention" in kinds:  # newer files say it layer by layer, and may keep the other
+            pattern = list(kinds).index("full_attention") + 1
+        meant = _kinds(theirs["num_hidden_layers"], pattern)
+        if kinds is not None and list(kinds) != meant:
+            raise ConfigError(f"layer_types: {kinds} given; every so many layers the last must see everything: {meant}")
+        return {"sliding_window": theirs.get("sliding_window", window), "sliding_window_pattern": pattern}
+
+    def to_theirs(config: Any) -> Json:
+        return {
+            "sliding_window": config.sliding_window,
+            "layer_types": _kinds(config.num_layers, config.sliding_window_pattern),
+        }
+
+    return Group(keys, to_ours, to_theirs)
+
+
+def _kinds(num_layers: int, pattern: int) -> list[str]:
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]

@@ -7,7 +7,8 @@ from jaxlm.interop.weights import Tensor, one
 
 BLOCK = "body.layers.stacked."
 """Where all layers' parameters stand."""
-_OUT = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": "kv_heads head_size"}
+HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": "kv_heads head_size"}
+"""Rows of the matrices that make queries, keys and values."""
 
 
 def ends(config: Any) -> Iterator[Tensor]:
@@ -21,7 +22,7 @@ def ends(config: Any) -> Iterator[Tensor]:
 def attention(*, qkv_bias: bool = False) -> Iterator[Tensor]:
     """Queries, keys, values and what follows, each a tensor of its own."""
     layer = "model.layers.{layer}.self_attn."
-    for name, out in _OUT.items():
+    for name, out in HEADS.items():
         yield one(f"{layer}{name}.weight", f"{BLOCK}attn.{name}.weight", f"{out} | embed")
         if qkv_bias:
             yield one(f"{layer}{name}.bias", f"{BLOCK}attn.{name}.bias", out)
@@ -50,3 +51,20 @@ def norms(**names: str) -> Iterator[Tensor]:
 def pre_norms() -> Iterator[Tensor]:
     """The two norms of Llama's blocks."""
     return norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+
+
+def four_norms() -> Iterator[Tensor]:
+    """The norms of Gemma's blocks: before and behind both parts."""
+    return norms(
+        attn_norm="input_layernorm",
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+
+
+def whole_norms() -> Iterator[Tensor]:
+    """Norms of all heads' queries and keys at once."""
+    for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
+        theirs, ours = f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight"
+        yield one(theirs, ours, f"{axis} head_size")

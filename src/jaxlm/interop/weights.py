@@ -82,9 +82,8 @@ class Tensor:
 
     def longer_dims(self) -> set[int]:
         """Dimensions of theirs that may be longer than ours."""
-        if len(self.parts) > 1:
-            return set()
-        return {i for i, dim in enumerate(self.parts[0].dims) if dim in MAY_BE_LONGER}
+        first, *others = self.parts
+        return set() if others else {i for i, dim in enumerate(first.dims) if dim in MAY_BE_LONGER}
 
     def _unmerged(self, sizes: Sizes) -> tuple[int, ...]:
         shapes = [part.shape(sizes) for part in self.parts]

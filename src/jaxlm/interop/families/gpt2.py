@@ -6,13 +6,12 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.family import Family, Fixed, Group, Json, Key
 from jaxlm.interop.shared_keys import activation
-from jaxlm.interop.shared_weights import BLOCK
+from jaxlm.interop.shared_weights import BLOCK, HEADS
 from jaxlm.interop.weights import Tensor, fused, one
 from jaxlm.models.gpt2 import Gpt2Config
 
 _LAYER = "transformer.h.{layer}."
 _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of a classifier
-_HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": "kv_heads head_size"}
 
 
 def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
@@ -24,9 +23,9 @@ def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
     for theirs, ours in {"transformer.ln_f": "body.final_norm", **norms}.items():
         for part in ("weight", "bias"):
             yield one(f"{theirs}.{part}", f"{ours}.{part}", "embed")
-    weights = {f"{BLOCK}attn.{name}.weight": f"embed | {out}" for name, out in _HEADS.items()}
+    weights = {f"{BLOCK}attn.{name}.weight": f"embed | {out}" for name, out in HEADS.items()}
     yield fused(f"{_LAYER}attn.c_attn.weight", weights, along=1)
-    yield fused(f"{_LAYER}attn.c_attn.bias", {f"{BLOCK}attn.{name}.bias": out for name, out in _HEADS.items()})
+    yield fused(f"{_LAYER}attn.c_attn.bias", {f"{BLOCK}attn.{name}.bias": out for name, out in HEADS.items()})
     maps = {
         "attn.c_proj": ("attn.o_proj", "heads head_size", "embed"),
         "mlp.c_fc": ("mlp.up_proj", "embed", "mlp"),
