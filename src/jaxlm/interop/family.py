@@ -149,26 +149,21 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     """
     problems: list[str] = []
     fields: Json = {}
-    seen = set(IRRELEVANT)
-    for key in family.keys:
+    missing = False
+    for key in sorted(family.keys, key=lambda key: isinstance(key, Group)):  # these may read what the others need
         try:
             if isinstance(key, Group):
-                seen.update(key.theirs)
-                fields |= key.to_ours(content)
-                continue
-            seen.add(key.theirs)
-            if isinstance(key, Fixed):
-                given = content.get(key.theirs, key.value)
-                if given != key.value and given not in key.others:
-                    problems.append(f"{key.theirs}: {given} given, which cannot be imported; {key.value} can")
-                continue
-            value = content.get(key.theirs, key.default)
-            if value is REQUIRED:
+                fields |= {} if missing else key.to_ours(content)
+            elif isinstance(key, Fixed):
+                _check_fixed(key, content)
+            elif (value := content.get(key.theirs, key.default)) is REQUIRED:
+                missing = True
                 problems.append(f"{key.theirs}: not given")
             else:
                 fields[key.ours] = key.to_ours(value)
         except ConfigError as error:
             problems.append(str(error))
+    seen = IRRELEVANT.union(*(key.theirs if isinstance(key, Group) else (key.theirs,) for key in family.keys))
     unknown = sorted(set(content) - seen)
     problems += [f"{name}: {content[name]} given; it is not known what this means for the model" for name in unknown]
     if problems:
@@ -176,6 +171,12 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     config = family.config(**fields)
     config.check()
     return config
+
+
+def _check_fixed(key: Fixed, content: Mapping[str, Any]) -> None:
+    given = content.get(key.theirs, key.value)
+    if given != key.value and given not in key.others:
+        raise ConfigError(f"{key.theirs}: {given} given, which cannot be imported; {key.value} can")
 
 
 def config_to_json(family: Family, config: ModelConfig) -> Json:
