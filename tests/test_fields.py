@@ -141,7 +141,14 @@ SHOWN_ELSEWHERE = {
     "phases": "its fields",
     "phases.0.data": "test_a_phase_has_data_of_its_own",
     **dict.fromkeys(
-        ("initialize_from_hf", "use_hf_model_config", "hf_save_path", "hf_save_steps", "hf_save_dtype"),
+        (
+            "initialize_from_hf",
+            "use_hf_model_config",
+            "hf_weight_names",
+            "hf_save_path",
+            "hf_save_steps",
+            "hf_save_dtype",
+        ),
         "tests/runs/test_hugging_face.py",
     ),
     "dry_run": "tests/runs/test_command.py",

@@ -126,6 +126,9 @@ class RunConfig:
             own. Without any, the top level is the one phase.
         initialize_from_hf: start from weights of Hugging Face: a folder with config.json and safetensors, or the hub's
             `name` or `name@revision`; true means the folder that data.tokenizer names, false random weights.
+        hf_weight_names: for a file or folder of another program (.safetensors, .pt, .pth, .bin) in initialize_from_hf:
+            regular expression on its names to the name at Hugging Face (`\\1` for groups); names that none matches are left
+            out.
         use_hf_model_config: take the model section from that folder's config.json; keys that are written here go over it.
         hf_save_path: folders for transformers go here, as `step-N`; null writes none.
         hf_save_steps: steps between two of them; one more follows the last step.
@@ -141,6 +144,7 @@ class RunConfig:
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
     initialize_from_hf: bool | str = False
+    hf_weight_names: dict[str, str] = field(default_factory=dict)
     use_hf_model_config: bool = False
     hf_save_path: str | None = None
     hf_save_steps: int = 10_000

@@ -190,7 +190,10 @@ def check_hugging_face(config: RunConfig) -> None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
         family_of_config(config.model)
-    if hf_name(config.initialize_from_hf, config.data.tokenizer) is not None and config.data.tokenizer == TRAIN_BPE:
+    name = hf_name(config.initialize_from_hf, config.data.tokenizer)
+    if name is None and config.hf_weight_names:
+        raise ConfigError("hf_weight_names: given, but initialize_from_hf names no weights. Leave it out, or name some")
+    if name is not None and config.data.tokenizer == TRAIN_BPE:
         raise ConfigError(
             "initialize_from_hf: the weights go with a tokenizer, and data.tokenizer would train another one. Set it to"
             " the folder of the weights"

@@ -29,7 +29,7 @@ from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext
 from jaxlm.exporting import ExportHook
-from jaxlm.interop.folder import open_folder, parse_dtype
+from jaxlm.interop.folder import load_model, parse_dtype
 from jaxlm.interop.hub import local_folder
 from jaxlm.interop.model_section import hf_name
 from jaxlm.lineage import DATA_IDENTITY, data_identity
@@ -113,9 +113,11 @@ class Run:
         name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
         if name is None:
             return None
-        folder = open_folder(main_first(lambda: local_folder(name, "initialize_from_hf", weights=True)))
-        self.console.show(f"weights: {folder.path}, of {folder.vocab_size:,} rows the first {plan.recipe.Vocab.size:,}")
-        return folder.load(jax.eval_shape(plan.recipe.first_model), plan.config.model, plan.layout)
+        path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
+        self.console.show(f"weights: {path}")
+        abstract = jax.eval_shape(plan.recipe.first_model)
+        rules = plan.config.hf_weight_names
+        return load_model(path, abstract, plan.config.model, plan.layout, rules=rules)
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""

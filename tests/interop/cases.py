@@ -97,10 +97,10 @@ def config_of(name: str) -> Any:
     import transformers
 
     kind, options = CASES[name]
-    base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT, "phi3": LLAMA | {"pad_token_id": None}}.get(
-        kind, LLAMA
+    base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT}.get(kind, LLAMA)
+    return transformers.AutoConfig.for_model(
+        kind, **{**base, "pad_token_id": None, **options}, attn_implementation="eager"
     )
-    return transformers.AutoConfig.for_model(kind, **{**base, **options}, attn_implementation="eager")
 
 
 @functools.lru_cache(maxsize=4)

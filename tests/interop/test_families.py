@@ -97,11 +97,13 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
 
     def in_our_tree(arrays):
-        source = Arrays({name: array.detach().numpy() for name, array in arrays.items()})
+        # In memory transformers calls the head of GPT-NeoX something else than in files.
+        head = {"lm_head.weight": "embed_out.weight"} if name.startswith("gpt_neox") else {}
+        source = Arrays({head.get(key, key): array.detach().numpy() for key, array in arrays.items()})
         table = opened.family.tensors(opened.config)
         return tree.leaves(load_weights(abstract(opened.config), table, source, one_device(), where="torch"))
 
-    wanted = in_our_tree({name: p.grad for name, p in theirs.named_parameters()})
+    wanted = in_our_tree({key: p.grad for key, p in theirs.named_parameters()})
     largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
     for (path, ours), (_, reference_) in zip(tree.leaves(gradient), wanted, strict=True):
         # A key's bias moves all scores of a query alike, so its gradient is 0: rounding, on both sides.
@@ -109,8 +111,9 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
         np.testing.assert_allclose(ours.array, reference_.array, rtol=1e-3, atol=near, err_msg=path)
 
     rates = {"learning_rate": 1e-3, "weight_decay": 0.1}
-    torch.optim.AdamW(theirs.parameters(), 1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1).step()
-    config = AdamConfig(**rates, warmup=0, epsilon=1e-6, max_grad_norm=None, weight_decay_modules=["."])
+    # Epsilon is above the rounding of gradients: a step must not be as large for what is only rounding.
+    torch.optim.AdamW(theirs.parameters(), 1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1).step()
+    config = AdamConfig(**rates, warmup=0, epsilon=1e-5, max_grad_norm=None, weight_decay_modules=["."])
     adam = config.build(parameter_groups(model, config), 10)
     updates, _ = adam.update(gradient, adam.init(model), model)
     stepped = tree.leaves(optax.apply_updates(model, updates))

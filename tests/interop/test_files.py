@@ -14,7 +14,8 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.folder import open_folder, save_folder
+from jaxlm.interop.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hub import local_folder
 from jaxlm.interop.peft import Adapter, save_adapters
 from jaxlm.interop.renamed import Renamed
 from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
@@ -187,11 +188,26 @@ def test_torch_files_and_names_by_rules(tmp_path):
     assert source.tensors == file.tensors
     for name in file.tensors:
         np.testing.assert_array_equal(source.view(name), file.view(name))
+    loaded = load_model(tmp_path / "teacher.pt", abstract(dtype=jnp.bfloat16), CONFIG, one_device(), rules=rules)
+    np.testing.assert_array_equal(loaded.lm_head().array, built(dtype=jnp.bfloat16).lm_head().array)
     with pytest.raises(ConfigError, match=r"the rule 'no such\.\*' matches no tensor"):
         Renamed(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(ConfigError, match="cannot be read as weights alone"):
         open_tensors(tmp_path / "module.pt")
+
+
+def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"initialize_from_hf: 'some/model@v1' is no folder here.*\n.*give that folder"
+    ):
+        local_folder("some/model@v1", "initialize_from_hf", weights=True)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        local_folder("./no/such/folder", "initialize_from_hf", weights=True)
+    assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
 
 
 def test_peft_adapters(tmp_path):

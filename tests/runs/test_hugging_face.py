@@ -66,6 +66,7 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
     [
         ({"hf_save_steps": 0}, "hf_save_steps: 0 given"),
         ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: float32, bfloat16, float16"),
+        ({"hf_weight_names": {"a": "b"}}, "initialize_from_hf names no weights"),
         ({"initialize_from_hf": "folder"}, "data.tokenizer would train another one"),
         ({"initialize_from_hf": True}, "which is 'bpe'"),
     ],

@@ -18,6 +18,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
 from jaxlm.interop.load import load_weights
 from jaxlm.interop.publishing import publishing
+from jaxlm.interop.renamed import Renamed
 from jaxlm.interop.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.sources import open_tensors
 from jaxlm.interop.weights import Tensor, axis_sizes, expanded, own_axes
@@ -51,29 +52,47 @@ class HfFolder:
     config: ModelConfig
     vocab_size: int
 
-    def load(self, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
-        """The weights in the shapes, dtypes and places of `abstract`, a model of `config`.
-
-        Raises:
-            ConfigError: they are not those of this model; names every tensor that is missing or does not fit.
-        """
-        self._check_same(config)
-        return load_weights(
-            abstract,
-            self.family.tensors(config),
-            open_tensors(self.path),
-            layout,
-            where=str(self.path),
-            prefix=self.family.prefix,
-            unused=self.family.unused,
-        )
-
-    def _check_same(self, config: ModelConfig) -> None:
+    def check_holds(self, config: ModelConfig) -> None:
+        """Raises `ConfigError` where a configuration is of another family."""
         if not isinstance(config, self.family.config):
             raise ConfigError(
                 f"model.type: {type(config).__name__} given, but {self.path} holds a {self.family.model_types[0]}."
                 " Set use_hf_model_config: true, or the type"
             )
+
+    def load(self, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
+        """`load_model` of this folder."""
+        return load_model(self.path, abstract, config, layout)
+
+
+def load_model(
+    path: Path,
+    abstract: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    rules: Mapping[str, str] | None = None,
+) -> LanguageModel:
+    """The weights in a folder or file, in the shapes, dtypes and places of `abstract`, a model of `config`.
+
+    Args:
+        rules: for files of other programs: `Renamed`'s, from their names to those of the family at Hugging Face.
+
+    Raises:
+        ConfigError: they are not those of this model; names every tensor that is missing or does not fit.
+    """
+    if not rules:
+        open_folder(path).check_holds(config)
+    family, source = family_of_config(config), open_tensors(path)
+    return load_weights(
+        abstract,
+        family.tensors(config),
+        Renamed(source, rules) if rules else source,
+        layout,
+        where=str(path),
+        prefix=family.prefix,
+        unused=family.unused,
+    )
 
 
 def open_folder(path: Path) -> HfFolder:
@@ -121,7 +140,9 @@ def save_folder(
         ConfigError: config.json cannot say what the model is, or the folder is there already.
     """
     family = family_of_config(config)
-    vocabulary = {"vocab_size": model.Vocab.size, **special_ids}
+    # Written even where there are none: some classes have defaults for them that lie beyond a small vocabulary.
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
     described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
     writer = _Writer(model, family.tensors(config), layout, np.dtype(dtype))

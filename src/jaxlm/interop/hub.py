@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.sources import TORCH_SUFFIXES
 
 _SMALL = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _WEIGHTS = {"safetensors": ["*.safetensors"], "torch": ["pytorch_model*.bin"]}
 
 
 def local_folder(name: str, key: str, *, weights: bool) -> Path:
-    """The folder that a path or `name@revision` means.
+    """The folder that a path or `name@revision` means; a file of weights is what it is.
 
     What is not here is fetched through huggingface_hub, which goes on where it was interrupted and keeps its copies in
     `HF_HOME`; with `HF_HUB_OFFLINE=1` it only looks there.
@@ -22,7 +23,7 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
         ConfigError: it is neither here nor at the hub, or the hub cannot be asked.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or path.suffix in (".safetensors", *TORCH_SUFFIXES):
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(

@@ -123,6 +123,7 @@ def _spread(leaf: Any, view: Callable[[int | None], np.ndarray], layout: Layout)
         block = _read(tuple(slice(*pair) for pair in bounds), axes, dtype, view)
         shards += [jax.device_put(block, device) for device in devices]
         jax.block_until_ready(shards)
+        del block  # before the next one is made
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 

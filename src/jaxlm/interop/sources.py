@@ -100,7 +100,7 @@ def open_tensors(path: Path) -> TensorSource:
     Raises:
         ConfigError: there are none, or an index names files or tensors that are not there.
     """
-    if path.is_file():
+    if not path.is_dir():
         return _open_file(path)
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{name}.index.json"
@@ -118,6 +118,8 @@ def open_tensors(path: Path) -> TensorSource:
 
 
 def _open_file(path: Path) -> TensorSource:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder of weights")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in TORCH_SUFFIXES:
