@@ -32,9 +32,13 @@ def test_only_what_this_host_has_left_is_removed(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):
-    with pytest.raises(KeyError), durable.replacing_folder(tmp_path / "f") as unfinished:
-        unfinished.mkdir()
-        raise KeyError
+    def fail():
+        with durable.replacing_folder(tmp_path / "f") as unfinished:
+            unfinished.mkdir()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert list(tmp_path.iterdir()) == []
     with durable.replacing_folder(tmp_path / "f") as unfinished:
         unfinished.mkdir()

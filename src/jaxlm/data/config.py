@@ -46,7 +46,8 @@ class DataConfig:
             behind `s3://`, `https://` and whatever else fsspec reads; `hf:ID?name=..&split=..` for a dataset of the Hugging
             Face hub; `stdlib:train` for Python's standard library.
         validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
-        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it.
+        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it. Where it lies in a
+            folder of text, it is left out of that.
         tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
         text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
@@ -77,7 +78,11 @@ class DataConfig:
         self._check_tokenizer()
         urls = {"train": self.train_urls, "validation": self.validation_urls}
         splits = {
-            split: [source for some in list_sources(own, f"data.{split}_urls", self._mirror) for source in some]
+            split: [
+                source
+                for some in list_sources(own, f"data.{split}_urls", self._mirror, Path(self.cache_dir))
+                for source in some
+            ]
             for split, own in urls.items()
         }
         if self.text_key != _USUAL_TEXT_KEY and not any(
@@ -165,7 +170,7 @@ class DataConfig:
         return self._files(self.validation_urls, "data.validation_urls", show)
 
     def _files(self, urls: list[str], key: str, show: Show = print) -> list[TextFile]:
-        return find_files(urls, key, self.text_key, self._mirror, show)
+        return find_files(urls, key, self.text_key, self._mirror, show, Path(self.cache_dir))
 
     def _cache(self, split: str, files: list[TextFile], tokenizer: Tokenizer, show: Show) -> TokenCache:
         made_from = cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
