@@ -155,6 +155,15 @@ def load_config(arguments: Sequence[str], command: str) -> RunConfig:
     return decode_run(source, stem)
 
 
+def refuse_dry_run(config: RunConfig, because: str) -> None:
+    """Raises `ConfigError` where a command that is no training is to be a dry run. Args: because: what it does."""
+    if config.dry_run:
+        raise ConfigError(
+            f"dry_run: true has no effect here: {because}. Leave it out; `python -m jaxlm.train --dry_run true` shows the"
+            " plan and the memory"
+        )
+
+
 def read_config(path: Path) -> RunConfig:
     """The configuration in a file, without a command line."""
     return decode_run(load_yaml(path), path.stem)

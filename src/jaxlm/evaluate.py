@@ -87,17 +87,12 @@ def _most(plan: Plan, text: str | None) -> int | None:
 
 
 def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
-    """The data that a checkpoint's phase is validated on, with options (`data.validation_urls`, ...) over it.
-
-    Other text gets a token cache of its own, so that it is never taken for the run's.
-    """
-    saved = trained.data
-    changed = override(Source({"data": encode(saved)}), dict(options))
+    """The data that a checkpoint's phase is validated on, with options (`data.validation_urls`, ...) over it."""
+    changed = override(Source({"data": encode(trained.data)}), dict(options))
     data = decode(DataConfig, Source(changed.tree["data"]))
     if not data.validation_urls:
         raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
-    same = dataclasses.replace(data, cache_dir=saved.cache_dir) == saved
-    return data if same else data.with_cache_of_its_own(trained.tokenizer)
+    return data
 
 
 def evaluate(
@@ -117,9 +112,9 @@ def evaluate(
     ways = plan.mesh.batch_ways
     if size < 1 or size % ways:
         raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
-    windows = data.open_validation(
-        trained.tokenizer, plan.config.model.seq_len, lambda line: print(line, file=sys.stderr)
-    )
+    other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
+    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    windows = data.open_validation(trained.tokenizer, plan.config.model.seq_len, say, apart=other)
     assert windows is not None, "there are validation_urls"
     origins = data.validation_origins(windows)
     with plan.layout.use():
