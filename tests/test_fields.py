@@ -305,6 +305,9 @@ def test_strict_performance_refuses_what_falls_back():
     check_performance(plan_of(merged(tree("gpt2"), dropping)))
     with pytest.raises(ConfigError, match="strict_performance: attention runs on plain"):
         check_performance(plan_of(merged(strict, dropping)))
+    # What is asked for by its name is no fallback, though the platform has better.
+    check_performance(plan_of(merged(strict, {"model": {"attn_backend": "plain"}})))
+    check_performance(plan_of(merged(strict, merged(dropping, {"model": {"attn_backend": "plain"}}))))
 
 
 # Of trackers: what their own libraries are told, field by field.

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.disk import sync
 from jaxlm.core.errors import ConfigError
 
 _LOCK_NAME = ".lock"
@@ -117,12 +118,3 @@ def publish(unfinished: Path, folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     sync(folder.parent)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
