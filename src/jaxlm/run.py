@@ -13,7 +13,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.decode import dump, encode
 from jaxlm.core.hardware import peak_flops
-from jaxlm.core.runtime import is_main_process, main_first
+from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
@@ -121,9 +121,7 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *,
     }
     writer = CheckpointWriter(plan.checkpoint_folder, files)
     writer.prepare()
-    if is_main_process():
-        plan.log_folder.mkdir(parents=True, exist_ok=True)
-        (plan.log_folder / "config.yaml").write_text(config_text)
+    main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:
         trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
         for tracker in trackers:
@@ -131,6 +129,11 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *,
         before = totals_at(plan.log_folder / "metrics.jsonl", resume_step)
         yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
         writer.wait()
+
+
+def _write_config(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(text)
 
 
 def totals_at(metrics: Path, step: int) -> Totals:
