@@ -363,7 +363,7 @@ def test_tracker_fields(kind, name, tmp_path, monkeypatch):
         monkeypatch.setattr(environment, "repository", lambda: tmp_path)
         config = TrackerConfig.get_known_choices()[kind](**changes)
         config.check()
-        config.open(RunFacts("run", 0, {}, "", {})).close()
+        config.open(RunFacts("run", 0, True, {}, "", {})).close()
         return re.sub(r" at 0x\w+|id='\d+'", "", str(library.mock_calls))
 
     assert told() == told()

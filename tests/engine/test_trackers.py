@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -5,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,7 +18,7 @@ from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
 
 SOURCE = Path(__file__).parents[2] / "src"
-FACTS = RunFacts("run", 0, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
+FACTS = RunFacts("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
 
 
 def test_floats_come_back_to_the_last_bit_and_what_is_not_finite_is_null(tmp_path):
@@ -208,7 +210,7 @@ from jaxlm.engine.trackers import RunFacts
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.engine.trackers.wandb import WandbConfig
 
-facts = RunFacts("my run", 0, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
+facts = RunFacts("my run", 0, True, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
 config = WandbConfig(**eval(sys.argv[1]))
 tracker = GuardedTracker("wandb", lambda: config.open(facts), print)
 for step in (1, 2, 3, 2):
@@ -258,8 +260,14 @@ def wandb_records(folder: Path) -> list:
 
 def test_wandb_offline_writes_the_run(tmp_path):
     pytest.importorskip("wandb")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    subprocess.run(["git", "-C", str(tmp_path), "add", "-N", "."], check=True)
+    for name in ("script.py", "other.py"):
+        (tmp_path / name).write_text("before")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "secret.txt").write_text("not known to git")
     config = {"mode": "offline", "project": "p", "entity": "e", "id": "an-id", "tags": ["one"], "group": "g"}
     result = run_wandb(tmp_path, config)
     assert result.returncode == 0, result.stderr
@@ -271,6 +279,10 @@ def test_wandb_offline_writes_the_run(tmp_path):
     settings = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.config.update}
     settings |= {u.key: u.value_json for u in run.config.update}
     assert json.loads(settings["trainer"]) == {"seed": 7}
+    assert json.loads(settings["git_commit"]) == f"{head} + changes"
+    artifacts = {r.artifact.type: {entry.path for entry in r.artifact.manifest.contents} for r in records}
+    assert artifacts["run"] == {"config.yaml", "requirements.txt", "changes.patch"}
+    assert artifacts["code"] == {"script.py", "other.py"}
     summary = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.summary.update}
     assert summary["parameter_count"] == "1234"
     history = []
@@ -279,6 +291,26 @@ def test_wandb_offline_writes_the_run(tmp_path):
         if "train/loss" in items:
             history.append((record.history.step.num or items["_step"], items["train/loss"]))
     assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+
+
+@pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])
+def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
+    """Its records would be dropped there, step by step, without a word."""
+    wandb = pytest.importorskip("wandb")
+    handle = mock.MagicMock(step=known, id="an-id")
+    monkeypatch.setattr(wandb, "init", lambda **_: handle)
+    lines: list[str] = []
+    facts = dataclasses.replace(FACTS, resume_step=0, is_new=is_new)
+    config = WandbConfig(mode="offline", save_code=False)
+    tracker = GuardedTracker("wandb", lambda: config.open(facts), lines.append)
+    tracker.log(121, {"x": 1.0})
+    tracker.close()
+    assert handle.finish.call_count == 1
+    assert handle.log.call_count == (0 if taken else 1)
+    assert len(lines) == taken
+    if taken:
+        assert "the id 'an-id' has 120 steps of an earlier run there, and this one begins anew" in lines[0]
+        assert "Name another (trainer.tracker.id), or delete that run" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +344,12 @@ def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
         assert environment.repository() == tmp_path.resolve()
         assert environment.commit() == head
         assert environment.tracked_files(tmp_path) == {(tmp_path / "main.py").resolve()}
-        (tmp_path / "main.py").write_text("changed")
+        assert environment.changes() == ""
+        (tmp_path / "main.py").write_text("changed\n")
         assert environment.commit() == f"{head} + changes"
+        patch = environment.changes()
+        (tmp_path / "main.py").write_text("")
+        subprocess.run([*git, "apply", "-"], input=patch, text=True, check=True)
+        assert (tmp_path / "main.py").read_text() == "changed\n"
     finally:
         environment.repository.cache_clear()
