@@ -1,6 +1,8 @@
+import contextlib
 import dataclasses
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
+from jaxlm.engine.trackers.trackio import TrackioConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -191,7 +194,7 @@ def test_one_tracker_a_list_or_only_the_command_line(tmp_path):
     assert trackers_of(tmp_path, one, "--trainer.tracker", "[]") == []
     with pytest.raises(ConfigError, match=r"wandb.*projetc|projetc.*wandb"):
         trackers_of(tmp_path, "trainer: {tracker: {projetc: p}}")
-    with pytest.raises(ConfigError, match="Allowed: tensorboard, wandb"):
+    with pytest.raises(ConfigError, match="Allowed: tensorboard, trackio, wandb"):
         trackers_of(tmp_path, "trainer: {tracker: {type: wandbb}}")
 
 
@@ -328,6 +331,54 @@ def test_wandb_that_cannot_be_reached_is_said_once(environment, said, tmp_path):
     assert result.stdout.count("tracker wandb") == 1
     assert said in result.stdout
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
+    """In a process of its own, as it takes its folder from the environment when it is imported."""
+    pytest.importorskip("trackio")
+    script = tmp_path / "script.py"
+    script.write_text(TRACKIO_RUN)
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    env |= {"PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tracker trackio" not in done.stdout
+    (path,) = (tmp_path / "kept").glob("*.db")
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        rows = database.execute("select run_id, step, metrics from metrics order by id").fetchall()
+        configs = [json.loads(text) for (text,) in database.execute("select config from configs")]
+    runs = list(dict.fromkeys(run for run, _, _ in rows))
+    by_run = [[(step, json.loads(metrics)["x"]) for run, step, metrics in rows if run == which] for which in runs]
+    # It goes on behind step 3, whose record came again; begun anew, it is another run of the same name.
+    assert by_run == [[(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], [(1, 7.0)]]
+    assert configs[0]["trainer"] == {"seed": 7}
+    assert configs[0]["summary"] == {"parameter_count": 1234}
+    assert any(package.startswith("jax==") for package in configs[0]["packages"])
+
+
+TRACKIO_RUN = """
+from jaxlm.engine.trackers import RunFacts
+from jaxlm.engine.trackers.guarded import GuardedTracker
+from jaxlm.engine.trackers.trackio import TrackioConfig
+
+for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (True, {1: 7})):
+    facts = RunFacts("run", 0, is_new, {"trainer": {"seed": 7}}, "", {"parameter_count": 1234})
+    tracker = GuardedTracker("trackio", lambda: TrackioConfig().open(facts), print)
+    for step, value in records.items():
+        tracker.log(step, {"x": float(value)})
+    tracker.close()
+"""
+
+
+def test_trackio_that_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    lines: list[str] = []
+    GuardedTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
+    (line,) = lines
+    assert "it is not installed: pip install 'jaxlm[trackio]'" in line
 
 
 def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
