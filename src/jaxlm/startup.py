@@ -39,7 +39,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("batch", f"{batches.train} x {model.seq_len} = {plan.tokens_per_step:,} tokens a step, {micro}"),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
-        ("attention", "; ".join(f"{choice.name}: {choice.reason}" for choice in attention_choices(plan))),
+        ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "none of jaxlm's own"),
         ("loss", f"chunks of {chunk} tokens, gradient in the forward pass: logits are never whole"),
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
