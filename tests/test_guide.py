@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from jaxlm.config import RunConfig, decode_run
 from jaxlm.core.keys import sections
 from jaxlm.core.yaml_source import Source, load_yaml
+from jaxlm.interop.family import config_to_json, family_of_config
+from jaxlm.models.qwen3 import Qwen3Config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,7 +37,11 @@ def test_every_key_has_a_meaning():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_yaml_in_the_documents_can_be_read(path, tmp_path):
+def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("qwen-small").mkdir()  # a folder that the documents speak of
+    described = config_to_json(family_of_config(Qwen3Config()), Qwen3Config())
+    Path("qwen-small/config.json").write_text(json.dumps(described | {"vocab_size": 99}))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
         decode_run(Source(load_yaml(tmp_path / f"{number}.yaml").tree), "document")

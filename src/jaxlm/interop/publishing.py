@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxlm.core.disk import sync
 from jaxlm.core.errors import ConfigError
 
 
@@ -24,16 +25,8 @@ def publishing(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
+            sync(path)
         os.replace(unfinished, folder)  # an empty folder of that name is replaced
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

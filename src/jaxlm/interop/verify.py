@@ -86,7 +86,7 @@ def _transformers(folder: Path) -> tuple[str, Callable[..., Any], Callable[..., 
     import torch
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def logits(ids: np.ndarray) -> np.ndarray:
         with torch.no_grad():

@@ -43,6 +43,10 @@ def _scale_from_theirs(theirs: Mapping[str, Any]) -> Json:
     return {"mlp_scale": 4 if inner is None else inner // theirs["n_embd"]}
 
 
+def _inner_to_theirs(config: Gpt2Config) -> Json:
+    return {"n_inner": None if config.mlp_scale == 4 else config.Mlp.size}
+
+
 FAMILY = Family(
     model_types=("gpt2",),
     architecture="GPT2LMHeadModel",
@@ -52,7 +56,7 @@ FAMILY = Family(
         Key("n_embd", "hidden_dim", 768),
         Key("n_layer", "num_layers", 12),
         Key("n_head", "num_heads", 12),
-        Group(("n_inner",), _scale_from_theirs, lambda config: {"n_inner": config.Mlp.size}),
+        Group(("n_inner",), _scale_from_theirs, _inner_to_theirs),
         activation("activation_function", "gelu_new"),
         Key("embd_pdrop", "embed_pdrop", 0.1),
         Key("resid_pdrop", "resid_pdrop", 0.1),
