@@ -22,6 +22,7 @@ from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo, write_sa
 from jaxlm.interop.sources import open_tensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.llama import LlamaConfig
+from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
 from tests.engine.helpers import layout, one_device
 
 CONFIG = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -210,19 +211,25 @@ def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
     assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
 
 
-def test_peft_adapters(tmp_path):
-    from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
-
+def adapted():
+    """A model whose adapters do something."""
     model = LoraConfig(target="q_proj|down_proj", rank=4).apply(
         built(), refs={}, calibration=None, key=jax.random.key(1)
     )
-    model = tree.map_leaves(
-        lambda path, leaf: leaf + 0.1 if path.endswith(".b") else leaf, model
-    )  # adapters that do something
+    return tree.map_leaves(lambda path, leaf: leaf + 0.1 if path.endswith(".b") else leaf, model)
+
+
+def saved_adapters(folder, model):
     adapters = [
         Adapter(path, m.a, m.b, m.base.In, m.base.Out, m.scale) for path, m in tree.modules_by_path(model, LoraLinear)
     ]
-    save_adapters(tmp_path / "peft", adapters, CONFIG, one_device(), dtype=np.float32, base="x")
+    save_adapters(folder, adapters, CONFIG, one_device(), dtype=np.float32, base="x")
+    return folder
+
+
+def test_peft_adapters(tmp_path):
+    model = adapted()
+    saved_adapters(tmp_path / "peft", model)
     described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj"]
     file = SafetensorsFile(tmp_path / "peft" / "adapter_model.safetensors")
@@ -236,6 +243,25 @@ def test_peft_adapters(tmp_path):
             change = file.view(f"{stem}.lora_B.weight") @ file.view(f"{stem}.lora_A.weight")
             expected = expected + change * described["lora_alpha"] / described["r"]
         np.testing.assert_allclose(merged.view(name), expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_peft_itself_computes_the_same(tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = adapted()
+    base = transformers.AutoModelForCausalLM.from_pretrained(saved(tmp_path / "base"))
+    adapted_ = peft.PeftModel.from_pretrained(base, saved_adapters(tmp_path / "peft", model)).eval()
+    save_folder(tmp_path / "m", merge_lora(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    ids = torch.tensor(np.random.default_rng(0).integers(0, VOCAB, (2, 12)))
+    with torch.no_grad():
+        torch.testing.assert_close(adapted_(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(
+            merged(ids).logits,
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits,
+            atol=1e-2,
+        )
 
 
 def test_without_torch_safetensors_are_imported(tmp_path):

@@ -10,6 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.backends.blocks import block_attention, blocks_of
 from jaxlm.models.backends.choice import AttentionTask, choose_attention
 from jaxlm.models.backends.plain import plain_attention
+from jaxlm.models.backends.scores import ScoreRule
 from jaxlm.models.backends.splash import splash_attention
 from jaxlm.models.placement import HeadPlacement
 
@@ -77,6 +78,40 @@ def test_is_the_definition(backend, length, num_segments, window):
 )
 def test_splash_is_the_definition(length, num_segments, window):
     test_is_the_definition(splash, length, num_segments, window)
+
+
+def by_autodiff(q, k, v, segments, window, rule):
+    """Scores changed by the formulas of the papers, everything else as it is written down; derivatives by jax."""
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * SCALE
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    if rule.alibi_max is not None:
+        distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])[None, :]
+        slopes = 2.0 ** (-rule.alibi_max * np.arange(1, K * G + 1) / (K * G))
+        scores = scores - slopes.reshape(K, G, 1, 1) * distance
+    mask = allowed(segments, window)[:, None, None]
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0.0)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v)
+
+
+@pytest.mark.parametrize("rule", [ScoreRule(soft_cap=0.5), ScoreRule(alibi_max=4.0), ScoreRule(2.0, 8.0)], ids=str)
+def test_rules_of_scores(rule):
+    q, k, v, segments, d_out = random_case(150, 2)
+    out, vjp = jax.vjp(lambda *qkv: block_attention(*qkv, segments, SCALE, 40, rule), q, k, v)
+    expected, expected_vjp = jax.vjp(lambda *qkv: by_autodiff(*qkv, segments, 40, rule), q, k, v)
+    for ours, theirs in zip((out, *vjp(d_out)), (expected, *expected_vjp(d_out)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_a_rule_keeps_fused_kernels_away():
+    task = AttentionTask(
+        "tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=64, rule=ScoreRule(soft_cap=30.0, alibi_max=8.0)
+    )
+    choice = choose_attention(task)
+    assert (choice.name, choice.degraded) == ("blocks", True)
+    assert "not splash: it does not know a soft cap of scores and ALiBi" in choice.reason
+    with pytest.raises(ConfigError, match="'splash' given, but it does not know"):
+        choose_attention(task, "splash")
 
 
 def test_kernels_see_their_own_rows_and_heads():

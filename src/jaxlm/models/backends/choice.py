@@ -69,7 +69,7 @@ def _kernel_obstacle(task: AttentionTask) -> str | None:
     """What keeps any fused kernel from it."""
     if problem := _blocks_obstacle(task):
         return problem
-    return None if task.rule.is_plain else f"it has no {task.rule}"
+    return None if task.rule.is_plain else f"it does not know {task.rule}"
 
 
 def _splash_obstacle(task: AttentionTask) -> str | None:
