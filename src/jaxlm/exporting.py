@@ -12,6 +12,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.folder import save_folder
 from jaxlm.interop.peft import Adapter, save_adapters
+from jaxlm.interop.publishing import is_taken
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
 from jaxlm.surgery.lora import LoraLinear, merge_lora
@@ -76,6 +77,6 @@ class ExportHook:
     def run(self, step: int, state: RunState) -> None:
         """Writes, unless that step's folder is there: a run that goes on may pass it again."""
         folder = self.folder / f"step-{step}"
-        if not folder.exists():
+        if not is_taken(folder):
             export_model(folder, state.model, self.plan, self.tokenizer, self.dtype)
             self.show(f"step {step}: exported to {folder}")

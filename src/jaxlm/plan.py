@@ -166,8 +166,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         raise ConfigError(f"trainer.steps_per_eval: {trainer.steps_per_eval} given, 1 or more steps expected")
     if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
         raise ConfigError(f"trainer.max_eval_batches: {trainer.max_eval_batches} given, null or 1 and more expected")
-    check_hugging_face(config)
     phases, data = plan_phases(config)
+    check_hugging_face(config, data[0].tokenizer)
     plan = Plan(
         config=config,
         run_id=run_id,
@@ -182,7 +182,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     return plan
 
 
-def check_hugging_face(config: RunConfig) -> None:
+def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
     """Raises `ConfigError` for keys about imported and exported weights that cannot be followed."""
     if config.hf_save_steps < 1:
         raise ConfigError(f"hf_save_steps: {config.hf_save_steps} given, 1 or more expected")
@@ -190,10 +190,10 @@ def check_hugging_face(config: RunConfig) -> None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
         family_of_config(config.model)
-    name = hf_name(config.initialize_from_hf, config.data.tokenizer)
+    name = hf_name(config.initialize_from_hf, tokenizer)
     if name is None and config.hf_weight_names:
         raise ConfigError("hf_weight_names: given, but initialize_from_hf names no weights. Leave it out, or name some")
-    if name is not None and config.data.tokenizer == TRAIN_BPE:
+    if name is not None and tokenizer == TRAIN_BPE:
         raise ConfigError(
             "initialize_from_hf: the weights go with a tokenizer, and data.tokenizer would train another one. Set it to"
             " the folder of the weights"

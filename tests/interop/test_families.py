@@ -147,7 +147,7 @@ def test_there_and_back_is_bit_equal(name, tmp_path):
     assert open_folder(tmp_path / "ours").config == opened.config
 
 
-@pytest.mark.parametrize("name", few)
+@pytest.mark.parametrize("name", [name if name == "llama-3" else pytest.param(name, marks=slow) for name in CASES])
 def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
     """Identical logits and 32 greedy tokens; and our own decoding, with its cache, chooses the same."""
     reference(name).save_pretrained(tmp_path / "theirs")
@@ -163,7 +163,8 @@ def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
     assert generate(model, prompt.tolist(), max_new_tokens=32, temperature=0.0) == expected.tolist()
 
 
-@pytest.mark.parametrize("name", few)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_cached_decoding_is_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
     opened, model = imported(tmp_path)

@@ -17,7 +17,7 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
 from jaxlm.interop.load import load_weights
-from jaxlm.interop.publishing import publishing
+from jaxlm.interop.publishing import check_free, publishing
 from jaxlm.interop.renamed import Renamed
 from jaxlm.interop.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.sources import open_tensors
@@ -139,6 +139,7 @@ def save_folder(
     Raises:
         ConfigError: config.json cannot say what the model is, or the folder is there already.
     """
+    check_free(folder)
     family = family_of_config(config)
     # Written even where there are none: some classes have defaults for them that lie beyond a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -20,7 +20,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.family import family_of_config
-from jaxlm.interop.publishing import publishing
+from jaxlm.interop.publishing import check_free, publishing
 from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.weights import Tensor
 from jaxlm.models.base import ModelConfig
@@ -58,6 +58,7 @@ def save_adapters(
     Raises:
         ConfigError: a layer is a part of a larger matrix there, of which PEFT has no adapter; or they differ in rank.
     """
+    check_free(folder)
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
     ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
     scales = {adapter.scale for adapter in adapters}
