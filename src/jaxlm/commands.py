@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import SaveError
+from jaxlm.engine.hooks import NonFiniteError
 from jaxlm.engine.restore import NothingUsableError
 
 EXIT_FAILED = 1
@@ -15,7 +16,8 @@ EXIT_INTERRUPTED = 130
 def run_command(body: Callable[[], int]) -> int:
     """Runs a command's body and turns what it raises into an exit code.
 
-    2: the configuration or its data is wrong. 1: a checkpoint could not be saved or none could be loaded. 130: Ctrl-C
+    2: the configuration or its data is wrong. 1: a checkpoint could not be saved or none could be loaded, or a
+    number was not finite where the configuration says to stop then. 130: Ctrl-C
     before training began. Anything else is a defect, or a failure that only its traceback explains, and stays one.
     """
     try:
@@ -23,7 +25,7 @@ def run_command(body: Callable[[], int]) -> int:
     except ConfigError as error:
         code = EXIT_CONFIG
         message = f"error: {error}"
-    except (SaveError, NothingUsableError) as error:
+    except (SaveError, NothingUsableError, NonFiniteError) as error:
         code = EXIT_FAILED
         message = f"error: {error}"
     except KeyboardInterrupt:

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlm.commands import run_command
 from jaxlm.compiling import keep_compiled_programs
+from jaxlm.core.axes import BATCH
 from jaxlm.core.cli import override, parse_arguments
 from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
@@ -114,7 +115,7 @@ def evaluate(
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
-    ways = plan.mesh.batch_ways
+    ways = plan.layout.ways(BATCH)
     if size < 1 or size % ways:
         raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
     windows = data.open_validation(

@@ -11,8 +11,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import load_yaml
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint import find_checkpoints, read_cursor
+from jaxlm.engine.checkpoint import read_cursor
 from jaxlm.engine.integrity import DamagedError, verify
+from jaxlm.engine.naming import find_checkpoints
 from jaxlm.engine.restore import Found, restore
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan, make_plan

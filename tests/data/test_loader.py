@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, MICROBATCH, POSITION, REPLICA
-from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache import DamagedCacheError

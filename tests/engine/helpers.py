@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import MESH_AXES
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
-from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.agreement import Ballot, Wishes

@@ -26,13 +26,17 @@ Columns = dict[str, np.ndarray]
 def train_batches(
     windows: Windows, *, batch_size: int, num_microbatches: int, layout: Layout, seed: int, shuffle: bool
 ) -> "WindowBatches":
-    """Batches {microbatch, batch, position} of windows, epoch after epoch."""
+    """Batches {microbatch, batch, position} of windows, epoch after epoch.
+
+    Where `batch_size` windows do not fill micro-batches that divide over the devices, padding without weight does.
+    """
+    ways = layout.ways(BATCH)
     axes = (
         hax.Axis(MICROBATCH, num_microbatches),
-        hax.Axis(BATCH, batch_size // num_microbatches),
+        hax.Axis(BATCH, -(-batch_size // (num_microbatches * ways)) * ways),
         hax.Axis(POSITION, windows.seq_len),
     )
-    return WindowBatches(_Order(windows, axes, layout, seed, shuffle), batch_size)
+    return WindowBatches(_Order(windows, axes, layout, seed, shuffle, batch_size), batch_size)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class _Order:
 
     Attributes:
         axes: (microbatch, batch, position); row m x batch + j of a step is row j of micro-batch m.
+        batch_size: examples a step; rows beyond them are padding.
     """
 
     windows: Windows
@@ -48,13 +53,14 @@ class _Order:
     layout: Layout
     seed: int
     shuffle: bool
+    batch_size: int
 
     def batch(self, first: int) -> TokenBatch:
         """The batch that begins with example `first`."""
 
         def read(rows: np.ndarray) -> Columns:
             places = places_of(first + rows, len(self.windows), seed=self.seed, shuffle=self.shuffle)
-            return self.windows.read(places)
+            return _blanked(self.windows.read(places), rows >= self.batch_size)
 
         return _on_devices(read, self.axes, self.layout)
 
@@ -115,10 +121,14 @@ def eval_batches(windows: Windows, *, batch_size: int, layout: Layout, max_batch
 
 
 def _padded(windows: Windows, indices: np.ndarray) -> Columns:
-    columns = windows.read(np.minimum(indices, len(windows) - 1))
-    beyond = indices >= len(windows)
-    for column in columns.values():
-        column[beyond] = 0
+    return _blanked(windows.read(np.minimum(indices, len(windows) - 1)), indices >= len(windows))
+
+
+def _blanked(columns: Columns, beyond: np.ndarray) -> Columns:
+    """The same with zeros in some rows: padding that counts nothing."""
+    if beyond.any():
+        for column in columns.values():
+            column[beyond] = 0
     return columns
 
 

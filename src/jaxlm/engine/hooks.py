@@ -1,8 +1,12 @@
 """What looks on while a phase trains."""
 
+import json
+import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from jaxlm.core.runtime import is_main_process
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.console import Console, duration
 from jaxlm.engine.phases import Phase
@@ -20,6 +24,23 @@ class TrackerListener:
     def __call__(self, info: StepInfo) -> None:
         for tracker in self._trackers:
             tracker.log(info.step, info.metrics)
+
+
+class HistogramListener:
+    """Writes the histograms of the watched arrays, one JSON line each."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __call__(self, info: StepInfo) -> None:
+        if not info.histograms or not is_main_process():
+            return
+        lines = (
+            json.dumps({"step": info.step, "name": name, "low": h.low, "high": h.high, "counts": h.counts})
+            for name, h in info.histograms.items()
+        )
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 class ProgressListener:
@@ -64,6 +85,27 @@ class ProgressListener:
             self._console.show(
                 f"step {info.step}: loss or gradient is not finite; its update was left out ({skipped} so far)"
             )
+
+
+class NonFiniteError(Exception):
+    """A step's loss or gradient is not finite, and the configuration says to stop there."""
+
+
+class CrashListener:
+    """Stops the run at the first number that it must not go on from. It hears of a step when its report has arrived."""
+
+    def __init__(self, *, on_nan: bool, on_inf: bool):
+        self._on_nan = on_nan
+        self._on_inf = on_inf
+
+    def __call__(self, info: StepInfo) -> None:
+        for name in ("train/objective", "grad/norm/total"):
+            value = info.metrics[name]
+            if (self._on_nan and math.isnan(value)) or (self._on_inf and math.isinf(value)):
+                raise NonFiniteError(
+                    f"step {info.step}: {name} is {value} (trainer.crash_on_{'nan' if math.isnan(value) else 'inf'})."
+                    " The update was left out; the newest checkpoint is from before"
+                )
 
 
 class EvalHook:

@@ -107,30 +107,35 @@ class Recipe:
 
     def abstract_state(self, phase: Phase) -> RunState:
         """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers."""
+        return jax.eval_shape(lambda: self.fresh_state(phase))
 
-        def replay() -> RunState:
-            model = self.first_model()
-            for earlier in self.phases[: phase.index + 1]:
-                model = self.operate(model, earlier)
-            return self.state(model, phase)
-
-        return jax.eval_shape(replay)
+    def fresh_state(self, phase: Phase) -> RunState:
+        """The state at the start of a phase, had the ones before it not trained. Traceable."""
+        model = self.first_model()
+        for earlier in self.phases[: phase.index + 1]:
+            model = self.operate(model, earlier)
+        return self.state(model, phase)
 
     def _key(self, use: int) -> jax.Array:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
-def enter_phase(recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None) -> RunState:
+def enter_phase(
+    recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
+) -> RunState:
     """The state at the start of a phase, sharded from birth.
 
     Args:
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
+        weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
     """
-    if before is None:
+    if before is None and weights is None:
         return create(lambda: recipe.state(recipe.operate(recipe.first_model(), phase), phase), layout)
 
     def enter(model: LanguageModel, skipped: jax.Array) -> RunState:
         return recipe.state(recipe.operate(model, phase), phase, skipped)
 
+    if before is None:
+        return create(enter, layout, weights, jnp.zeros((), jnp.int32))
     return create(enter, layout, before.model, before.guard.skipped)

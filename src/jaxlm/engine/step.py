@@ -21,6 +21,7 @@ from jaxlm.core.tree import is_named
 from jaxlm.engine.agreement import tally
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import Guard, RunState, shardings, step_key
+from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.objectives.base import Metrics
 
 
@@ -29,10 +30,12 @@ class Report(eqx.Module):
 
     Attributes:
         metrics: float32 scalars by name.
+        watched: what `WatchConfig.look` saw; empty where nothing is watched.
         tally: int32 {wish}, what the processes want together.
     """
 
     metrics: dict[str, jax.Array]
+    watched: Numbers
     tally: jax.Array
 
 
@@ -45,7 +48,9 @@ class _Sums(eqx.Module):
     slots: dict[str, Any]
 
 
-def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract: RunState) -> jax.stages.Wrapped:
+def make_train_step(
+    phase: Phase, layout: Layout, precision: Precision, abstract: RunState, watch: WatchConfig | None = None
+) -> jax.stages.Wrapped:
     """The jitted step of a phase: (state, batch, ballot) -> (state, `Report`). The state is donated.
 
     A step whose objective or gradient norm is not finite changes nothing but `step` and `guard.skipped`: the choice is
@@ -53,6 +58,7 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
 
     Args:
         abstract: the state's shapes and dtypes (`Recipe.abstract_state`).
+        watch: what to report beside the metrics. Parameters and optimizer state are those from before the update.
     """
     optimizer = phase.transformation(abstract.model)
     schedule = phase.optimizer.schedule(phase.num_steps)
@@ -61,7 +67,7 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
         sums = _add_up(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
-        updated = _updated(phase, optimizer, state, sums)
+        updated, updates = _updated(phase, optimizer, state, sums)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
         skipped = state.guard.skipped + jnp.where(finite, 0, 1)
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped), after, (state.step + 1, skipped))
@@ -71,7 +77,11 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
             "grad/norm/total": norm,
             "optim/learning_rate": schedule(state.guard.updates),
         }
-        return after, Report({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, tally(ballot))
+        seen: Numbers = {}
+        if watch is not None:
+            trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
+            seen = watch.look(state.step + 1, trees, batch)
+        return after, Report({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, seen, tally(ballot))
 
     placed = shardings(abstract, layout)
     return jax.jit(
@@ -82,11 +92,13 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
     )
 
 
-def _updated(phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums) -> RunState:
-    """The state with the batch's update applied, finite or not."""
+def _updated(
+    phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums
+) -> tuple[RunState, Any]:
+    """The state with the batch's update applied, finite or not; and the update."""
     trainable, frozen = phase.split(state.model)
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
-    return RunState(
+    after = RunState(
         step=state.step,
         key=state.key,
         model=eqx.combine(optax.apply_updates(trainable, updates), frozen, is_leaf=is_named),
@@ -94,6 +106,7 @@ def _updated(phase: Phase, optimizer: optax.GradientTransformationExtraArgs, sta
         guard=Guard(updates=state.guard.updates + 1, skipped=state.guard.skipped),
         slots=sums.slots,
     )
+    return after, updates
 
 
 def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
