@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm import train
-from jaxlm.config import decode_run, read_config
+from jaxlm.config import decode_run, read_config, run_id_of
 from jaxlm.core.decode import dump
 from jaxlm.core.yaml_source import Source, load_yaml
 
@@ -162,3 +162,15 @@ def test_included_files_and_overrides_merge_deeply(here):
     (here / "run.yaml").write_text("<<: !include base.yaml\ntrainer: {seed: 3}\n")
     config = decode_run(load_yaml("run.yaml"), "run")
     assert (config.trainer.seed, config.trainer.num_train_steps) == (3, 4)
+
+
+def test_t4_where_a_runs_name_comes_from(monkeypatch):
+    """Trap T4: in the reference it is random unless it is written, so that nothing is ever resumed."""
+    monkeypatch.delenv("RUN_ID", raising=False)
+    tracked = {"trainer": {"tracker": {"type": "wandb", "id": "tracked"}}}
+    assert run_id_of(decode_run(Source({}), None)) == "run"
+    assert run_id_of(decode_run(Source({}), "stem")) == "stem"
+    assert run_id_of(decode_run(Source(tracked), "stem")) == "tracked"
+    monkeypatch.setenv("RUN_ID", "environment")
+    assert run_id_of(decode_run(Source(tracked), "stem")) == "environment"
+    assert run_id_of(decode_run(Source({"trainer": {"id": "written"}}), "stem")) == "written"

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
 from jaxlm.core.decode import decode, drop_stale_keys
+from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshConfig
-from jaxlm.core.runtime import DistributedConfig
 from jaxlm.core.yaml_source import Source, load_yaml, merge
 from jaxlm.data.config import DataConfig
 from jaxlm.engine.profiler import ProfilerConfig

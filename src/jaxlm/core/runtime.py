@@ -1,7 +1,6 @@
-"""The processes of a run: joining them, waiting for them, talking about process 0."""
+"""The processes of a run: jax's options in each, waiting for them, talking about process 0."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -27,40 +26,6 @@ def configure_jax(options: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"trainer.jax_config.{name}: {value!r} given; jax {jax.__version__} says: {error}"
             ) from error
-
-
-@dataclass(frozen=True)
-class DistributedConfig:
-    """How several processes find each other. SLURM, TPU pods and Open MPI are recognised without any of it.
-
-    Attributes:
-        coordinator_address: `host:port` of process 0.
-        num_processes: how many processes there are.
-        process_id: this one's number, from 0.
-        local_device_ids: the devices of this process; None means all that it sees.
-    """
-
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    local_device_ids: list[int] | None = None
-
-    def join(self) -> None:
-        """Connects this process to the others, if the configuration names any; otherwise does nothing."""
-        if self.coordinator_address is None and self.num_processes is None and self.process_id is None:
-            return
-        if self.coordinator_address is None or self.num_processes is None or self.process_id is None:
-            raise ConfigError(
-                "trainer.distributed: coordinator_address, num_processes and process_id go together, given were "
-                f"{self.coordinator_address}, {self.num_processes}, {self.process_id}"
-            )
-        if jax.distributed.is_initialized():
-            return
-        # jax would otherwise take SIGTERM for itself; the run has its own handler, which saves first.
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            self.coordinator_address, self.num_processes, self.process_id, local_device_ids=self.local_device_ids
-        )
 
 
 def is_main_process() -> bool:

@@ -144,7 +144,7 @@ def restore(
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
     saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted)}
     if cast:
-        saved = {path: _cast(leaf, expected.get(path, leaf)) for path, leaf in saved.items()}
+        saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
     if fresh is None:
         _compare(found.path, saved, expected)
     common = saved.keys() & expected.keys()

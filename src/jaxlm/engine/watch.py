@@ -93,7 +93,7 @@ class WatchConfig:
         """What is measured of an array, or of each of its layers."""
         if self.split_scan_layers and tree.is_named(leaf) and any(axis.name == LAYERS for axis in leaf.axes):
             first = hax.rearrange(leaf, (LAYERS, ...)).array
-            return jax.lax.map(measure, first)
+            return jax.vmap(measure)(first)
         return measure(tree.raw(leaf))
 
 
