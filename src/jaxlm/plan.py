@@ -162,7 +162,10 @@ class Plan:
     @property
     def staging(self) -> Staging | None:
         """Between the two, if there is a URL."""
-        return None if self.checkpoint_url is None else Staging(self.checkpoint_url, self.checkpoint_folder)
+        if self.checkpoint_url is None:
+            return None
+        delete = self.config.trainer.checkpointer.delete_old_temp_checkpoints
+        return Staging(self.checkpoint_url, self.checkpoint_folder, delete_temporary=delete)
 
 
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:

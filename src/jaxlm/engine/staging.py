@@ -26,10 +26,14 @@ class Staging:
     What is over there is the truth; here lies only the newest checkpoint, and what has not been uploaded yet.
     """
 
-    def __init__(self, url: str, folder: Path):
-        """Args: folder: the same for all processes of the run."""
+    def __init__(self, url: str, folder: Path, *, delete_temporary: bool = True):
+        """Args:
+        folder: the same for all processes of the run.
+        delete_temporary: whether a new checkpoint replaces the temporary ones.
+        """
         self._remote = RemoteFolder(url)
         self._folder = folder
+        self._delete_temporary = delete_temporary
 
     def synchronise(self, show: Show) -> None:
         """Uploads what an earlier process had not come to, and fetches the newest checkpoint that is whole.
@@ -59,7 +63,7 @@ class Staging:
         if checkpoint.is_dir():
             pending.touch()
             self._remote.upload(checkpoint)
-            for name in self._remote.temporary_names():
+            for name in self._remote.temporary_names() if self._delete_temporary else []:
                 if name != checkpoint.name:
                     self._remote.delete(name)
             self._keep_only(checkpoint.name)
