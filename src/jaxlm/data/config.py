@@ -72,6 +72,11 @@ class DataConfig:
             ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches in
                 `cache_dir` that were made from other text or with other options.
         """
+        if "://" in self.cache_dir:
+            raise ConfigError(
+                f"data.cache_dir: '{self.cache_dir}' is no folder of this machine. Caches are read from local files: name a"
+                " local or mounted folder; remote text is copied there once"
+            )
         if not self.train_urls:
             raise ConfigError("data.train_urls: empty. Name files, folders or globs, or 'stdlib:train'")
         self._check_tokenizer()
