@@ -1,5 +1,6 @@
 """How every command ends: an exit code, and for what the user can mend one message instead of a traceback."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -25,9 +26,14 @@ def run_command(body: Callable[[], int]) -> int:
     except ConfigError as error:
         code = EXIT_CONFIG
         message = f"error: {error}"
-    except (SaveError, NothingUsableError, NonFiniteError) as error:
+    except (NothingUsableError, NonFiniteError) as error:
         code = EXIT_FAILED
         message = f"error: {error}"
+    except SaveError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # TensorStore's other writes may still be running, and would call into an interpreter that is going away.
+        os._exit(EXIT_FAILED)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         message = "interrupted before training began; nothing is lost"

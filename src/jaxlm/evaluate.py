@@ -14,7 +14,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,7 +52,7 @@ def _main(arguments: Sequence[str]) -> int:
         )
     for_data = {name: value for name, value in parsed.options.items() if name.startswith(_DATA)}
     others = {name: value for name, value in parsed.options.items() if name not in for_data}
-    trained = open_trained(Path(options.checkpoint), others)
+    trained = open_trained(options.checkpoint, others)
     keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
     sums = evaluate(trained, data_with(trained, for_data), options.batch_size, _most(trained.plan, options.max_batches))
     _show(trained, sums)

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 
 from jaxlm.compiling import CompiledStep
+from jaxlm.config import as_run_config
 from jaxlm.core import tree
-from jaxlm.core.decode import dump, encode
+from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first
 from jaxlm.data.loader import eval_batches
@@ -143,7 +144,7 @@ class Run:
 @contextlib.contextmanager
 def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them again however the run ends."""
-    config_text = dump(plan.config)
+    config_text = dump(as_run_config(plan.config))
     identity = main_first(lambda: data_identity(plan))  # it may copy remote files
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
@@ -185,7 +186,7 @@ def _open_trackers(plan: Plan, console: Console, resume_step: int) -> tuple[Trac
     facts = _facts(plan, resume_step)
 
     def guarded(config: TrackerConfig) -> Tracker:
-        return GuardedTracker(config.get_choice_name(type(config)), lambda: config.open(facts), console.show)
+        return GuardedTracker(choice_name(type(config)), lambda: config.open(facts), console.show)
 
     return (always, *map(guarded, configs))
 

@@ -7,7 +7,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -41,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sample(options: argparse.Namespace) -> int:
-    trained = open_trained(Path(options.checkpoint))
+    trained = open_trained(options.checkpoint)
     plan, tokenizer = trained.plan, trained.tokenizer
     with plan.layout.use():
         model = jax.jit(plan.precision.to_compute)(trained.load_model())

@@ -15,7 +15,8 @@ from pathlib import Path
 from jaxlm.commands import run_command
 from jaxlm.compiling import compile_step, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
-from jaxlm.core.runtime import configure_jax, is_main_process, main_first
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, same_everywhere
 from jaxlm.data.loader import train_batches
 from jaxlm.dry_run import assumed_vocabulary, dry_run
 from jaxlm.engine.console import Console, table
@@ -73,7 +74,10 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     console = console or Console()
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
-    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
+    run_id = run_id_of(config)
+    if not same_everywhere(run_id):
+        raise ConfigError(f"trainer.id: '{run_id}' here, another on another process. Let RUN_ID be the same for all")
+    plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
     check_accelerator(plan)
     for tracker in config.trainer.trackers:

@@ -14,7 +14,10 @@ from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint import read_cursor
 from jaxlm.engine.integrity import DamagedError, verify
 from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.remote import is_url
 from jaxlm.engine.restore import Found, restore
+from jaxlm.engine.save_policy import CheckpointerConfig
+from jaxlm.engine.staging import staged
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan, make_plan
 
@@ -44,7 +47,7 @@ class Trained:
         return restore(self.found, abstract, self.plan.layout, prefix="model")
 
 
-def open_trained(path: Path, options: Mapping[str, Any] | None = None) -> Trained:
+def open_trained(path: Path | str, options: Mapping[str, Any] | None = None) -> Trained:
     """The checkpoint that a path names, or the newest in a run's folder.
 
     Args:
@@ -59,17 +62,21 @@ def open_trained(path: Path, options: Mapping[str, Any] | None = None) -> Traine
     return Trained(found, tokenizer, make_plan(decode_run(source, None), "trained", tokenizer.vocab_size))
 
 
-def find_checkpoint(path: Path) -> Found:
-    """The checkpoint that a path names: itself, or the newest in a run's folder. Its files are checked.
+def find_checkpoint(place: Path | str) -> Found:
+    """The checkpoint that a path or URL names: itself, or the newest in a run's folder. Its files are checked.
 
     Raises:
         ConfigError: there is none, or its files are not what was saved.
     """
-    candidates = [path] if (path / "run" / "cursor.json").is_file() else find_checkpoints(path)
+    if isinstance(place, str) and is_url(place):
+        candidates, path = staged(place, Path(CheckpointerConfig.staging_dir)), Path(place)
+    else:
+        path = Path(place)
+        candidates = [path] if (path / "run" / "cursor.json").is_file() else find_checkpoints(path)
     if not candidates:
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         there = f" There are: {', '.join(dict.fromkeys(near))}" if near else ""
-        raise ConfigError(f"--checkpoint {path}: no checkpoint there (step-N, or a folder of them).{there}")
+        raise ConfigError(f"--checkpoint {place}: no checkpoint there (step-N, or a folder of them).{there}")
     newest = candidates[-1]
     try:
         verify(newest)

@@ -1,5 +1,6 @@
 """The processes of a run: jax's options in each, waiting for them, talking about process 0."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -57,6 +58,16 @@ def everywhere(holds: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.all(multihost_utils.process_allgather(np.asarray(holds))))
+
+
+def same_everywhere(text: str) -> bool:
+    """Whether all processes have the same text; each must ask."""
+    if jax.process_count() == 1:
+        return True
+    from jax.experimental import multihost_utils
+
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
+    return bool(np.all(multihost_utils.process_allgather(digest) == digest))
 
 
 def main_first(make: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ A checkpoint is written to a hidden folder, sealed with checksums, and only then
         checksums.json         of all of these
 """
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from jaxlm.core import tree
 from jaxlm.core.runtime import barrier, is_main_process
 from jaxlm.engine.integrity import seal
 from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.orbax_noise import silence_repeated_errors
 from jaxlm.engine.state import RunState
 
 _UNFINISHED = ".unfinished"
@@ -58,6 +60,13 @@ class Cursor:
 
 class SaveError(Exception):
     """A checkpoint could not be saved. Finished checkpoints are untouched."""
+
+    @classmethod
+    def because(cls, folder: Path, error: BaseException) -> "SaveError":
+        """With what to do, where the cause tells it. TensorStore names the system's error only in its text."""
+        full = os.strerror(errno.ENOSPC) in str(error)
+        advice = " The finished checkpoints are whole: make room, and start the same command again." if full else ""
+        return cls(f"saving a checkpoint to {folder} failed: {error}.{advice}")
 
 
 def read_cursor(checkpoint: Path) -> Cursor:
@@ -108,6 +117,7 @@ class CheckpointWriter:
         self._run_files = dict(run_files)
         self._delete_temporary = delete_temporary
         self._publish = publish
+        silence_repeated_errors()
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
         self._save_args = ocp.args.PyTreeSave
         self._thread: threading.Thread | None = None
@@ -151,7 +161,7 @@ class CheckpointWriter:
             barrier(f"save {cursor.folder_name}")
             self._orbax.save(unfinished / "state", args=self._save_args(flat_arrays(state)))
         except (OSError, ValueError) as error:  # ValueError is how tensorstore says that the disk is full
-            raise SaveError(f"saving {final} failed: {error}") from error
+            raise SaveError.because(self.folder, error) from error
         self._thread = threading.Thread(target=self._commit, args=(unfinished, final), name="checkpoint-commit")
         self._thread.start()
 
@@ -162,7 +172,7 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise SaveError(f"saving a checkpoint to {self.folder} failed: {error}") from error
+            raise SaveError.because(self.folder, error) from error
 
     def check(self) -> None:
         """Raises what went wrong in a save that has ended; does not wait for one that has not."""
