@@ -38,14 +38,9 @@ class Origin:
     weights: Found | None = None
 
     @property
-    def step(self) -> int:
-        """Steps that are done."""
-        return self.state.cursor.step if self.state else 0
-
-    @property
-    def own_step(self) -> int:
-        """Steps that this run has done, as far as it is kept."""
-        return self.step if self.is_own else 0
+    def resume_step(self) -> int | None:
+        """Steps that this run itself has done, as far as it is kept; None where it is a new run."""
+        return self.state.cursor.step if self.state and self.is_own else None
 
     def load_state(self, plan: Plan, phase: Phase, show: Show) -> RunState:
         """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""

@@ -16,7 +16,7 @@ from jaxlm.commands import run_command
 from jaxlm.compiling import compile_step, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import configure_jax, is_main_process, main_first, same_everywhere
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
 from jaxlm.data.loader import train_batches
 from jaxlm.dry_run import assumed_vocabulary, dry_run
 from jaxlm.engine.console import Console, table
@@ -85,7 +85,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
-    main_first(lambda: plan.staging and plan.staging.synchronise(console.show))
+    main_only(lambda: plan.staging and plan.staging.synchronise(console.show))
     check_origin(plan)
     before = check_same_run(plan)
     for data in plan.data:
@@ -98,12 +98,12 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     console.show(table("run", describe(plan)))
     origin = find_origin(plan, console.show)
     check_tokenizer(origin, tokenizer.fingerprint, console.show)
-    for line in changes(before, config, origin.own_step) if before and origin.own_step else []:
+    for line in changes(before, config, origin.resume_step) if before and origin.resume_step else []:
         console.show(f"changed since the last start: {line}")
     with (
         plan.layout.use(),
         stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, resume_step=origin.step) as run,
+        open_run(plan, tokenizer, console, stop, resume_step=origin.resume_step) as run,
     ):
         state, outcome = _train_phases(run, origin)
     newest = find_checkpoints(plan.checkpoint_folder)[-1]
