@@ -122,7 +122,8 @@ class RunConfig:
         evals: what is looked at every `trainer.steps_per_eval` steps.
         phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
             own. Without any, the top level is the one phase.
-        dry_run: resolve, trace and compile, print the plan and the memory, and stop.
+        dry_run: resolve, trace and compile, print the plan and the memory, draw the learning rate into the log folder,
+            and stop.
     """
 
     data: DataConfig = field(default_factory=DataConfig)

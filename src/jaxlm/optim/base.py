@@ -10,6 +10,7 @@ import draccus
 import optax
 
 from jaxlm.core import tree
+from jaxlm.core.decays import Decay
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.schedules import Schedule, Shape, make_schedule
 
@@ -38,25 +39,32 @@ class ParameterGroup:
 class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.optim"):
     """What all optimizers share. `type:` in YAML picks the family.
 
-    Lengths (`warmup`, `decay`) up to 1 are fractions of the phase's steps, above 1 numbers of steps.
+    Lengths up to 1 are fractions (of the cycle; `cycle_length` of the phase), above 1 numbers of steps. So 1 means all.
 
     Attributes:
         learning_rate: the peak.
         weight_decay: decoupled; multiplied by the learning rate of the step.
-        lr_schedule: shape of the decay: constant, linear, cosine, inv_sqrt or inv.
-        min_lr_ratio: the last learning rate as a fraction of the peak.
-        warmup: from 0 up to the peak.
-        decay: from the peak down; null decays over everything after the warmup.
+        lr_schedule: shape of the decay: constant, linear, cosine, polynomial, inv_sqrt, inv or power, by name or as a
+            section with a `type` and keys of its own.
+        min_lr_ratio: the last learning rate of a cycle as a fraction of the peak.
+        warmup: from 0 up to the peak, in the first cycle; cut to it.
+        decay: from the peak down; null decays over everything that the warmup leaves, and a longer one is cut to that.
+        rewarmup: from the last learning rate of a cycle up to the peak of the next; 0 jumps there.
+        cycles: how many cycles of equal length there are, or a list of the steps at which they end.
+        cycle_length: of every cycle, or a list of the first ones' lengths; the last cycle takes what is left over.
         weight_decay_modules: regular expressions on the paths of the parameters that decay; null means all but norms,
             biases and embeddings.
     """
 
     learning_rate: float = 1e-4
     weight_decay: float = 0.0
-    lr_schedule: str = "cosine"
+    lr_schedule: Decay | str = "cosine"
     min_lr_ratio: float = 0.1
     warmup: int | float = 0.01
     decay: int | float | None = None
+    rewarmup: int | float = 0.0
+    cycles: int | list[int] | None = None
+    cycle_length: int | float | list[int] | None = None
     weight_decay_modules: list[str] | None = None
 
     @classmethod
@@ -73,7 +81,16 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     def schedule(self, num_steps: int) -> Schedule:
         """Updates done in the phase -> learning rate of the next one."""
-        shape = Shape(self.learning_rate, self.warmup, self.decay, self.lr_schedule, self.min_lr_ratio)
+        shape = Shape(
+            peak=self.learning_rate,
+            warmup=self.warmup,
+            decay=self.decay,
+            kind=self.lr_schedule,
+            min_ratio=self.min_lr_ratio,
+            rewarmup=self.rewarmup,
+            cycles=self.cycles,
+            cycle_length=self.cycle_length,
+        )
         return make_schedule(shape, num_steps)
 
 
