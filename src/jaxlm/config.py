@@ -21,6 +21,7 @@ from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -50,6 +51,7 @@ class TrainerConfig:
         replica_ici_axis_size: groups of devices that hold all parameters each.
         axis_resources: further entries of both axis mappings: logical axis to mesh axis (replica, data, model).
         parameter_axis_resources: further entries of the parameter mapping.
+        model_averaging: keep an average of the weights and evaluate it beside them, as `eval/ema/...`; null keeps none.
         checkpointer: where and when checkpoints are saved.
         tracker: further places for the numbers beside `metrics.jsonl`: one, or a list. Without a `type` it is `wandb`.
         profiler: record a profile of some steps below the log folder; null records none.
@@ -75,6 +77,7 @@ class TrainerConfig:
     replica_ici_axis_size: int = 1
     axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
     parameter_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
+    model_averaging: AveragingConfig | None = None
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
     tracker: TrackerConfig | list[TrackerConfig] = field(default_factory=list)
     profiler: ProfilerConfig | None = None

@@ -1,0 +1,221 @@
+"""What may leave out a step (outliers, loss scaling), and averages of the weights, in the compiled step."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.decode import decode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.loss_scale import DynamicLossScale
+from jaxlm.core.precision import parse_precision
+from jaxlm.core.watch import Signs
+from jaxlm.core.yaml_source import Source
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.averaging import Ema, EmaDecaySqrt
+from jaxlm.optim.bad_steps import SkipBadSteps
+from tests.engine.helpers import F32, TinyRun, arrays, layout, one_device, phase
+from tests.engine.test_step import assert_identical, host
+
+ADAM = AdamConfig(learning_rate=1e-2, warmup=0)
+
+
+class Judge:
+    """A watch without a run: one loss and norm after the other."""
+
+    def __init__(self, watch: Any):
+        self._judge = jax.jit(watch.judge)
+        self.slot = watch.init_slot()
+
+    def __call__(self, loss: float, norm: float = 1.0) -> bool:
+        finite = np.isfinite(loss) and np.isfinite(norm)
+        signs = Signs(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
+        applies, self.slot, self.metrics = self._judge(self.slot, signs)
+        return bool(applies)
+
+
+def optimizer(text: Any) -> AdamConfig:
+    return decode(AdamConfig, Source({"skip_bad_steps": text}))
+
+
+def test_trap_t8_true_is_not_a_window_of_one_step():
+    assert optimizer(False).watches == ()
+    assert optimizer(True).watches == (SkipBadSteps(),)
+    assert optimizer(True).watches[0].rolling_interval_length == 128
+    assert optimizer(64).watches == (SkipBadSteps(64),)
+    assert optimizer({"sigma_factor": 3.0}).watches == (SkipBadSteps(sigma_factor=3.0),)
+    judge = Judge(optimizer(True).watches[0])
+    losses = 3 + 0.1 * np.random.default_rng(0).normal(size=200)
+    assert all(judge(loss) for loss in losses)
+    assert not judge(300.0)  # it does trigger
+    for never in (1, 7, -1):
+        with pytest.raises(ConfigError, match="skip_bad_steps"):
+            optimizer(never).watches  # noqa: B018
+
+
+@pytest.mark.parametrize("sign", ["loss", "norm"])
+def test_r7_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_window(sign):
+    judge, clean = Judge(SkipBadSteps(32)), Judge(SkipBadSteps(32))
+    rng = np.random.default_rng(1)
+    for number in range(60):
+        loss, norm = 3 + 0.05 * rng.normal(), 1 + 0.1 * rng.normal()
+        assert judge(loss, norm)
+        assert clean(loss, norm)
+        if number > 20 and number % 10 == 0:
+            assert not (judge(100 * loss, norm) if sign == "loss" else judge(loss, 100 * norm))
+    for one, other in zip(jax.tree.leaves(judge.slot), jax.tree.leaves(clean.slot), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_r7_no_clean_step_of_two_thousand_is_left_out():
+    judge = Judge(SkipBadSteps())
+    rng = np.random.default_rng(2)
+    steps = np.arange(2000)
+    losses = 3 + 6 * np.exp(-steps / 100) + 0.05 * rng.normal(size=2000)
+    norms = (0.3 + 4 * np.exp(-steps / 50)) * np.exp(0.2 * rng.normal(size=2000))
+    assert all(judge(loss, norm) for loss, norm in zip(losses, norms, strict=True))
+
+
+def test_r6_it_cannot_be_poisoned_by_what_is_not_finite():
+    judge = Judge(SkipBadSteps(8))
+    for _ in range(8):
+        judge(3.0)
+    before = jax.tree.leaves(judge.slot)
+    for loss, norm in ((np.nan, 1.0), (np.inf, 1.0), (3.0, np.nan), (3.0, np.inf)):
+        judge(loss, norm)
+        for one, other in zip(jax.tree.leaves(judge.slot), before, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert judge(3.01)
+    assert not judge(30.0)
+
+
+def test_r6_it_cannot_freeze():
+    judge = Judge(SkipBadSteps(16, max_in_a_row=5))
+    for _ in range(16):
+        judge(3.0)
+    answers = [judge(9.0) for _ in range(40)]
+    assert answers == [False] * 5 + [True] * 35  # the loss has moved for good: the sixth begins the window anew
+    assert not judge(90.0)
+    assert judge(9.1)
+
+
+def test_equal_values_make_no_outlier_of_a_small_change():
+    judge = Judge(SkipBadSteps(8))
+    for _ in range(20):
+        judge(3.0)
+    assert judge(3.2)
+
+
+def test_an_outlier_costs_exactly_itself():
+    watch = SkipBadSteps(8, sigma_factor=6.0)
+    batches = [arrays(i) for i in range(8)]
+    strange = arrays(99)
+    strange["targets"] = strange["targets"][:, ::-1].copy() * 0 + 5  # one class only: another loss
+    run, clean = (TinyRun(one_device(), phase(optimizer=replace(ADAM, skip_bad_steps=watch))) for _ in range(2))
+    skipped = []
+    for number, columns in enumerate(batches):
+        skipped.append(run.step(columns)["train/skipped_steps"])
+        clean.step(columns)
+        if number == 6:
+            before = host(run)
+            metrics = run.step(strange)
+            assert metrics["train/skipped_steps"] == 1
+            assert metrics["bad_steps/in_a_row"] == 1
+            assert metrics["grad/norm/total"] > metrics["bad_steps/grad_norm_limit"] or (
+                metrics["train/objective"] > metrics["bad_steps/loss_limit"]
+            )
+            assert_identical(host(run), before, but=("step", "guard.skipped", "slots.bad_steps.in_a_row"))
+    assert skipped == [0.0] * 7 + [1.0]
+    assert_identical(host(run), host(clean), but=("step", "guard.skipped"))
+
+
+def test_a_power_of_two_leaves_every_bit_as_it_was():
+    scale = DynamicLossScale(initial=2.0**10, growth_interval=2)
+    plain, scaled = TinyRun(layout()), TinyRun(layout(), precision=replace(F32, loss_scale=scale))
+    for number in range(5):
+        one, other = plain.step(arrays(number)), scaled.step(arrays(number))
+        assert one == {k: v for k, v in other.items() if k != "train/loss_scale"}
+    own = {path: array for path, array in host(scaled).items() if not path.startswith("slots.")}
+    assert_identical(host(plain), own)
+    assert float(scaled.state.slots["loss_scale"].scale) == 2.0**12
+
+
+def test_the_scale_grows_and_backs_off():
+    scale = DynamicLossScale(initial=8.0, growth_interval=3, smallest=2.0, largest=16.0)
+    judge, seen = Judge(scale), []
+    for loss in [1.0] * 7 + [np.nan] * 4 + [1.0] * 3:
+        assert judge(loss)  # what is not finite is left out by the engine in any case
+        seen.append(float(judge.slot.scale))
+    assert seen == [8, 8, 16, 16, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
+
+
+def test_half_precision_trains_like_single_and_backs_off_from_overflow():
+    half = parse_precision("p=f32,c=float16")
+    assert isinstance(half.loss_scale, DynamicLossScale)
+    assert str(half) == "params float32, compute float16, dynamic loss scale"
+    huge = replace(half, loss_scale=DynamicLossScale(initial=2.0**24))
+    full, run = TinyRun(one_device()), TinyRun(one_device(), precision=huge)
+    backed_off = 0
+    while run.step(arrays(0))["train/skipped_steps"] > backed_off:
+        backed_off += 1
+    assert 1 <= backed_off < 16
+    assert float(run.state.slots["loss_scale"].scale) == 2.0 ** (24 - backed_off)
+    full.step(arrays(0))
+    for number in range(1, 10):
+        one, other = full.step(arrays(number)), run.step(arrays(number))
+        assert other["train/loss"] == pytest.approx(one["train/loss"], rel=1e-2)
+    assert run.step(arrays(3))["train/skipped_steps"] == backed_off
+
+
+def test_parameters_do_not_rest_in_float16():
+    for text in ("f16", "half", "p=float16,c=float16"):
+        with pytest.raises(ConfigError, match="p=f32,c=float16"):
+            parse_precision(text)
+
+
+AVERAGES = {"ema": Ema(0.8), "ema_decay_sqrt": EmaDecaySqrt(0.9, switch_step=2, decay_steps=3)}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_follow_the_weights(kind):
+    """On eight devices, traced (one of these crashed under jit elsewhere), against float64 from every step's weights."""
+    average = AVERAGES[kind]
+    run = TinyRun(layout(), phase(averages={"ema": average}))
+    weights = lambda: {p: np.asarray(tree.raw(x), np.float64) for p, x in tree.leaves(run.state.model)}  # noqa: E731
+    expected, total = weights(), 0.0
+    for number in range(6):
+        run.step(arrays(number))
+        if kind == "ema":
+            share = 1 - 0.8
+        else:
+            count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
+            total += count
+            share = count / total
+        now = weights()
+        expected = {p: expected[p] + share * (now[p] - expected[p]) for p in expected}
+    found = run.phase.averaged(run.state)["ema"]
+    for path, leaf in tree.leaves(found):
+        np.testing.assert_allclose(np.asarray(tree.raw(leaf)), expected[path], atol=1e-6, err_msg=path)
+    live = {path: leaf.array.sharding for path, leaf in tree.leaves(run.state.model)}
+    assert {path: leaf.array.sharding for path, leaf in tree.leaves(run.state.slots["ema"].weights)} == live
+
+
+def test_an_average_is_of_what_trains_alone():
+    frozen = phase(averages={"ema": Ema(0.5)}, trainable=("mlp",))
+    run = TinyRun(one_device(), frozen)
+    run.step(arrays(0))
+    kept = {path for path, _ in tree.leaves(run.state.slots["ema"].weights)}
+    assert kept
+    assert all("mlp" in path for path in kept)
+    whole = frozen.averaged(run.state)["ema"]
+    assert [path for path, _ in tree.leaves(whole)] == [path for path, _ in tree.leaves(run.state.model)]
+
+
+@pytest.mark.parametrize("wrong", [lambda: Ema(1.0), lambda: Ema(-0.1), lambda: EmaDecaySqrt(decay_steps=0)])
+def test_numbers_that_make_no_average_are_refused(wrong):
+    with pytest.raises(ConfigError, match="model_averaging"):
+        wrong()
