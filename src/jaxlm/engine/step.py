@@ -63,15 +63,12 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
 
     def train_step(state: RunState, batch: Any, ballot: jax.Array) -> tuple[RunState, Report]:
         trainable, frozen = phase.split(state.model)
-        sums = _add_up(phase, layout, precision, state, trainable, batch)
+        sums = _add_up(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
         verdict = _judge(watches, state.slots, Signs(sums.objective, norm, finite))
 
-        def gradient_of(trainable: Any) -> Any:
-            return _add_up(phase, layout, precision, state, trainable, batch).gradient
-
-        updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, gradient_of=gradient_of)
+        updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
         trainable = optax.apply_updates(trainable, updates)
         updated = RunState(
             step=state.step,
@@ -121,14 +118,10 @@ def _averages(phase: Phase, state: RunState, trainable: Any) -> dict[str, Any]:
     }
 
 
-def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, trainable: Any, batch: Any) -> _Sums:
-    """Gradient (in the parameters' dtype, at rest), objective and metrics of a batch, over all its micro-batches.
-
-    Args:
-        trainable: what is differentiated, in the place of the state's own.
-    """
+def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
+    """Gradient (in the parameters' dtype, at rest), objective and metrics of a batch, over all its micro-batches."""
     objective, loss_scale = phase.objective, precision.loss_scale
-    _, frozen = phase.split(state.model)
+    trainable, frozen = phase.split(state.model)
     # One cast a step, outside of the accumulation loop.
     compute, frozen = precision.to_compute(trainable), precision.to_compute(frozen)
     denominators = {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}

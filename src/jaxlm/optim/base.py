@@ -89,9 +89,6 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """Gradients into updates, for a phase of `num_steps` steps.
 
-        `update` is given, beside gradient, state and parameters, `gradient_of`: the gradient of the step's objective as
-        a function of the parameters, for those that look at its curvature; what does not call it does not pay for it.
-
         The count that the schedule is read at is part of the optimizer's state, so a skipped step does not advance it.
         """
 
