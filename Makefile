@@ -1,12 +1,14 @@
 # Two commands: `make quickstart` and `make test`. Each makes the virtual environment itself.
 #   PYTHON=python3.12 chooses the interpreter, JAX=0.11.2 the jax version, TESTS=tests/engine what pytest runs,
-#   JOBS=4 how many processes share the tests, VENV=DIR another environment (PYTHON and JAX count when it is made).
+#   JOBS=4 how many processes share the tests, EXTRAS=test,torch,hf compares with torch and transformers too,
+#   VENV=DIR another environment (PYTHON, JAX and EXTRAS count when it is made).
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 TESTS ?= tests
 JOBS ?= 2
+EXTRAS ?= test
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)
 # With a jax of one's own, what must follow it is left to the installer.
@@ -38,7 +40,7 @@ $(VENV)/installed: $(VENV)/constraints.txt pyproject.toml
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(INSTALL) -c $(VENV)/constraints.txt -e ".[test]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 clean:

@@ -1,13 +1,14 @@
 """The configuration of a run: what the YAML says, as frozen dataclasses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
 from jaxlm.core.decode import decode, drop_stale_keys
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.plugins import load_installed_plugins
 from jaxlm.core.runtime import DistributedConfig
 from jaxlm.core.yaml_source import Source, load_yaml, merge
 from jaxlm.data.config import DataConfig
@@ -43,7 +44,8 @@ class TrainerConfig:
         mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation).
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
-        strict_performance: refuse to run where something falls back to a slower form than the platform has.
+        strict_performance: refuse to run where something falls back to a slower form than the platform has. What is
+            asked for by its name (`model.attn_backend: plain`) is no fallback.
         batch_axis: the logical axis that is spread over replica and data.
         fsdp_axis: logical axes whose parameters rest spread over data; null means none.
         tensor_parallel_axes: logical axes that are spread over model; `heads` takes `kv_heads` along where they divide.
@@ -139,24 +141,46 @@ class RunConfig:
     dry_run: bool = False
 
 
-def load_config(arguments: Sequence[str], command: str) -> RunConfig:
+R = TypeVar("R", bound=RunConfig)
+
+
+def as_run_config(config: RunConfig) -> RunConfig:
+    """Without the keys that a program of one's own added: what every command can read again."""
+    return RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
+
+
+def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfig) -> R:
     """Reads a command line: the file that it names, and what it overrides.
+
+    Args:
+        command: for the help text, as in `python -m command`.
+        kind: `RunConfig`, or a dataclass that extends it by keys of its own program.
 
     Raises:
         ConfigError: the first mistake in either.
         SystemExit: `--help` was asked for, and printed.
     """
+    load_installed_plugins()
     parsed = parse_arguments(arguments)
     if parsed.help:
-        print(help_text(RunConfig, command))
+        print(help_text(kind, command))
         raise SystemExit(0)
     source = Source({}) if parsed.config_path is None else load_yaml(parsed.config_path)
-    dropped = drop_stale_keys(RunConfig, source.tree, option_tree(parsed.options))
+    dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:
         print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
     source = override(source, parsed.options)
     stem = None if parsed.config_path is None else Path(parsed.config_path).stem
-    return decode_run(source, stem)
+    return decode_run(source, stem, kind)
+
+
+def refuse_dry_run(config: RunConfig, because: str) -> None:
+    """Raises `ConfigError` where a command that is no training is to be a dry run. Args: because: what it does."""
+    if config.dry_run:
+        raise ConfigError(
+            f"dry_run: true has no effect here: {because}. Leave it out; `python -m jaxlm.train --dry_run true` shows the"
+            " plan and the memory"
+        )
 
 
 def read_config(path: Path) -> RunConfig:
@@ -164,9 +188,10 @@ def read_config(path: Path) -> RunConfig:
     return decode_run(load_yaml(path), path.stem)
 
 
-def decode_run(source: Source, name: str | None) -> RunConfig:
+def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R:
     """A run from a tree: phases take what they leave out from the top level, and the run's id from `name`."""
-    config = decode(RunConfig, Source(_with_inherited(source.tree), source.marks))
+    load_installed_plugins()
+    config = decode(kind, Source(_with_inherited(source.tree), source.marks))
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))
     return config

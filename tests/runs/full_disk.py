@@ -1,17 +1,37 @@
-"""`jaxlm.train` on a disk that is full from now on: sealing a checkpoint fails as the operating system would say it."""
+"""`jaxlm.train` on a disk that is full from the first save on, in the place that the environment names."""
 
 import errno
 import os
+import resource
+import signal
 import sys
 
 from jaxlm import train
 from jaxlm.engine import checkpoint
 
 
-def full(_folder):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def while_sealing() -> None:
+    def full(_folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint.seal = full
+
+
+def while_writing_arrays() -> None:
+    """No file may grow beyond 40 kB: Orbax's own threads meet the operating system's error."""
+    save = checkpoint.CheckpointWriter.save
+
+    def limited(self, *args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+        save(self, *args)
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    checkpoint.CheckpointWriter.save = limited
+
+
+PLACES = {"sealing": while_sealing, "writing arrays": while_writing_arrays}
 
 
 if __name__ == "__main__":
-    checkpoint.seal = full
+    PLACES[os.environ["JAXLM_TEST_DISK_FULL"]]()
     sys.exit(train.main())

@@ -100,31 +100,52 @@ def test_all_damaged_is_an_error_not_a_new_beginning(finished, workplace):
     assert "Traceback" not in result.err
 
 
-def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None:
-    """Every step is saved, so nearly every kill falls into a save."""
-    every_step = ("--trainer.checkpointer.keep", "[{every: 1}]")
-    place = workplace()
-    place.write()
-    rng = random.Random(seed)
-    saved = 0
-    for _ in range(kills):
-        process = place.start(*RUN, *every_step)
-        folder = place.folder / "checkpoints/run"
-        while process.poll() is None and not any(folder.glob("*.unfinished")):
+EVERY_STEP = ("--trainer.checkpointer.keep", "[{every: 1}]")
+
+
+def is_saving(folder: Path, since: float) -> bool:
+    """Whether a save has begun after a time; what an earlier kill left does not count."""
+    try:
+        return any(path.stat().st_ctime > since for path in folder.glob("step-*.unfinished"))
+    except FileNotFoundError:  # it was finished just now
+        return False
+
+
+def killed_inside_saves(place: Workplace, rng: random.Random, kills: int) -> int:
+    """Kills a run again and again; how many of the kills fell into a save, at most `kills`."""
+    folder = place.folder / "checkpoints/run"
+    inside = saved = 0
+    while inside < kills:
+        since = time.time()
+        process = place.start(*RUN, *EVERY_STEP)
+        while process.poll() is None and not is_saving(folder, since):
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.4))
+        time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        if process.returncode == 0:
+            break
+        inside += is_saving(folder, since)
         numbers = [int(n.removeprefix("step-")) for n in place.checkpoints() if "." not in n]
         for name in numbers:
             verify(folder / f"step-{name}")
         assert max(numbers, default=0) >= saved
         saved = max(numbers, default=0)
-    result = place.run(*RUN, *every_step)
-    assert result.code == 0, result.err
-    assert (place.losses(), place.digest("step-24")) == finished[1:]
-    # The step before the phase began is temporary; every other one is kept, and nothing else is left behind.
-    assert place.checkpoints() == sorted(f"step-{n}" for n in range(1, 25))
+    return inside
+
+
+def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None:
+    """Every step is saved; runs are killed inside of saves, and each comes to the end of the one that never was."""
+    rng = random.Random(seed)
+    while kills > 0:
+        place = workplace()
+        place.write()
+        kills -= killed_inside_saves(place, rng, kills)
+        result = place.run(*RUN, *EVERY_STEP)
+        assert result.code == 0, result.err
+        assert (place.losses(), place.digest("step-24")) == finished[1:]
+        # The step before the phase began is temporary; every other one is kept, and nothing else is left behind.
+        assert place.checkpoints() == sorted(f"step-{n}" for n in range(1, 25))
 
 
 def test_killed_while_saving(finished, workplace):

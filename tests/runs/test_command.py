@@ -1,6 +1,7 @@
 """The command as a person meets it: finishing, running again, going on, and what is refused."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -142,10 +143,14 @@ def test_a_folder_that_cannot_be_written_is_said_at_the_start(workplace):
     assert "Traceback" not in result.err
 
 
-def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again):
-    result = again.run(*RUN, "--trainer.num_train_steps", "24", module="tests.runs.full_disk")
+@pytest.mark.parametrize(
+    ("place", "said"), [("sealing", r"No space left.*make room, and start"), ("writing arrays", "File too large")]
+)
+def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
+    full = {"module": "tests.runs.full_disk", "JAXLM_TEST_DISK_FULL": place}
+    result = again.run(*RUN, "--trainer.num_train_steps", "24", **full)
     assert result.code == 1
-    assert "No space left" in result.err
+    assert re.search(said, result.err)
     assert "Traceback" not in result.err
     assert "step-12" in again.checkpoints()
     result = again.run(*RUN, "--trainer.num_train_steps", "24")

@@ -18,6 +18,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
 from jaxlm.core.durations import format_duration, parse_duration
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.plugins import import_choice, is_import_path
 from jaxlm.core.yaml_source import KeyPath, Source
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         kind: Any = type(value)
-        return {CHOICE_TYPE_KEY: kind.get_choice_name(kind), **fields} if is_choice(kind) else fields
+        return {CHOICE_TYPE_KEY: choice_name(kind), **fields} if is_choice(kind) else fields
     if isinstance(value, timedelta):
         return format_duration(value)
     if isinstance(value, Mapping):
@@ -56,13 +57,24 @@ def is_choice(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, ChoiceType)
 
 
+def choice_name(kind: Any) -> str:
+    """The `type` of a class: its place where it was named by that, for its own name is known only once it is imported."""
+    names = [name for name, member in kind.get_known_choices().items() if member is kind]
+    return max(names, key=is_import_path)
+
+
 def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
-    """The class that a section means: by its `type`, else the default's, else the registry's own default."""
+    """The class that a section means: by its `type`, else the default's, else the registry's own default.
+
+    Raises:
+        ConfigError: the type is the place of a class that cannot be imported.
+    """
     name = tree.get(CHOICE_TYPE_KEY)
     if name is None and is_choice(type(default)):
         return type(default)
     name = name or kind.default_choice_name()
-    return kind.get_known_choices().get(name)
+    known = kind.get_known_choices().get(name)
+    return import_choice(kind, name) if known is None and is_import_path(name) else known
 
 
 def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
@@ -184,7 +196,10 @@ class _Decoder:
             raise self._error(path, str(error)) from error
 
     def _choice(self, kind: Any, tree: Mapping[str, Any], path: KeyPath, default: Any) -> type:
-        chosen = chosen_class(kind, tree, default)
+        try:
+            chosen = chosen_class(kind, tree, default)
+        except ConfigError as error:
+            raise self._error((*path, CHOICE_TYPE_KEY), str(error)) from error
         if chosen is None:
             known = sorted(kind.get_known_choices())
             given = tree.get(CHOICE_TYPE_KEY)
@@ -198,7 +213,7 @@ class _Decoder:
         near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         section = ".".join(map(str, path)) or "the top level"
-        named = f"{section} (type {kind.get_choice_name(kind)})" if is_choice(kind) else section  # type: ignore[attr-defined]
+        named = f"{section} (type {choice_name(kind)})" if is_choice(kind) else section
         return self._error((*path, key), f"no such key in {named}.{hint} Allowed: {', '.join(fields)}")
 
     def _error(self, path: KeyPath, problem: str) -> ConfigError:

@@ -46,7 +46,8 @@ class DataConfig:
             behind `s3://`, `https://` and whatever else fsspec reads; `hf:ID?name=..&split=..` for a dataset of the Hugging
             Face hub; `stdlib:train` for Python's standard library.
         validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
-        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it.
+        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it. Where it lies in a
+            folder of text, it is left out of that.
         tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
         text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
@@ -77,7 +78,11 @@ class DataConfig:
         self._check_tokenizer()
         urls = {"train": self.train_urls, "validation": self.validation_urls}
         splits = {
-            split: [source for some in list_sources(own, f"data.{split}_urls", self._mirror) for source in some]
+            split: [
+                source
+                for some in list_sources(own, f"data.{split}_urls", self._mirror, Path(self.cache_dir))
+                for source in some
+            ]
             for split, own in urls.items()
         }
         if self.text_key != _USUAL_TEXT_KEY and not any(
@@ -132,22 +137,26 @@ class DataConfig:
         train = self._cache("train", self._train_files(show), tokenizer, show)
         return TokenData(Windows(train, seq_len), self.open_validation(tokenizer, seq_len, show))
 
-    def open_validation(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> Windows | None:
-        """The windows to evaluate on alone; None where no validation_urls are given."""
+    def open_validation(self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False) -> Windows | None:
+        """The windows to evaluate on alone; None where no validation_urls are given.
+
+        Args:
+            apart: in a token cache named by its content, so that it is never taken for the run's.
+        """
         files = self._validation_files(show)
-        return Windows(self._cache("validation", files, tokenizer, show), seq_len) if files else None
+        if not files:
+            return None
+        place = "validation"
+        if apart:
+            recipe = json.dumps(cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos))
+            place = f"evaluate/{hashlib.sha256(recipe.encode()).hexdigest()[:16]}/validation"
+        return Windows(self._cache(place, files, tokenizer, show), seq_len)
 
     def validation_origins(self, windows: Windows) -> Origins:
         """Which of `validation_urls` each token of the open validation data is from."""
         urls = list(dict.fromkeys(self.validation_urls))
         ends = [len(replace(self, validation_urls=urls[: n + 1])._validation_files()) for n in range(len(urls))]
         return make_origins(windows.cache, urls, ends)
-
-    def with_cache_of_its_own(self, tokenizer: Tokenizer) -> "DataConfig":
-        """The same data with a `cache_dir` below this one, named by the content of the validation text."""
-        recipe = cache_recipe(self._validation_files(), tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
-        name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
-        return replace(self, cache_dir=str(Path(self.cache_dir) / "evaluate" / name))
 
     def validation_documents(self) -> Iterator[str]:
         """The text of the validation files."""
@@ -165,11 +174,11 @@ class DataConfig:
         return self._files(self.validation_urls, "data.validation_urls", show)
 
     def _files(self, urls: list[str], key: str, show: Show = print) -> list[TextFile]:
-        return find_files(urls, key, self.text_key, self._mirror, show)
+        return find_files(urls, key, self.text_key, self._mirror, show, Path(self.cache_dir))
 
-    def _cache(self, split: str, files: list[TextFile], tokenizer: Tokenizer, show: Show) -> TokenCache:
+    def _cache(self, place: str, files: list[TextFile], tokenizer: Tokenizer, show: Show) -> TokenCache:
         made_from = cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
-        return open_or_build(Path(self.cache_dir) / split, files, tokenizer, made_from, show)
+        return open_or_build(Path(self.cache_dir) / place, files, tokenizer, made_from, show)
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer != TRAIN_BPE:

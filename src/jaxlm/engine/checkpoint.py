@@ -10,6 +10,7 @@ A checkpoint is written to a hidden folder, sealed with checksums, and only then
         checksums.json         of all of these
 """
 
+import errno
 import json
 import os
 import re
@@ -24,8 +25,9 @@ from typing import Any
 import jax
 
 from jaxlm.core import tree
-from jaxlm.core.runtime import barrier, is_main_process
+from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.integrity import seal
+from jaxlm.engine.orbax_noise import silence_repeated_errors
 from jaxlm.engine.state import RunState
 
 _NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
@@ -59,6 +61,13 @@ class Cursor:
 
 class SaveError(Exception):
     """A checkpoint could not be saved. Finished checkpoints are untouched."""
+
+    @classmethod
+    def because(cls, folder: Path, error: BaseException) -> "SaveError":
+        """With what to do, where the cause tells it. TensorStore names the system's error only in its text."""
+        full = os.strerror(errno.ENOSPC) in str(error)
+        advice = " The finished checkpoints are whole: make room, and start the same command again." if full else ""
+        return cls(f"saving a checkpoint to {folder} failed: {error}.{advice}")
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -105,6 +114,7 @@ class CheckpointWriter:
 
         self.folder = folder.absolute()
         self._run_files = dict(run_files)
+        silence_repeated_errors()
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
         self._save_args = ocp.args.PyTreeSave
         self._thread: threading.Thread | None = None
@@ -116,16 +126,17 @@ class CheckpointWriter:
         Raises:
             SaveError: the folder cannot be written to.
         """
-        if is_main_process():
-            probe = self.folder / f"probe{_UNFINISHED}"
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                probe.write_bytes(b"jaxlm")
-            except OSError as error:
-                raise SaveError(f"the checkpoint folder {self.folder} cannot be written to: {error}") from error
-            for path in self.folder.glob(f"*{_UNFINISHED}"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        barrier("checkpoint folder ready")
+        main_only(self._prepare)
+
+    def _prepare(self) -> None:
+        probe = self.folder / f"probe{_UNFINISHED}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"jaxlm")
+        except OSError as error:
+            raise SaveError(f"the checkpoint folder {self.folder} cannot be written to: {error}") from error
+        for path in self.folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
         """Copies the state off the devices and returns; the rest happens in the background.
@@ -142,13 +153,10 @@ class CheckpointWriter:
         final = self.folder / cursor.folder_name
         unfinished = self.folder / f"{cursor.folder_name}{_UNFINISHED}"
         try:
-            if is_main_process():
-                shutil.rmtree(unfinished, ignore_errors=True)
-                self._write_small_files(unfinished, state, cursor, position)
-            barrier(f"save {cursor.folder_name}")
+            main_only(lambda: self._write_small_files(unfinished, state, cursor, position))
             self._orbax.save(unfinished / "state", args=self._save_args(flat_arrays(state)))
         except (OSError, ValueError) as error:  # ValueError is how tensorstore says that the disk is full
-            raise SaveError(f"saving {final} failed: {error}") from error
+            raise SaveError.because(self.folder, error) from error
         self._thread = threading.Thread(target=self._commit, args=(unfinished, final), name="checkpoint-commit")
         self._thread.start()
 
@@ -159,7 +167,7 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise SaveError(f"saving a checkpoint to {self.folder} failed: {error}") from error
+            raise SaveError.because(self.folder, error) from error
 
     def check(self) -> None:
         """Raises what went wrong in a save that has ended; does not wait for one that has not."""
@@ -167,6 +175,7 @@ class CheckpointWriter:
             self.wait()
 
     def _write_small_files(self, folder: Path, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
         files = {f"run/{name}": content for name, content in self._run_files.items()} | {
             "run/cursor.json": json.dumps(asdict(cursor)).encode(),

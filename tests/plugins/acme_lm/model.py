@@ -1,0 +1,86 @@
+"""A token and the mean of those before it. Named by its place in YAML: `type: acme_lm.model:MeanOfPastConfig`."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
+
+from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.flops import FlopsPerToken
+
+
+class MeanOfPast(LanguageModel):
+    """Embeds tokens, mixes in the running mean of the embeddings so far, and reads the next one off.
+
+    Attributes:
+        tokens, head: {vocab, embed}.
+        mix: {embed, past}.
+    """
+
+    tokens: NamedArray
+    head: NamedArray
+    mix: NamedArray
+    seq_len: int = eqx.field(static=True)
+
+    @property
+    def Vocab(self) -> Axis:
+        """See `LanguageModel.Vocab`."""
+        return self.head.resolve_axis("vocab")
+
+    @property
+    def Pos(self) -> Axis:
+        """See `LanguageModel.Pos`."""
+        return Axis("position", self.seq_len)
+
+    def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
+        """See `LanguageModel.hidden`. Documents in one window are not kept apart."""
+        embedded = self.tokens.take("vocab", inputs.tokens)
+        Pos = inputs.tokens.resolve_axis("position")
+        past = hax.cumsum(embedded, Pos) / (hax.arange(Pos) + 1)
+        return Hidden(hax.tanh(embedded + hax.dot(past.rename({"embed": "past"}), self.mix, axis="past")))
+
+    def lm_head(self) -> NamedArray:
+        """See `LanguageModel.lm_head`."""
+        return self.head
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
+        """See `LanguageModel.init_cache`."""
+        raise NotImplementedError("this model does not decode")
+
+
+@dataclass(frozen=True)
+class MeanOfPastConfig(ModelConfig):
+    """A model of one layer.
+
+    Attributes:
+        width: of the embeddings.
+    """
+
+    width: int = 16
+
+    @property
+    def Embed(self) -> Axis:
+        """See `ModelConfig.Embed`."""
+        return Axis("embed", self.width)
+
+    @property
+    def Layers(self) -> Axis:
+        """See `ModelConfig.Layers`."""
+        return Axis("layers", 1)
+
+    def check(self) -> None:
+        """See `ModelConfig.check`."""
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> MeanOfPast:
+        """See `ModelConfig.build`."""
+        keys = jax.random.split(key, 3)
+        tokens, head = (hax.random.normal(k, (Vocab, self.Embed)) * 0.1 for k in keys[:2])
+        mix = hax.random.normal(keys[2], (self.Embed, Axis("past", self.width))) * 0.1
+        return MeanOfPast(tokens, head, mix, self.seq_len)
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """See `ModelConfig.flops_per_token`."""
+        weights = self.width * (self.width + vocab_size)
+        return FlopsPerToken(6 * weights, 6 * weights)

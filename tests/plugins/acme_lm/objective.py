@@ -1,0 +1,34 @@
+"""The first half of a window counts double. Named by its place in YAML: `type: acme_lm.objective:FrontLoaded`."""
+
+from dataclasses import dataclass, replace
+
+import haliax as hax
+
+from jaxlm.core.types import TokenBatch
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.next_token import NextToken
+
+
+@dataclass(frozen=True)
+class FrontLoaded(ObjectiveConfig):
+    """Next-token loss in which early tokens weigh more.
+
+    Attributes:
+        front_weight: of the tokens in the first half of a window; those in the second half weigh 1.
+    """
+
+    front_weight: float = 2.0
+
+    def weights(self, batch):
+        """The sum of the weights."""
+        return NextToken().weights(self._weighted(batch))
+
+    def terms(self, model, batch, slot, *, key):
+        """As for the next token, with weights in the mask's place."""
+        return NextToken().terms(model, self._weighted(batch), slot, key=key)
+
+    def _weighted(self, batch: TokenBatch) -> TokenBatch:
+        Pos = batch.tokens.resolve_axis("position")
+        return replace(
+            batch, loss_mask=batch.loss_mask * hax.where(hax.arange(Pos) < Pos.size // 2, self.front_weight, 1.0)
+        )

@@ -1,0 +1,35 @@
+"""A program of one's own around jaxlm's training: `python -m acme_lm.program --config_path run.yaml --greeting hi`."""
+
+import sys
+from dataclasses import dataclass
+
+from jaxlm.commands import run_command
+from jaxlm.config import RunConfig, load_config
+from jaxlm.train import train
+
+
+@dataclass(frozen=True)
+class AcmeConfig(RunConfig):
+    """A run, and what this program adds.
+
+    Attributes:
+        greeting: is printed first.
+    """
+
+    greeting: str = "hello"
+
+
+def main() -> int:
+    """The command. Returns the exit code."""
+
+    def body() -> int:
+        config = load_config(sys.argv[1:], "acme_lm.program", AcmeConfig)
+        print(config.greeting)
+        train(config)
+        return 0
+
+    return run_command(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

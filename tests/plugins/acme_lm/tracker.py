@@ -1,0 +1,47 @@
+"""Numbers as comma-separated values."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.trackers import RunFacts, Tracker, TrackerConfig
+
+
+@TrackerConfig.register_subclass("acme_csv")
+@dataclass(frozen=True)
+class CsvConfig(TrackerConfig):
+    """A file with a line for each number.
+
+    Attributes:
+        path: of the file.
+    """
+
+    path: str = "numbers.csv"
+
+    def check(self) -> None:
+        """See `TrackerConfig.check`."""
+        if not self.path.endswith(".csv"):
+            raise ConfigError(f"trainer.tracker.path: '{self.path}' given, a name that ends in .csv expected")
+
+    def open(self, run: RunFacts) -> Tracker:
+        """See `TrackerConfig.open`."""
+        return Csv(Path(self.path))
+
+
+class Csv:
+    """Writes `step,name,value`."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "a")  # noqa: SIM115 - closed by close()
+
+    def log(self, step, metrics):
+        """See `Tracker.log`."""
+        self._file.writelines(f"{step},{name},{value}\n" for name, value in metrics.items())
+
+    def flush(self):
+        """See `Tracker.flush`."""
+        self._file.flush()
+
+    def close(self):
+        """See `Tracker.close`."""
+        self._file.close()

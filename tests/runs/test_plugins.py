@@ -1,0 +1,90 @@
+"""Somebody else's package (tests/plugins/acme_lm): its classes in YAML, by name and by place, and its own program."""
+
+import json
+import os
+
+import pytest
+
+from jaxlm.config import load_config
+from jaxlm.core.errors import ConfigError
+from tests.runs.commands import REPOSITORY, Workplace
+
+ACME = REPOSITORY / "tests" / "plugins"
+RUN = ("--config_path", "run.yaml")
+
+
+@pytest.fixture(scope="module")
+def installed(workplace) -> Workplace:
+    """A workplace in which the package has been "installed": it is on the path, with the entry point in its metadata."""
+    place = workplace()
+    metadata = place.folder / "site" / "acme_lm-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-lm\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[jaxlm.plugins]\nacme = acme_lm\n")
+    return place
+
+
+def environment(place: Workplace) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY / "src", REPOSITORY, ACME, place.folder / "site")))}
+
+
+def test_its_classes_train_and_their_checkpoint_is_read_again(installed):
+    installed.write(
+        """
+        objective: {type: "acme_lm.objective:FrontLoaded", front_weight: 3.0}
+        """
+    )
+    text = (installed.folder / "run.yaml").read_text()
+    head, _, rest = text.partition("model:")
+    model = 'model: {type: "acme_lm.model:MeanOfPastConfig", seq_len: 32, width: 32}\n'
+    text = head + model + rest[rest.index("trainer:") :]
+    text = text.replace("optimizer: {", "optimizer: {type: acme_sign, ")
+    (installed.folder / "run.yaml").write_text(text)
+    options = (
+        "--trainer.tracker",
+        "[{type: acme_csv, path: all.csv}]",
+        "--greeting",
+        "good day",
+        "--optimizer.learning_rate",
+        "0.04",
+    )
+    result = installed.run(*RUN, *options, module="acme_lm.program", **environment(installed))
+    assert result.code == 0, result.err
+    assert result.out.startswith("good day\n")
+    losses = [float.fromhex(loss) for loss in installed.losses().values()]
+    assert losses[-1] < losses[0] - 0.3
+    rows = [line.split(",") for line in (installed.folder / "all.csv").read_text().splitlines()]
+    assert {row[0]: row[2] for row in rows if row[1] == "train/loss"}["24"] == repr(losses[-1])
+    # What the program added is its own; everything else is read again by every command, through the same places.
+    evaluated = installed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate", **environment(installed))
+    assert evaluated.code == 0, evaluated.err
+    records = [json.loads(line) for line in (installed.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    logged = next(r["eval/loss"] for r in reversed(records) if "eval/loss" in r)
+    assert f"{logged:.4f}" in evaluated.out
+
+
+def test_a_plugin_that_cannot_be_loaded_is_named(installed):
+    broken = installed.folder / "broken" / "broken-2.0.dist-info"
+    broken.mkdir(parents=True)
+    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-package\nVersion: 2.0\n")
+    (broken / "entry_points.txt").write_text("[jaxlm.plugins]\nbroken = no_such_module\n")
+    path = environment(installed)["PYTHONPATH"] + os.pathsep + str(broken.parent)
+    result = installed.run("--help", PYTHONPATH=path)
+    assert result.code == 2
+    assert "'broken' of the installed package broken-package" in result.err
+    assert "No module named 'no_such_module'" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:Thing", "importing no_such_module failed: ModuleNotFoundError"),
+        ("json:Thing", "there is nothing of that name in json"),
+        ("json:JSONDecoder", "there is no dataclass that extends jaxlm.optim.base.OptimizerConfig of that name"),
+        ("jaxlm.objectives.next_token:NextToken", "no dataclass that extends jaxlm.optim.base.OptimizerConfig"),
+    ],
+)
+def test_a_place_where_no_such_class_is(name, said):
+    with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{said}"):
+        load_config(["--optimizer.type", name], "test")
