@@ -227,7 +227,6 @@ OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3}
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_trains_the_same_on_every_mesh(kind):
     config = decode(OptimizerConfig, Source({"type": kind, "learning_rate": OPTIMIZERS[kind], "warmup": 0}))
-    assert {"adam", *OPTIMIZERS} == set(OptimizerConfig.get_known_choices())
 
     def losses(where) -> list[float]:
         run = TinyRun(where, phase(optimizer=config))
