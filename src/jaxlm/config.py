@@ -41,7 +41,7 @@ class TrainerConfig:
         per_device_eval_parallelism: the same for evaluation; -1 means as in training.
         steps_per_eval: steps between two evaluations; one more follows the last step.
         max_eval_batches: evaluate on so many batches at the most; null means all.
-        mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation).
+        mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation); `c=float16` scales the loss by itself.
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
         strict_performance: refuse to run where something falls back to a slower form than the platform has. What is

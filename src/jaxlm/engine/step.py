@@ -62,26 +62,15 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
     watches = phase.watches(precision)
 
     def train_step(state: RunState, batch: Any, ballot: jax.Array) -> tuple[RunState, Report]:
-        trainable, frozen = phase.split(state.model)
         sums = _add_up(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
         verdict = _judge(watches, state.slots, Signs(sums.objective, norm, finite))
-
-        updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
-        trainable = optax.apply_updates(trainable, updates)
-        updated = RunState(
-            step=state.step,
-            key=state.key,
-            model=eqx.combine(trainable, frozen, is_leaf=is_named),
-            opt_state=opt_state,
-            guard=Guard(updates=state.guard.updates + 1, skipped=state.guard.skipped),
-            slots=sums.slots | _averages(phase, state, trainable),
-        )
+        updated = _updated(phase, optimizer, state, sums)
         after = jax.tree.map(lambda new, old: jnp.where(verdict.applies, new, old), updated, state)
         skipped = state.guard.skipped + jnp.where(verdict.applies, 0, 1)
-        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped), after, (state.step + 1, skipped))
-        after = eqx.tree_at(lambda s: s.slots, after, after.slots | verdict.slot)
+        always = (state.step + 1, skipped, after.slots | verdict.slot)
+        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
             "train/objective": sums.objective,
             "train/skipped_steps": skipped,
@@ -110,12 +99,23 @@ def _judge(watches: Sequence[Watch], slots: dict[str, Any], signs: Signs) -> Jud
     return Judgement(applies, {name: one.slot for name, one in judged.items()}, metrics)
 
 
-def _averages(phase: Phase, state: RunState, trainable: Any) -> dict[str, Any]:
-    """The averages with the newest weights in them."""
-    return {
+def _updated(phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums) -> RunState:
+    """The state with the batch's update applied, whether it may be or not."""
+    trainable, frozen = phase.split(state.model)
+    updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
+    trainable = optax.apply_updates(trainable, updates)
+    averages = {
         name: average.follow(state.slots[name], trainable, state.guard.updates)
         for name, average in phase.averages.items()
     }
+    return RunState(
+        step=state.step,
+        key=state.key,
+        model=eqx.combine(trainable, frozen, is_leaf=is_named),
+        opt_state=opt_state,
+        guard=Guard(updates=state.guard.updates + 1, skipped=state.guard.skipped),
+        slots=sums.slots | averages,
+    )
 
 
 def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
