@@ -180,10 +180,11 @@ def test_half_precision_trains_like_single_and_backs_off_from_overflow():
 AVERAGES = {"ema": Ema(0.8), "late": EmaDecaySqrt(0.9, switch_step=2, decay_steps=3)}
 
 
-@pytest.mark.parametrize("where", [one_device, pytest.param(layout, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [one_device, layout])
 def test_watches_and_averages_change_no_bit_of_training(where):
     """A scale of powers of two, a window that finds nothing, and two averages; and the averages are those of the weights
-    after every step, in float64. (One of the two cannot be traced in the program that it comes from.)"""
+    after every step, in float64."""
     scale = DynamicLossScale(initial=2.0**10, growth_interval=2)
     watched = replace(ADAM, skip_bad_steps=SkipBadSteps(64))
     plain = TinyRun(where())
@@ -206,6 +207,22 @@ def test_watches_and_averages_change_no_bit_of_training(where):
             np.testing.assert_allclose(np.asarray(tree.raw(leaf)), expected[name][path], atol=1e-6, err_msg=path)
         live = {path: leaf.array.sharding for path, leaf in tree.leaves(run.state.model)}
         assert {p: leaf.array.sharding for p, leaf in tree.leaves(run.state.slots[name].weights)} == live
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_deviation_every_average_can_be_traced(name):
+    """Against float64; one of them cannot run under jit in the program that its key comes from."""
+    average = AVERAGES[name]
+    follow, rng = jax.jit(average.follow), np.random.default_rng(0)
+    weights = rng.normal(size=(8, 3)).astype(np.float32)
+    slot, expected, total = average.init_slot({"w": jnp.asarray(weights)}), weights.astype(np.float64), 0.0
+    for number in range(8):
+        weights = rng.normal(size=(8, 3)).astype(np.float32)
+        slot = follow(slot, {"w": jnp.asarray(weights)}, jnp.asarray(number))
+        count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
+        total += count
+        expected = expected + (1 - 0.8 if name == "ema" else count / total) * (weights - expected)
+        np.testing.assert_allclose(slot.weights["w"], expected, atol=1e-6)
 
 
 def test_an_average_is_of_what_trains_alone():
