@@ -73,7 +73,7 @@ MISTAKES = {
     ),
     "two phases of one name": (GOOD + "phases: [{name: a}, {name: a}]\n", (), ["phases", "a, a"]),
     "bad precision": (GOOD, ("--trainer.mp", "p=f32,c=bf17"), ["trainer.mp", "bf17", "bfloat16"]),
-    "float16": (GOOD, ("--trainer.mp", "f16"), ["trainer.mp", "loss scaling"]),
+    "float16": (GOOD, ("--trainer.mp", "f16"), ["trainer.mp", "p=f32,c=float16"]),
     "bad warmup": (GOOD, ("--optimizer.warmup", "1.5"), ["optimizer.warmup", "1.5"]),
     "bad schedule": (GOOD, ("--optimizer.lr_schedule", "cosin"), ["lr_schedule", "'cosin'", "cosine"]),
     "missing tokenizer": (GOOD, ("--data.tokenizer", "gone.json"), ["data.tokenizer", "gone.json"]),

@@ -25,6 +25,7 @@ from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -47,7 +48,7 @@ class TrainerConfig:
         per_device_eval_parallelism: the same for evaluation; -1 means as in training.
         steps_per_eval: steps between two evaluations; one more follows the last step.
         max_eval_batches: evaluate on so many batches at the most; null means all.
-        mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation).
+        mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation); `c=float16` scales the loss by itself.
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
         strict_performance: refuse to run where something falls back to a slower form than the platform has. What is
@@ -76,6 +77,7 @@ class TrainerConfig:
         jax_config: options of jax itself, as `jax_default_matmul_precision: highest`.
         log_jaxprs: write each phase's step as jax traced it to `<log_dir>/<id>/artifacts/`.
         log_xla_hlo: write each phase's step as XLA compiled it to the same place.
+        model_averaging: keep an average of the weights and evaluate it beside them, as `eval/ema/...`; null keeps none.
         checkpointer: where and when checkpoints are saved.
         tracker: further places for the numbers beside `metrics.jsonl`: one, or a list. Without a `type` it is `wandb`.
         watch: log norms and histograms of gradients, parameters, updates; null looks at nothing.
@@ -119,6 +121,7 @@ class TrainerConfig:
     jax_config: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     log_jaxprs: bool = False
     log_xla_hlo: bool = False
+    model_averaging: AveragingConfig | None = None
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
     tracker: TrackerConfig | list[TrackerConfig] = field(default_factory=list)
     watch: WatchConfig | None = None
@@ -199,7 +202,8 @@ class RunConfig:
         evals: what is looked at every `trainer.steps_per_eval` steps.
         phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
             own. Without any, the top level is the one phase.
-        dry_run: resolve, trace and compile, print the plan and the memory, and stop.
+        dry_run: resolve, trace and compile, print the plan and the memory, draw the learning rate into the log folder,
+            and stop.
     """
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -210,6 +210,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     if len(set(names)) != len(names):
         raise ConfigError(f"phases: names must differ, given {', '.join(names)}")
     phases: list[Phase] = []
+    averaging = config.trainer.model_averaging
     for index, phase in enumerate(written):
         if not phase.name.replace("_", "").replace(".", "").isalnum():
             raise ConfigError(f"phases.{index}.name: '{phase.name}' given; letters, digits, '_' and '.' are allowed")
@@ -228,6 +229,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 optimizer=phase.optimizer or config.optimizer,
                 start=start,
                 end=start + steps,
+                averages={} if averaging is None else {"ema": averaging},
             )
         )
     data = tuple(phase.data or config.data for phase in written)

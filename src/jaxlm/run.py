@@ -84,7 +84,7 @@ class Run:
             show=self.console.show,
         )
         evals = [config.open(context) for config in plan.config.evals]
-        return EvalHook(evals, trainer.steps_per_eval, phase.end, self.trackers, self.console)
+        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[], str]) -> list[ProfileHook]:
         """The profiler, where one is configured. Args: program: the text of the phase's compiled step."""

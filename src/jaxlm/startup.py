@@ -3,6 +3,7 @@
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.decays import name_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import axis_mapping_table
@@ -115,7 +116,8 @@ def _phase(phase: Phase) -> str:
     )
     return (
         f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
-        f" {type(optimizer).__name__.removesuffix('Config')}, {optimizer.lr_schedule} to {optimizer.learning_rate:g}"
+        f" {type(optimizer).__name__.removesuffix('Config')}, {name_of(optimizer.lr_schedule)} from"
+        f" {optimizer.learning_rate:g}"
     )
 
 

@@ -13,6 +13,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import Tracker
 from jaxlm.evals.base import Eval
+from jaxlm.models.base import LanguageModel
 
 
 class TrackerListener:
@@ -82,9 +83,15 @@ class ProgressListener:
         skipped = int(info.metrics["train/skipped_steps"])
         if skipped > self._skipped:
             self._skipped = skipped
-            self._console.show(
-                f"step {info.step}: loss or gradient is not finite; its update was left out ({skipped} so far)"
-            )
+            self._console.show(f"step {info.step}: {_why_skipped(info)}; its update was left out ({skipped} so far)")
+
+
+def _why_skipped(info: StepInfo) -> str:
+    loss, norm = info.metrics["train/objective"], info.metrics["grad/norm/total"]
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "loss or gradient is not finite"
+    most_loss, most_norm = info.metrics["bad_steps/loss_limit"], info.metrics["bad_steps/grad_norm_limit"]
+    return f"loss {loss:.4g} (at most {most_loss:.4g}) or gradient norm {norm:.4g} (at most {most_norm:.4g}) stands out"
 
 
 class NonFiniteError(Exception):
@@ -112,18 +119,18 @@ class EvalHook:
     """Runs the evaluations every so many steps and after the last step of the phase."""
 
     def __init__(
-        self, evals: Sequence[Eval], every_steps: int, last_step: int, trackers: Sequence[Tracker], console: Console
+        self, evals: Sequence[Eval], every_steps: int, phase: Phase, trackers: Sequence[Tracker], console: Console
     ):
         self._evals = evals
         self._every_steps = every_steps
-        self._last_step = last_step
+        self._phase = phase
         self._trackers = trackers
         self._console = console
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
         """Every so many steps, and at the end."""
-        return step % self._every_steps == 0 or step == self._last_step
+        return step % self._every_steps == 0 or step == self._phase.end
 
     def run(self, step: int, state: RunState) -> None:
         """Evaluates, logs and shows."""
@@ -135,5 +142,11 @@ class EvalHook:
             self._console.show(f"step {step}: {shown}")
 
     def measure(self, state: RunState) -> dict[str, float]:
-        """The numbers of all evaluations, without logging them."""
-        return {f"eval/{name}": value for run in self._evals for name, value in run.run(state.model).items()}
+        """The numbers of all evaluations, of the weights and of their averages, without logging them."""
+        found = self._of("eval", state.model)
+        for name, model in self._phase.averaged(state).items():
+            found |= self._of(f"eval/{name}", model)
+        return found
+
+    def _of(self, prefix: str, model: LanguageModel) -> dict[str, float]:
+        return {f"{prefix}/{name}": value for run in self._evals for name, value in run.run(model).items()}
