@@ -28,6 +28,7 @@ from jaxlm.engine.reports import Reports
 from jaxlm.engine.restore import Found, newest_good, restore
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
+from jaxlm.length import check_length, with_length_of_data
 from jaxlm.lineage import changes, check_cursor, check_same_run
 from jaxlm.plan import Plan, make_plan
 from jaxlm.report import final_report
@@ -73,6 +74,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     config.trainer.distributed.join()
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)
+    check_length(config)
     for tracker in config.trainer.trackers:
         tracker.check()
     if config.dry_run:
@@ -84,6 +86,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     keep_compiled_programs(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
+    config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
     plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
     console.log_to(plan.log_folder / "train.log")
     console.show(table("run", describe(plan)))
@@ -133,12 +136,10 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
     data = run.open_data(phase)
     saver = run.saver(phase)
     batches = train_batches(
-        data.train,
+        data.examples(batch_size=plan.batches.train, seed=plan.config.trainer.seed),
         batch_size=plan.batches.train,
         num_microbatches=plan.batches.num_microbatches,
         layout=plan.layout,
-        seed=plan.config.trainer.seed,
-        shuffle=plan.data[phase.index].shuffle,
     )
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))

@@ -203,11 +203,11 @@ class TestDataConfig:
     def test_is_built_through_the_mirror(self, config, memory):
         said: list[str] = []
         tokenizer = config.load_tokenizer(said.append)
-        first = config.open(tokenizer, 16, said.append).train.cache
+        first = config.open(tokenizer, 16, said.append).train[""].cache
         assert [line.split(" ")[0] for line in said] == ["mirror:", "mirror:", "training", "train:"]
         mirror.list_remote.cache_clear()
         config.check()
-        assert config.open(tokenizer, 16, said.append).train.cache.fingerprint == first.fingerprint
+        assert config.open(tokenizer, 16, said.append).train[""].cache.fingerprint == first.fingerprint
         assert len(said) == 4
         memory[1]("a.txt", "other text")
         mirror.list_remote.cache_clear()

@@ -21,13 +21,17 @@ class Windows:
         # The last token is nobody's input: nothing follows it.
         return max(1, -(-(self.cache.num_tokens - 1) // self.seq_len))
 
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """int64: the token of the cache that each window begins with."""
+        return indices * self.seq_len
+
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The columns of `TokenBatch` for some windows, [len(indices), seq_len] each.
 
         Raises:
             DamagedCacheError: a token id that the vocabulary does not have.
         """
-        starts = indices * self.seq_len
+        starts = self.starts(indices)
         columns = np.arange(self.seq_len + 1, dtype=np.int32)
         inside = columns < (self.cache.num_tokens - starts)[:, None]
         begins = self._begins(starts)
