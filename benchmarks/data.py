@@ -33,6 +33,7 @@ from jaxlm.data.cache_building import open_or_build
 from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.packing import Windows
 from jaxlm.data.recipe import cache_recipe
+from jaxlm.data.records.text import TextFormat
 from jaxlm.data.sources import find_files
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
@@ -159,7 +160,8 @@ def _texts(characters: int) -> list[str]:
 
 def _build(folder: Path, files: list[TextFile], tokenizer: Tokenizer) -> int:
     made_from = cache_recipe(files, tokenizer, bos=False, eos=False)
-    cache = open_or_build(folder, files, tokenizer, made_from, lambda _: None)
+    encoder = TextFormat().encoder(tokenizer, bos=False, eos=False, key="")
+    cache = open_or_build(folder, files, encoder, made_from, lambda _: None)
     shutil.rmtree(folder)
     return cache.num_tokens
 

@@ -232,7 +232,8 @@ DATA = {
 }
 
 
-MIXED = ("tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")  # tests/data/test_mixtures.py
+# Shown in tests/data/test_mixture.py, test_records.py and test_chat.py.
+MIXED = ("format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(DataConfig) if f.name not in MIXED])

@@ -9,6 +9,7 @@ from jaxlm.config import RunConfig, TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.config import DataConfig, TokenData
+from jaxlm.data.shuffle_config import EraShuffle
 from jaxlm.engine.phases import Phase
 from jaxlm.plan import plan_phases
 
@@ -97,6 +98,8 @@ def _with_steps(config: RunConfig, steps: dict[int, int]) -> RunConfig:
 def describe_data(config: RunConfig, section: DataConfig) -> str:
     """What a phase reads, in which order, and when it ends; for the start-up table."""
     order = "a new order of the windows in each epoch" if section.shuffle else "the windows as they stand"
+    if isinstance(section.shuffle, EraShuffle):
+        order = f"a new order in each epoch, within stretches of {section.shuffle.era_length} windows"
     parts = [order]
     if section.configs:
         weights = "as large as they are" if section.train_weights is None else str(section.train_weights)

@@ -146,9 +146,6 @@ def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[
 def describe_cache(windows: Windows) -> list[tuple[str, str]]:
     """What is in a cache, for people."""
     cache: TokenCache = windows.cache
-    places = len(windows) * windows.seq_len
-    # The last token is nobody's input.
-    padding = places - (cache.num_tokens - 1)
     return [
         ("files", f"{len(cache.documents_of):,}"),
         ("documents", f"{len(cache.offsets) - 1:,}"),
@@ -156,7 +153,7 @@ def describe_cache(windows: Windows) -> list[tuple[str, str]]:
         ("bytes", f"{cache.num_bytes:,} of text"),
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
         ("windows", f"{len(windows):,} of {windows.seq_len:,} tokens"),
-        ("padding", f"{padding / places:.4%} of their places, all in the last one"),
+        ("padding", f"{windows.padding:.4%} of their places{'' if windows.whole else ', all in the last one'}"),
         ("fingerprint", cache.fingerprint),
         ("folder", str(cache.folder)),
     ]

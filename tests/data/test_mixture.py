@@ -5,14 +5,18 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.named_source import SourceConfig
 from jaxlm.data.packing import Windows
+from jaxlm.data.shuffle_config import EraShuffle
 from jaxlm.data.weights import block_counts, weight_stages
 from tests.data.helpers import cache_of, small_tokenizer, write_corpus
 
@@ -189,6 +193,8 @@ def test_mixture_fields(config, tmp_path):
         {"mixture_block_size": 16},
         {"configs": {**config.configs, "a": dataclasses.replace(config.configs["a"], tags=["y"])}},
         {"shuffle": False},
+        {"shuffle": EraShuffle(10)},
+        {"shuffle": EraShuffle(3)},
     ):
         assert seen(**changes) != usual, changes
     first = seen(stop_strategy="first_exhausted")
@@ -232,3 +238,20 @@ def test_the_identity_is_the_sources_content(config):
     assert usual == identity(train_weights={"a": 1, "b": 9}, cache_dir="elsewhere")
     assert usual != identity(configs={"a": config.configs["a"]}, train_weights=None)
     assert usual != identity(configs={**config.configs, "b": config.configs["a"]})
+
+
+def test_the_forms_of_shuffle():
+    def read(text: str) -> object:
+        return decode(DataConfig, Source({"shuffle": yaml.safe_load(text)})).shuffle
+
+    assert [read("true"), read("false")] == [True, False]
+    assert read("{type: era, era_length: 100}") == EraShuffle(100)
+    for text, said in {
+        "{type: era}": "era_length",
+        "{type: epoch, era_length: 1}": "'era' expected",
+        "era": "'era' given",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            read(text)
+    with pytest.raises(ConfigError, match="era_length: 0 given"):
+        read("{type: era, era_length: 0}")

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
 from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
-from jaxlm.data.cache_building import document_ends
 from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.named_source import TRAIN, VALIDATION, NamedSource, SourceConfig
 from jaxlm.data.packing import Windows
+from jaxlm.data.shuffle_config import EraShuffle
 from jaxlm.data.text_file import TextFile
-from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer import Tokenizer, document_ends, load_tokenizer
 from jaxlm.data.weights import block_counts, weight_stages
 
 TRAIN_BPE = "bpe"
@@ -92,7 +93,8 @@ class DataConfig(SourceConfig):
         cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it.
         tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
-        shuffle: a new order of the windows in each epoch; false reads them as they stand.
+        shuffle: a new order of the windows in each epoch; false reads them as they stand, and `{type: era, era_length: N}`
+            shuffles within stretches of N windows only.
         enforce_bos: begin every document with the tokenizer's token for that.
         enforce_eos: end every document with the tokenizer's token for that.
         configs: several sources by name, each with the keys of one (`train_urls`, `tags`, ...), instead of those here.
@@ -106,7 +108,7 @@ class DataConfig(SourceConfig):
     cache_dir: str = "cache/"
     tokenizer: str = TRAIN_BPE
     vocab_size: int | None = None
-    shuffle: bool = True
+    shuffle: bool | EraShuffle = True
     enforce_bos: bool = True
     enforce_eos: bool = True
     configs: dict[str, SourceConfig] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class DataConfig(SourceConfig):
         return {
             **(by_name.get("") or {"sources": by_name}),
             "tokenizer": trained if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).fingerprint,
-            "shuffle": self.shuffle,
+            "shuffle": encode(self.shuffle),
             "enforce_bos": self.enforce_bos,
             "enforce_eos": self.enforce_eos,
         }
@@ -167,7 +169,15 @@ class DataConfig(SourceConfig):
         """
         if self.tokenizer == TRAIN_BPE:
             size = self.vocab_size or _DEFAULT_VOCABULARY
-            return trained_tokenizer(Path(self.cache_dir) / "tokenizer", self._all_files(show), size, show)
+            formats = {source.name: source.config.format.recipe() for source in self.sources()}
+            return trained_tokenizer(
+                Path(self.cache_dir) / "tokenizer",
+                self._all_files(show),
+                self._all_texts,
+                size,
+                show,
+                formats={name: recipe for name, recipe in formats.items() if recipe},
+            )
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
             raise ConfigError(
@@ -224,6 +234,9 @@ class DataConfig(SourceConfig):
             for file in source.files(TRAIN, show)
         ]
 
+    def _all_texts(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(source.documents(TRAIN) for source in self.sources())
+
     def _check_mixture(self) -> None:
         if self.mixture_block_size < 1:
             raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
@@ -232,7 +245,7 @@ class DataConfig(SourceConfig):
                 raise ConfigError("data.train_weights: has no effect on one source. Name several under data.configs")
             return
         usual = SourceConfig()
-        for key in ("train_urls", "validation_urls", "text_key", "tags"):
+        for key in ("train_urls", "validation_urls", "text_key", "format", "tags"):
             if getattr(self, key) != getattr(usual, key):
                 raise ConfigError(
                     f"data.{key}: has no effect beside data.configs, whose sources have their own. Move it into one, or"
@@ -251,7 +264,11 @@ class DataConfig(SourceConfig):
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer != TRAIN_BPE:
-            document_ends(self.load_tokenizer(show=lambda _: None), bos=self.enforce_bos, eos=self.enforce_eos)
+            tokenizer = self.load_tokenizer(show=lambda _: None)
+            if any(source.config.format.adds_ends for source in self.sources()):
+                document_ends(tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
+            for source in self.sources():
+                source.encoder(tokenizer)
         elif self.vocab_size is not None and self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
                 f"data.vocab_size: {self.vocab_size} given; bytes and the end of text need at least"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlm.data.packing import Windows
-from jaxlm.data.shuffle import permuted, shuffled
+from jaxlm.data.shuffle import permuted, shuffled, shuffled_in_eras
+from jaxlm.data.shuffle_config import EraShuffle, Shuffle
 
 Columns = dict[str, np.ndarray]
 _KEPT_BLOCKS = 64
@@ -41,7 +42,7 @@ class Mixture:
         seq_len: of every window.
     """
 
-    def __init__(self, sources: Mapping[str, Windows], stages: Sequence[Stage], *, seed: int, shuffle: bool):
+    def __init__(self, sources: Mapping[str, Windows], stages: Sequence[Stage], *, seed: int, shuffle: Shuffle):
         """Args: stages: by their starts, the first at 0; each block as long as the sum of its counts."""
         self.names = tuple(sources)
         self.seq_len = next(iter(sources.values())).seq_len
@@ -87,6 +88,8 @@ class Mixture:
 
     def _places(self, number: int, turns: np.ndarray) -> np.ndarray:
         size = len(self._windows[number])
+        if isinstance(self._shuffle, EraShuffle):
+            return shuffled_in_eras(turns, size, self._shuffle.era_length, seed=self._seeds[number])
         return shuffled(turns, size, seed=self._seeds[number]) if self._shuffle else turns % size
 
     def _turns(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

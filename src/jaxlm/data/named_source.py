@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show
+from jaxlm.data.base import Show, Source
 from jaxlm.data.cache import read_about
 from jaxlm.data.cache_building import open_or_build
 from jaxlm.data.origins import Origins, make_origins
-from jaxlm.data.packing import Windows
+from jaxlm.data.packing import Windows, describe_whole, whole_documents
 from jaxlm.data.recipe import Recipe, cache_recipe, check_same, content_of
+from jaxlm.data.records.base import Encoder, FormatConfig
+from jaxlm.data.records.text import TextFormat
 from jaxlm.data.sources import find_files, list_sources
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
@@ -32,6 +34,7 @@ class SourceConfig:
         validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
         cache_dir: its token caches; null keeps them below `data.cache_dir`, under the source's name.
         text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
+        format: what its records are: text, chats, prompts with completions, or token ids.
         tags: groups that it is evaluated with, as `eval/<tag>/loss` and `eval/<tag>/bpb`.
     """
 
@@ -39,6 +42,7 @@ class SourceConfig:
     validation_urls: list[str] = field(default_factory=list)
     cache_dir: str | None = None
     text_key: str = USUAL_TEXT_KEY
+    format: FormatConfig = field(default_factory=TextFormat)
     tags: list[str] = field(default_factory=list)
 
 
@@ -78,13 +82,7 @@ class NamedSource:
             split: [s for some in list_sources(self.urls(split), self._key_of(split), self.mirror) for s in some]
             for split in (TRAIN, VALIDATION)
         }
-        if self.config.text_key != USUAL_TEXT_KEY and not any(
-            source.has_records for sources in splits.values() for source in sources
-        ):
-            raise ConfigError(
-                f"{self.key}.text_key: '{self.config.text_key}' given, but no file is .jsonl, .json, .parquet or .arrow,"
-                " and others have no keys. Leave it out"
-            )
+        self._check_records([source for sources in splits.values() for source in sources])
         for split, sources in splits.items():
             # Content is compared; what would have to be copied for that is compared when the cache is opened.
             if sources and (self.folder / split).exists() and all(source.is_here(self.mirror) for source in sources):
@@ -97,7 +95,7 @@ class NamedSource:
     def documents(self, split: str) -> Iterator[str]:
         """Their text."""
         for file in self.files(split):
-            yield from file.documents()
+            yield from self.config.format.texts(file)
 
     def content(self) -> dict[str, Any]:
         """What it trains on, by content: plain JSON."""
@@ -105,17 +103,35 @@ class NamedSource:
         return {
             "train_files": len(files),
             "train_content": hashlib.sha256("".join(files.values()).encode()).hexdigest(),
-            "text_key": self.config.text_key,
+            "text_key": self._text_key,
+            **self.config.format.recipe(),
         }
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Its format, with the tokenizer."""
+        return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
 
     def recipe(self, split: str, tokenizer: Tokenizer, show: Show = print) -> Recipe:
         """What its cache is made from."""
-        return cache_recipe(self.files(split, show), tokenizer, bos=self.bos, eos=self.eos)
+        encoder = self.encoder(tokenizer)
+        made_from = cache_recipe(self.files(split, show), tokenizer, bos=self.bos, eos=self.eos)
+        return {**made_from, **self.config.format.recipe(), **encoder.recipe()}
 
     def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show) -> Windows:
         """Its windows; tokenized first where no cache is there."""
-        files, made_from = self.files(split, show), self.recipe(split, tokenizer, show)
-        return Windows(open_or_build(self.folder / split, files, tokenizer, made_from, show), seq_len)
+        how = self.config.format
+        encoder = self.encoder(tokenizer)
+        made_from = self.recipe(split, tokenizer, show)
+        cache = open_or_build(self.folder / split, self.files(split, show), encoder, made_from, show)
+        if how.documents_a_window is None:
+            return Windows(cache, seq_len)
+        windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))
+        if not len(windows):
+            raise ConfigError(
+                f"{self.key}: no document has a token to learn from within model.seq_len ({seq_len}). Raise it"
+            )
+        show(f"{' '.join(filter(None, (self.name, split)))}: {describe_whole(windows)}")
+        return windows
 
     def origins(self, split: str, windows: Windows) -> Origins:
         """Which of its URLs each token of an open cache is from."""
@@ -123,7 +139,31 @@ class NamedSource:
         return make_origins(windows.cache, urls, [len(self._files(split, urls[: n + 1])) for n in range(len(urls))])
 
     def _files(self, split: str, urls: list[str], show: Show = print) -> list[TextFile]:
-        return find_files(urls, self._key_of(split), self.config.text_key, self.mirror, show)
+        return find_files(urls, self._key_of(split), self._text_key, self.mirror, show)
+
+    @property
+    def _text_key(self) -> str:
+        own = self.config.format.text_key if isinstance(self.config.format, TextFormat) else None
+        return own or self.config.text_key
+
+    def _check_records(self, sources: list[Source]) -> None:
+        how = self.config.format
+        for source in sources:
+            if not how.can_read(source.name) and not (source.has_records and how.can_read("x.jsonl")):
+                raise ConfigError(
+                    f"{self.key}.format: {how.get_choice_name(type(how))} given, and '{source.name}' cannot hold that"
+                )
+        if self._text_key == USUAL_TEXT_KEY:
+            return
+        if not isinstance(how, TextFormat) or self._text_key != self.config.text_key != USUAL_TEXT_KEY:
+            raise ConfigError(
+                f"{self.key}.text_key: '{self.config.text_key}' has no effect beside this format. Leave it out"
+            )
+        if not any(source.has_records for source in sources):
+            raise ConfigError(
+                f"{self.key}.text_key: '{self._text_key}' given, but no file is .jsonl, .json, .parquet or .arrow,"
+                " and others have no keys. Leave it out"
+            )
 
     def _key_of(self, split: str) -> str:
         return f"{self.key}.{split}_urls"
@@ -134,5 +174,7 @@ class NamedSource:
         files = content_of(self.files(split))
         now = {**before, "enforce_bos": self.bos, "enforce_eos": self.eos, "files": files}
         if "text_key" in before:
-            now["text_key"] = self.config.text_key
+            now["text_key"] = self._text_key
+        now |= {"format": None} if "format" in before else {}
+        now |= self.config.format.recipe()
         check_same("token cache", self.folder / split, before, now)
