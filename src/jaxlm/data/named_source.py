@@ -119,10 +119,11 @@ class NamedSource:
 
     def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show) -> Windows:
         """Its windows; tokenized first where no cache is there."""
+        named = (lambda line: show(f"{self.name} {line}")) if self.name else show
         how = self.config.format
         encoder = self.encoder(tokenizer)
         made_from = self.recipe(split, tokenizer, show)
-        cache = open_or_build(self.folder / split, self.files(split, show), encoder, made_from, show)
+        cache = open_or_build(self.folder / split, self.files(split, show), encoder, made_from, named)
         if how.documents_a_window is None:
             return Windows(cache, seq_len)
         windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))
@@ -130,7 +131,7 @@ class NamedSource:
             raise ConfigError(
                 f"{self.key}: no document has a token to learn from within model.seq_len ({seq_len}). Raise it"
             )
-        show(f"{' '.join(filter(None, (self.name, split)))}: {describe_whole(windows)}")
+        named(f"{split}: {describe_whole(windows)}")
         return windows
 
     def origins(self, split: str, windows: Windows) -> Origins:

@@ -38,7 +38,7 @@ def shuffled_in_eras(examples: np.ndarray, size: int, era_length: int, *, seed: 
     return places
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=256)  # 8 MB: each source of a mixture has its own
 def _block(number: int, size: int, seed: int) -> np.ndarray:
     epoch, index = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), size)
     return permuted(index, size, seed=seed, epoch=epoch)
