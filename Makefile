@@ -14,7 +14,7 @@ INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/p
 # With a jax of one's own, what must follow it is left to the installer.
 CONSTRAIN = $(if $(JAX),sed -E '/^(jax|jaxlib|flax|numpy)=/d' constraints.txt && echo jax==$(JAX),cat constraints.txt)
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart test test-slow lint docs clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m jaxlm.train --config_path config/quickstart.yaml
@@ -31,6 +31,9 @@ lint: $(VENV)/installed-test
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
+
 $(VENV)/constraints.txt: constraints.txt
 	$(if $(UV),$(UV) venv --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))
 	($(CONSTRAIN)) > $@
@@ -41,6 +44,10 @@ $(VENV)/installed: $(VENV)/constraints.txt pyproject.toml
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(INSTALL) -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[docs]"
 	touch $@
 
 clean:

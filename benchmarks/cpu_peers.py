@@ -18,6 +18,8 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from processes import PeerFailedError, answer_of, spread
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CACHE = "{cache}"  # in a command: a folder for compiled programs, where the peer can keep any
@@ -45,10 +47,10 @@ class Peer:
         python = HERE / ".venvs" / self.environment / "bin" / "python"
         script, *rest = (part.replace(CACHE, str(cache)) for part in self.command)
         command = [str(python), str(HERE / "peers" / script), str(steps), *rest]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{self.name} failed:\n{done.stderr[-3000:]}")
-        return json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            return answer_of(command)
+        except PeerFailedError as error:
+            raise SystemExit(f"{self.name} failed:\n{error}") from error
 
 
 PEERS = (
@@ -122,15 +124,14 @@ def report(records: dict[str, Record]) -> None:
     print(f"{'':32} {'tokens/s':>20} {'ratio':>6} {'first step':>11} {'cached':>7} {'memory':>8} {'loss differs':>12}")
     found = {}
     for name, record in records.items():
-        rate = statistics.median(record.rates)
-        low, _, high = statistics.quantiles(record.rates, n=4) if len(record.rates) > 1 else [rate] * 3
+        rate, low, high = spread(record.rates)
         pairs = zip(record.losses, reference.losses, strict=False)
         differs = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
         cold, warm = statistics.median(record.cold), statistics.median(record.warm)
         memory = statistics.median(record.peak_bytes)
-        spread = f"{rate:,.0f} ({low:,.0f}-{high:,.0f})"
+        rates = f"{rate:,.0f} ({low:,.0f}-{high:,.0f})"
         print(
-            f"{name:32} {spread:>20} {base / rate:6.2f} {cold:10.1f}s {warm:6.1f}s {memory / 2**20:5,.0f}MiB"
+            f"{name:32} {rates:>20} {base / rate:6.2f} {cold:10.1f}s {warm:6.1f}s {memory / 2**20:5,.0f}MiB"
             f" {differs:12.1e}"
         )
         found[name] = {

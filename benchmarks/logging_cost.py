@@ -60,7 +60,9 @@ def measure(plan, folder: Path, segments: int, steps: int) -> dict[bool, list[fl
     step = compile_step(plan, phase, print).call
     state = enter_phase(plan.recipe, phase, plan.layout, None)
     vote, batch = Ballot(plan.layout).cast(Wishes()), random_batch(plan, 0)
-    facts = RunFacts("logging_cost", 0, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()})
+    facts = RunFacts(
+        "logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()}
+    )
     foreign = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
     guarded = [
         GuardedTracker(type(config).__name__, lambda config=config: config.open(facts), print) for config in foreign

@@ -7,6 +7,7 @@ configuration itself: only at what was made of it.
 import copy
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -309,6 +310,9 @@ def test_strict_performance_refuses_what_falls_back():
     check_performance(plan_of(merged(tree("gpt2"), dropping)))
     with pytest.raises(ConfigError, match="strict_performance: attention runs on plain"):
         check_performance(plan_of(merged(strict, dropping)))
+    # What is asked for by its name is no fallback, though the platform has better.
+    check_performance(plan_of(merged(strict, {"model": {"attn_backend": "plain"}})))
+    check_performance(plan_of(merged(strict, merged(dropping, {"model": {"attn_backend": "plain"}}))))
 
 
 # Of trackers: what their own libraries are told, field by field.
@@ -322,6 +326,7 @@ TRACKERS: dict[str, dict[str, Any]] = {
         "filename_suffix": ".x",
         "write_to_disk": False,
     },
+    "trackio": {"project": "p", "name": "n", "group": "g", "space_id": "user/space"},
     "wandb": {
         "entity": "e",
         "project": "p",
@@ -358,13 +363,15 @@ def test_tracker_fields(kind, name, tmp_path, monkeypatch):
         library.id = "id"
         monkeypatch.setattr(tensorboardX, "SummaryWriter", library)
         monkeypatch.setattr(wandb, "init", library)
+        monkeypatch.setitem(sys.modules, "trackio", library)
+        library.init.return_value._next_step = 0
         monkeypatch.setattr(wandb, "login", lambda **_: True)
         monkeypatch.setattr(wandb, "Artifact", lambda name, type: library)
         monkeypatch.setattr(wandb, "Settings", dict)
         monkeypatch.setattr(environment, "repository", lambda: tmp_path)
         config = TrackerConfig.get_known_choices()[kind](**changes)
         config.check()
-        config.open(RunFacts("run", 0, {}, "", {})).close()
+        config.open(RunFacts("run", 0, False, {}, "", {})).close()
         return re.sub(r" at 0x\w+|id='\d+'", "", str(library.mock_calls))
 
     assert told() == told()

@@ -4,70 +4,43 @@ import sys
 
 import common
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch_models import Decoder, Shape, optimizer_of
+
+SHAPE = Shape(
+    family="gpt2",
+    hidden=common.HIDDEN,
+    layers=common.LAYERS,
+    heads=common.HEADS,
+    kv_heads=common.HEADS,
+    mlp=4 * common.HIDDEN,
+    seq_len=common.SEQ_LEN,
+    vocab=common.VOCAB,
+    tied=True,
+)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(common.HIDDEN, 3 * common.HIDDEN), nn.Linear(common.HIDDEN, common.HIDDEN)
-
-    def forward(self, x):
-        rows, length, _ = x.shape
-        q, k, v = (a.view(rows, length, common.HEADS, -1).transpose(1, 2) for a in self.qkv(x).split(common.HIDDEN, 2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, common.HIDDEN))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(common.HIDDEN), nn.LayerNorm(common.HIDDEN), Attention()
-        self.up, self.down = nn.Linear(common.HIDDEN, 4 * common.HIDDEN), nn.Linear(4 * common.HIDDEN, common.HIDDEN)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class Gpt2(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(common.VOCAB, common.HIDDEN),
-            nn.Embedding(common.SEQ_LEN, common.HIDDEN),
-        )
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(common.LAYERS)), nn.LayerNorm(common.HIDDEN)
-
-    def forward(self, inputs, targets):
-        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.norm(x) @ self.tokens.weight.T
-        return F.cross_entropy(logits.view(-1, common.VOCAB), targets.reshape(-1))
-
-    def load(self, given):
-        put = lambda parameter, *arrays: parameter.data.copy_(torch.cat([torch.from_numpy(a) for a in arrays], 1).T)  # noqa: E731
-        self.tokens.weight.data.copy_(torch.from_numpy(given["tokens"]))
-        self.positions.weight.data.copy_(torch.from_numpy(given["positions"]))
-        for i, block in enumerate(self.blocks):
-            put(block.attention.qkv.weight, *(given[f"{i}.{n}"] for n in "qkv"))
-            for name, layer in (("o", block.attention.out), ("up", block.up), ("down", block.down)):
-                put(layer.weight, given[f"{i}.{name}"])
-            for layer in (block.attention.qkv, block.attention.out, block.up, block.down):
-                nn.init.zeros_(layer.bias)
+def load(model, given):
+    put = lambda parameter, *arrays: parameter.data.copy_(torch.cat([torch.from_numpy(a) for a in arrays], 1).T)  # noqa: E731
+    model.tokens.weight.data.copy_(torch.from_numpy(given["tokens"]))
+    model.positions.weight.data.copy_(torch.from_numpy(given["positions"]))
+    for i, block in enumerate(model.blocks):
+        put(block.attention.qkv.weight, *(given[f"{i}.{n}"] for n in "qkv"))
+        for name, layer in (("o", block.attention.out), ("up", block.mlp.up), ("down", block.mlp.down)):
+            put(layer.weight, given[f"{i}.{name}"])
 
 
 def main():
     mode = sys.argv[2]
     clock = common.Clock(f"torch {mode}", common.num_steps())
-    model = Gpt2()
-    model.load(common.weights())
-    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "tokens" not in n and "positions" not in n]
-    others = [p for p in model.parameters() if all(p is not d for d in decayed)]
-    groups = [{"params": decayed, "weight_decay": common.WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=common.LEARNING_RATE, betas=common.BETAS, eps=common.EPSILON, fused=True)
+    model = Decoder(SHAPE)
+    load(model, common.weights())
+    optimizer = optimizer_of(
+        model,
+        learning_rate=common.LEARNING_RATE,
+        betas=common.BETAS,
+        epsilon=common.EPSILON,
+        weight_decay=common.WEIGHT_DECAY,
+    )
     loss_of = torch.compile(model) if mode == "compile" else model
     for step in range(clock.num_steps):
         inputs, targets = (torch.from_numpy(a).long() for a in common.batch(step))

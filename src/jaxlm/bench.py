@@ -22,7 +22,8 @@ import numpy as np
 
 from jaxlm.commands import run_command
 from jaxlm.compiling import CompiledStep, abstract_batch, compile_step, gib, keep_compiled_programs
-from jaxlm.config import load_config, run_id_of
+from jaxlm.config import load_config, refuse_dry_run, run_id_of
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.programs import collectives_a_run, kernels
 from jaxlm.core.topologies import parse_topology
@@ -35,6 +36,7 @@ from jaxlm.forecast import forecast_all, simulate_devices
 from jaxlm.plan import Plan, make_plan
 from jaxlm.startup import check_performance, describe
 
+_STEPS, _WARMUP = 20, 3
 _GEMM = 2048  # large enough for a full-speed matrix product on anything
 _GEMM_REPEATS = 8
 
@@ -89,14 +91,22 @@ def _main(arguments: Sequence[str]) -> int:
         description="Measures the training step of a configuration. All its keys may follow, as for jaxlm.train.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--steps", type=int, help=f"measured steps (default {_STEPS})")
+    parser.add_argument("--warmup", type=int, help=f"steps before them (default {_WARMUP})")
     parser.add_argument("--topology", help="machines to forecast for instead: v5p-512, h100-64, or several with commas")
     options, rest = parser.parse_known_args(arguments)
-    if options.steps < 1 or options.warmup < 0:
+    steps = _STEPS if options.steps is None else options.steps
+    warmup = _WARMUP if options.warmup is None else options.warmup
+    if steps < 1 or warmup < 0:
         parser.error("--steps needs 1 or more, --warmup 0 or more")
     config = load_config(rest, "jaxlm.bench")
+    refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
     if options.topology:
+        if options.steps is not None or options.warmup is not None:
+            raise ConfigError(
+                "--topology: forecasts from the compiled program and runs no step, so --steps and --warmup have no effect."
+                " Leave them out, or leave --topology out to measure on the devices that are here"
+            )
         topologies = [parse_topology(name) for name in options.topology.split(",")]
         simulate_devices(topologies)
         forecast_all(config, topologies, Console())
@@ -108,7 +118,7 @@ def _main(arguments: Sequence[str]) -> int:
     console.show(table("benchmark", describe(plan)))
     keep_compiled_programs(config.trainer.compilation_cache_dir)
     with plan.layout.use():
-        result = measure(plan, console, steps=options.steps, warmup=options.warmup)
+        result = measure(plan, console, steps=steps, warmup=warmup)
     console.show(table("result", _rows(result)))
     console.show(json.dumps(asdict(result)))
     return 0

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.engine.checkpoint import SaveError
 from jaxlm.engine.restore import NothingUsableError
 
@@ -16,15 +16,16 @@ EXIT_INTERRUPTED = 130
 def run_command(body: Callable[[], int]) -> int:
     """Runs a command's body and turns what it raises into an exit code.
 
-    2: the configuration or its data is wrong. 1: a checkpoint could not be saved or none could be loaded. 130: Ctrl-C
-    before training began. Anything else is a defect, or a failure that only its traceback explains, and stays one.
+    2: the configuration or its data is wrong. 1: a checkpoint could not be saved, none could be loaded, or another
+    process of the run failed. 130: Ctrl-C before training began. Anything else is a defect, or a failure that only its
+    traceback explains, and stays one.
     """
     try:
         return body()
     except ConfigError as error:
         code = EXIT_CONFIG
         message = f"error: {error}"
-    except NothingUsableError as error:
+    except (NothingUsableError, PeerError) as error:
         code = EXIT_FAILED
         message = f"error: {error}"
     except SaveError as error:

@@ -43,7 +43,8 @@ class TrainerConfig:
         mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation).
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
-        strict_performance: refuse to run where something falls back to a slower form than the platform has.
+        strict_performance: refuse to run where something falls back to a slower form than the platform has. What is
+            asked for by its name (`model.attn_backend: plain`) is no fallback.
         batch_axis: the logical axis that is spread over replica and data.
         fsdp_axis: logical axes whose parameters rest spread over data; null means none.
         tensor_parallel_axes: logical axes that are spread over model; `heads` takes `kv_heads` along where they divide.
@@ -169,6 +170,15 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     source = override(source, parsed.options)
     stem = None if parsed.config_path is None else Path(parsed.config_path).stem
     return decode_run(source, stem, kind)
+
+
+def refuse_dry_run(config: RunConfig, because: str) -> None:
+    """Raises `ConfigError` where a command that is no training is to be a dry run. Args: because: what it does."""
+    if config.dry_run:
+        raise ConfigError(
+            f"dry_run: true has no effect here: {because}. Leave it out; `python -m jaxlm.train --dry_run true` shows the"
+            " plan and the memory"
+        )
 
 
 def read_config(path: Path) -> RunConfig:

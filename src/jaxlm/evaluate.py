@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxlm.commands import run_command
 from jaxlm.compiling import keep_compiled_programs
-from jaxlm.core.cli import override, parse_arguments
+from jaxlm.core.cli import override
 from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import TokenBatch
@@ -35,9 +35,23 @@ from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
 from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
 from jaxlm.plan import Plan
-from jaxlm.trained import Trained, open_trained
+from jaxlm.trained import Trained, checkpoint_parser, open_trained, parse_with_keys
 
 _DATA = "data."
+# Keys that say how much is read at once and in all, and where programs are kept.
+_EFFECTIVE = tuple(
+    f"trainer.{name}" for name in ("per_device_eval_parallelism", "max_eval_batches", "compilation_cache_dir")
+)
+_INSTEAD = {
+    "data.tokenizer": "the model knows the tokens of the tokenizer that it was trained with, which the checkpoint holds",
+    "data.vocab_size": "the checkpoint's tokenizer has its size",
+    "data.shuffle": "every window is read once, and their order changes no sum",
+    **dict.fromkeys(
+        ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"),
+        "nothing is trained, so nothing is mixed",
+    ),
+    "data.train_urls": "nothing is trained; --data.validation_urls names the text to evaluate on",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,15 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
-    parsed = parse_arguments(rest)
-    if parsed.config_path is not None:
-        raise ConfigError(
-            "command line: --config_path: a checkpoint brings its own configuration. Override its keys one by one"
-        )
-    for_data = {name: value for name, value in parsed.options.items() if name.startswith(_DATA)}
-    others = {name: value for name, value in parsed.options.items() if name not in for_data}
-    trained = open_trained(Path(options.checkpoint), others)
+    options, keys = parse_with_keys(_parser(), arguments)
+    for_data = {name: value for name, value in keys.items() if name.startswith(_DATA)}
+    others = {name: value for name, value in keys.items() if name not in for_data}
+    trained = open_trained(Path(options.checkpoint), others, also=_EFFECTIVE)
     keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
     data = data_with(trained, for_data)
     sums = evaluate(trained, data, options.batch_size, _most(trained.plan, options.max_batches))
@@ -63,14 +72,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxlm.evaluate",
-        description="Validation loss and bits per byte of a checkpoint, by source. Keys of the saved configuration may"
-        " follow: --data.validation_urls '[other/*.txt]' evaluates on other text.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
+    parser = checkpoint_parser(
+        "jaxlm.evaluate",
+        "Validation loss and bits per byte of a checkpoint, by source. Keys of the saved configuration may follow:"
+        " --data.validation_urls '[other/*.txt]' evaluates on other text.",
     )
     parser.add_argument("--batch_size", type=int, default=None, help="sequences a batch (default: as in training)")
     parser.add_argument(
@@ -92,15 +97,17 @@ def _most(plan: Plan, text: str | None) -> int | None:
 def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
     """The data that a checkpoint's phase is validated on, with options (`data.validation_urls`, ...) over it.
 
-    Other text gets a token cache of its own, so that it is never taken for the run's.
+    Raises:
+        ConfigError: an option that evaluating has no use for, or no text.
     """
-    saved = trained.data
-    changed = override(Source({"data": encode(saved)}), dict(options))
+    changed = override(Source({"data": encode(trained.data)}), dict(options))
     data = decode(DataConfig, Source(changed.tree["data"]))
+    for name, instead in _INSTEAD.items():
+        if name in options:
+            raise ConfigError(f"command line: --{name} has no effect here: {instead}. Leave it out")
     if not any(source.config.validation_urls for source in data.sources()):
         raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
-    same = dataclasses.replace(data, cache_dir=saved.cache_dir) == saved
-    return data if same else data.with_cache_of_its_own(trained.tokenizer)
+    return data
 
 
 def evaluate(
@@ -120,11 +127,12 @@ def evaluate(
     ways = plan.mesh.batch_ways
     if size < 1 or size % ways:
         raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
+    other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
     show = lambda line: print(line, file=sys.stderr)  # noqa: E731
     sums: dict[str, LossSums] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(), trained.tokenizer.token_bytes()
-        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, show):
+        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, show, apart=other):
             batches = eval_batches(data_set.windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxlm.commands import run_command
-from jaxlm.config import RunConfig, load_config
+from jaxlm.config import RunConfig, load_config, refuse_dry_run
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import TokenCache
 from jaxlm.data.config import TokenData
@@ -58,6 +58,9 @@ def _main(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # accelerators are left to others
     config = load_config(rest, "jaxlm.prepare")
+    refuse_dry_run(config, "jaxlm.prepare makes caches")
+    if options.show_batch is not None:
+        check_batch(config, options.show_batch, plan_phases(config)[0])
     console = Console()
     tokenizer, prepared = prepare(config, console)
     for title, rows in _cache_rows(prepared):
@@ -89,19 +92,25 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     return tokenizer, prepared
 
 
+def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
+    """Raises `ConfigError` unless the run has a training batch `number`, whose size is known without its devices."""
+    size, last = config.trainer.train_batch_size, phases[-1].end
+    if not 0 <= number < last:
+        raise ConfigError(f"--show_batch: {number} given; the run's {last} steps have batches 0 to {last - 1}")
+    if size < 1:
+        raise ConfigError(f"--show_batch: needs trainer.train_batch_size, which is {size}: devices would decide it")
+
+
 def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: Tokenizer, number: int) -> Iterator[str]:
     """The rows of training batch `number`, from 0: what step `number + 1` is trained on if nothing is changed on the way.
 
     Tokens stand in ⟦brackets⟧ where no target is: they are read, and not asked for.
 
     Raises:
-        ConfigError: the run has no such step, or no batch size without its devices.
+        ConfigError: as `check_batch`.
     """
-    size, last = config.trainer.train_batch_size, prepared[-1].phase.end
-    if not 0 <= number < last:
-        raise ConfigError(f"--show_batch: {number} given; the run's {last} steps have batches 0 to {last - 1}")
-    if size < 1:
-        raise ConfigError(f"--show_batch: needs trainer.train_batch_size, which is {size}: devices would decide it")
+    check_batch(config, number, [one.phase for one in prepared])
+    size = config.trainer.train_batch_size
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
     mixture = data.examples(batch_size=size, seed=config.trainer.seed)
     examples = (number - phase.start) * size + np.arange(size)

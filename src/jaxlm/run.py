@@ -15,7 +15,7 @@ from jaxlm.config import as_run_config
 from jaxlm.core import tree
 from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
-from jaxlm.core.runtime import is_main_process, main_first
+from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.config import TokenData, ValidationData
 from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
@@ -115,8 +115,14 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int) -> Iterator[Run]:
-    """Opens a run's folders and trackers, and closes them again however the run ends."""
+def open_run(
+    plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int | None
+) -> Iterator[Run]:
+    """Opens a run's folders and trackers, and closes them again however the run ends.
+
+    Args:
+        resume_step: of the checkpoint that the run goes on from; None where there is none.
+    """
     config_text = dump(as_run_config(plan.config))
     identity = main_first(lambda: data_identity(plan))  # it may copy remote files
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
@@ -124,16 +130,19 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *,
     }
     writer = CheckpointWriter(plan.checkpoint_folder, files)
     writer.prepare()
-    if is_main_process():
-        plan.log_folder.mkdir(parents=True, exist_ok=True)
-        (plan.log_folder / "config.yaml").write_text(config_text)
+    main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:
         trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
-        before = totals_at(plan.log_folder / "metrics.jsonl", resume_step)
+        before = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
         yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
         writer.wait()
+
+
+def _write_config(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(text)
 
 
 def totals_at(metrics: Path, step: int) -> Totals:
@@ -144,9 +153,9 @@ def totals_at(metrics: Path, step: int) -> Totals:
     return Totals()
 
 
-def _open_trackers(plan: Plan, console: Console, resume_step: int) -> tuple[Tracker, ...]:
+def _open_trackers(plan: Plan, console: Console, resume_step: int | None) -> tuple[Tracker, ...]:
     """`metrics.jsonl`, and what is configured beside it, each in a thread of its own."""
-    always = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step)
+    always = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step or 0)
     configs = plan.config.trainer.trackers
     if not configs:
         return (always,)
@@ -158,7 +167,7 @@ def _open_trackers(plan: Plan, console: Console, resume_step: int) -> tuple[Trac
     return (always, *map(guarded, configs))
 
 
-def _facts(plan: Plan, resume_step: int) -> RunFacts:
+def _facts(plan: Plan, resume_step: int | None) -> RunFacts:
     devices = jax.devices()
     peak = peak_flops(devices[0].device_kind)
     summary: dict[str, float | str] = {
@@ -170,7 +179,14 @@ def _facts(plan: Plan, resume_step: int) -> RunFacts:
     }
     if peak is not None:
         summary["throughput/theoretical_flops"] = peak * len(devices)
-    return RunFacts(plan.run_id, resume_step, encode(plan.config), dump(plan.config), summary)
+    return RunFacts(
+        run_id=plan.run_id,
+        resume_step=resume_step or 0,
+        is_new=resume_step is None,
+        config=encode(plan.config),
+        config_text=dump(plan.config),
+        summary=summary,
+    )
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

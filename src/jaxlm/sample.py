@@ -14,20 +14,18 @@ import jax
 from jaxlm.commands import run_command
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.decode import generate
-from jaxlm.trained import open_trained
+from jaxlm.trained import checkpoint_parser, open_trained, parse_with_keys
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    return run_command(lambda: _sample(_parser().parse_args(arguments)))
+    return run_command(lambda: _sample(sys.argv[1:] if arguments is None else arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxlm.sample", description="Continues prompts with a trained model."
-    )
-    parser.add_argument(
-        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
+    parser = checkpoint_parser(
+        "jaxlm.sample",
+        "Continues prompts with a trained model. Keys of the saved configuration may follow: --trainer.mp f32.",
     )
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="for each prompt (default 128)")
@@ -40,8 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sample(options: argparse.Namespace) -> int:
-    trained = open_trained(Path(options.checkpoint))
+def _sample(arguments: Sequence[str]) -> int:
+    options, keys = parse_with_keys(_parser(), arguments)
+    trained = open_trained(Path(options.checkpoint), keys)
     plan, tokenizer = trained.plan, trained.tokenizer
     with plan.layout.use():
         model = jax.jit(plan.precision.to_compute)(trained.load_model())

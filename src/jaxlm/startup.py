@@ -4,13 +4,15 @@ import jax
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.console import duration
 from jaxlm.engine.phases import Phase
 from jaxlm.length import describe_data
-from jaxlm.models.backends.choice import AttentionTask, choose_attention
+from jaxlm.models.backends.choice import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.kernels import default_chunk_tokens
+from jaxlm.models.layers import SelfAttention
 from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_keep
 from jaxlm.models.stack import in_a_loop
 from jaxlm.plan import Plan
@@ -20,7 +22,6 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     """The plan as rows of two columns."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
-    attention = choose_attention(attention_task(plan), model.attn_backend)
     chunk = default_chunk_tokens(plan.layout.platform)
     flops = model.flops_per_token(plan.recipe.Vocab.size).causal
     micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
@@ -38,7 +39,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("batch", f"{batches.train} x {model.seq_len} = {plan.tokens_per_step:,} tokens a step, {micro}"),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
-        ("attention", f"{attention.name}: {attention.reason}"),
+        ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "none of jaxlm's own"),
         ("loss", f"chunks of {chunk} tokens, gradient in the forward pass: logits are never whole"),
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
@@ -84,16 +85,19 @@ def _layers(plan: Plan) -> str:
     return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
 
 
-def attention_task(plan: Plan) -> AttentionTask:
-    """What the plan's training step asks of attention."""
-    model = plan.config.model
-    return AttentionTask(plan.layout.platform, plan.precision.compute, model.seq_len, dropout=model.attention_dropout)
+def attention_choices(plan: Plan) -> list[AttentionChoice]:
+    """What the layers of the plan's training step attend with, each that differs once."""
+    model, layout = plan.config.model, plan.layout
+    built = jax.eval_shape(lambda: model.build(plan.recipe.Vocab, key=jax.random.key(0)))
+    layers = tree.modules(built, SelfAttention)
+    capability = cuda_capability(layout.device)
+    tasks = (layer.task(layout.platform, capability, plan.precision.compute, model.seq_len) for layer in layers)
+    return [choose_attention(task, model.attn_backend) for task in dict.fromkeys(tasks)]
 
 
 def check_performance(plan: Plan) -> None:
     """With `trainer.strict_performance`, raises `ConfigError` for a slower attention or dtype than there could be."""
-    attention = choose_attention(attention_task(plan), plan.config.model.attn_backend)
-    slow = [f"attention runs on {attention.name}: {attention.reason}"] if attention.degraded else []
+    slow = [f"attention runs on {c.name}: {c.reason}" for c in attention_choices(plan) if c.degraded]
     if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:
         slow.append(
             f"computation in {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"

@@ -93,7 +93,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     found = newest_good(plan.checkpoint_folder, console.show)
     for line in changes(before, config, found.cursor.step) if before and found else []:
         console.show(f"changed since the last start: {line}")
-    resume_step = found.cursor.step if found else 0
+    resume_step = found.cursor.step if found else None
     with (
         plan.layout.use(),
         stop_on_signals() as stop,

@@ -1,12 +1,14 @@
 """A checkpoint as a person names it: the run's plan and tokenizer, and its model on the devices that are there."""
 
-from collections.abc import Mapping
+import argparse
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxlm.config import decode_run
-from jaxlm.core.cli import override
+from jaxlm.core.cli import option_tree, override, parse_arguments
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import load_yaml
 from jaxlm.data.config import DataConfig
@@ -16,6 +18,15 @@ from jaxlm.engine.integrity import DamagedError, verify
 from jaxlm.engine.restore import Found, restore
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan, make_plan
+
+# Keys beside the model's that say how it is laid out and computed. The batch's must divide over the devices.
+_EFFECTIVE = tuple(
+    f"trainer.{name}"
+    for name in (
+        *("mp", "model_axis_size", "replica_ici_axis_size", "batch_axis", "fsdp_axis", "tensor_parallel_axes"),
+        *("axis_resources", "parameter_axis_resources", "train_batch_size", "per_device_parallelism"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -43,19 +54,71 @@ class Trained:
         return restore(self.found, abstract, self.plan.layout, prefix="model")
 
 
-def open_trained(path: Path, options: Mapping[str, Any] | None = None) -> Trained:
+def checkpoint_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The command line of a command that takes a checkpoint, to which it adds its own options."""
+    parser = argparse.ArgumentParser(prog=f"python -m {command}", description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
+    )
+    return parser
+
+
+def parse_with_keys(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The command's own options, and the dotted keys that go over the saved configuration.
+
+    Raises:
+        ConfigError: an option that is neither, or another configuration.
+    """
+    options, rest = parser.parse_known_args(arguments)
+    parsed = parse_arguments(rest)
+    if parsed.config_path is not None:
+        raise ConfigError(
+            "command line: --config_path: a checkpoint brings its own configuration. Override its keys one by one"
+        )
+    own = sorted(vars(options))
+    for name in parsed.options:
+        if "." not in name:
+            near = difflib.get_close_matches(name, own, n=1)
+            meant = f"Did you mean --{near[0]}? " if near else ""
+            raise ConfigError(
+                f"command line: --{name} is no option of {parser.prog}. {meant}Its own are"
+                f" {', '.join(f'--{o}' for o in own)}; keys of the saved configuration have a dot"
+            )
+    return options, parsed.options
+
+
+def open_trained(path: Path, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()) -> Trained:
     """The checkpoint that a path names, or the newest in a run's folder.
 
     Args:
         options: dotted key -> value, over the configuration that was saved (`trainer.model_axis_size`, ...).
+        also: further keys that have an effect on what it is opened for.
 
     Raises:
-        ConfigError: there is none, its files are not what was saved, or the devices cannot hold it as configured.
+        ConfigError: there is none, its files are not what was saved, the devices cannot hold it as configured, or an
+            option has no effect on a model that is trained already.
     """
     found = find_checkpoint(path)
     tokenizer = load_tokenizer(str(found.path / "run" / "tokenizer"))
-    source = override(load_yaml(found.path / "run" / "config.yaml"), dict(options or {}))
-    return Trained(found, tokenizer, make_plan(decode_run(source, None), "trained", tokenizer.vocab_size))
+    given = dict(options or {})
+    config = decode_run(override(load_yaml(found.path / "run" / "config.yaml"), given), None)
+    for key in _leaves(option_tree(given)):
+        if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
+            raise ConfigError(
+                f"command line: --{key} has no effect on a model that is trained already. Leave it out. What has one:"
+                f" model.*, {', '.join((*_EFFECTIVE, *also))}"
+            )
+    return Trained(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and f"{path}{key}" not in _EFFECTIVE:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
 
 
 def find_checkpoint(path: Path) -> Found:

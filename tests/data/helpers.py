@@ -2,11 +2,13 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.bpe import train_bpe
 from jaxlm.data.cache import TokenCache
 from jaxlm.data.tokenizer import Tokenizer
@@ -45,6 +47,13 @@ def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
         (folder / f"b{number}.txt").write_text(text)
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in records))
     return [*records, *texts]
+
+
+def refused(path: Path, content: bytes, read: Callable[[Path], object], message: str) -> None:
+    """A file of this content is refused with a message that names the place."""
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read(path)
 
 
 def small_tokenizer(vocab_size: int = 320) -> Tokenizer:

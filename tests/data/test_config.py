@@ -6,7 +6,7 @@ import os
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import bpe
+from jaxlm.data import bpe, durable, mirror
 from jaxlm.data.config import DataConfig
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
 
@@ -122,7 +122,7 @@ class TestTrainedTokenizer:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(bpe, "sync", full)
+            patch.setattr(durable, "sync", full)
             with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*tokenizer"):
                 config.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()
@@ -133,7 +133,7 @@ class TestTrainedTokenizer:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(bpe, "publish", interrupted)
+            patch.setattr(durable, "publish", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 config.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()
@@ -190,3 +190,43 @@ class TestIdentity:
             small_tokenizer(size).save(tmp_path / str(size))
         found = [changed(config, tokenizer=str(tmp_path / name)).identity()["tokenizer"] for name in ("300", "310")]
         assert len({str(identity) for identity in [*found, config.identity()["tokenizer"]]}) == 3
+
+
+class TestCacheAmongTheText:
+    """A cache_dir inside a folder of text: its own .json files are no text."""
+
+    def built(self, cache, *urls):
+        config = DataConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
+        config.check()
+        tokenizer = config.load_tokenizer(lambda _: None)
+        return list(config.open(tokenizer, 16, lambda _: None).train[""].cache.documents_of)
+
+    @pytest.mark.parametrize(
+        "url", ["{}", "file://{}", "{}/**/*", "file://{}/**/*.json*", "{{{}/**/*.jsonl,{}/*.jsonl}}"]
+    )
+    def test_is_left_out(self, tmp_path, url):
+        texts = write_corpus(tmp_path)
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "a.jsonl").rename(tmp_path / "deep" / "a.jsonl")
+        (tmp_path / "b.jsonl").write_text(json.dumps({"text": texts[0] * 9}))
+        first = self.built(tmp_path / "cache", url.format(tmp_path, tmp_path))
+        assert {"b.jsonl", "deep/a.jsonl"} <= set(first)
+        mirror.list_remote.cache_clear()  # as a new process, which finds a cache there
+        assert self.built(tmp_path / "cache", url.format(tmp_path, tmp_path)) == first
+
+    @pytest.mark.parametrize("url", ["{}", "{}/**/*.txt", "file://{}"])
+    def test_is_refused_where_it_is_the_folder_itself(self, tmp_path, url):
+        write_corpus(tmp_path)
+        with pytest.raises(ConfigError, match=r"means the folder of data\.cache_dir.*of its own"):
+            self.built(tmp_path, url.format(tmp_path))
+
+    def test_text_in_the_cache_s_folder_that_is_named_is_read(self, tmp_path):
+        write_corpus(tmp_path / "text")
+        write_corpus(tmp_path, 2)
+        assert "b1.txt" in self.built(tmp_path, tmp_path / "text")
+        assert self.built(tmp_path / "other", tmp_path / "*.txt") == ["b0.txt", "b1.txt"]
+
+    def test_nothing_but_the_cache(self, tmp_path):
+        write_corpus(tmp_path / "cache")
+        with pytest.raises(ConfigError, match=r"holds no text but what lies in data\.cache_dir"):
+            self.built(tmp_path / "cache", tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data import formats
 from jaxlm.data.sources import find_files
-from tests.data.helpers import some_text
+from tests.data.helpers import refused, some_text
 
 TEXTS = [some_text(seed, 30) for seed in range(40)]
 # One frame with a checksum, as the reference implementation's binding writes it.
@@ -199,9 +199,7 @@ class TestTablesWithoutText:
     ],
 )
 def test_unreadable_records_name_file_and_place(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        read(tmp_path / name)
+    refused(tmp_path / name, content, read, message)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Remote files: a real HTTP server in a thread, and fsspec's own file systems."""
 
+import dataclasses
 import functools
 import http.server
 import json
@@ -223,3 +224,16 @@ class TestDataConfig:
         fs.get(address, str(tmp_path / "local"), recursive=True)
         local = DataConfig(train_urls=[str(tmp_path / "local")], cache_dir="elsewhere", vocab_size=270)
         assert config.identity() == local.identity()
+
+    def test_other_text_is_evaluated_through_the_same_copies(self, config, tmp_path):
+        said: list[str] = []
+        config = dataclasses.replace(config, validation_urls=config.train_urls)
+        tokenizer = config.load_tokenizer(said.append)
+        first = config.open(tokenizer, 16, said.append).validation
+        other = dataclasses.replace(config, enforce_eos=False).open_validation(tokenizer, 16, said.append, apart=True)
+        assert first is not None
+        assert other is not None
+        assert first.cache.fingerprint != other.cache.fingerprint
+        assert tmp_path / "cache" / "evaluate" in other.cache.folder.parents
+        assert sum(line.startswith("mirror:") for line in said) == 2  # two files, each copied once
+        assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

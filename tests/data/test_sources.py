@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources import find_files
+from tests.data.helpers import refused
 
 
 def names(*urls, text_key="text"):
@@ -128,9 +129,7 @@ def test_text_is_read_byte_for_byte(tmp_path):
     ],
 )
 def test_unreadable_text_names_file_and_place(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        documents(tmp_path)
+    refused(tmp_path / name, content, documents, message)
 
 
 @pytest.mark.parametrize(

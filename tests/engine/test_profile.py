@@ -1,9 +1,15 @@
+import contextlib
+import re
+import time
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
 from jaxlm.core.operations import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
-from jaxlm.engine.profile import Event, describe_profile, sum_up
+from jaxlm.engine import loop
+from jaxlm.engine.profile import Event, describe_profile, pause, sum_up
 from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase
 
@@ -42,6 +48,56 @@ def test_times_of_nested_and_parallel_operations_in_closed_form():
     assert sum_up([event("while.1", 0, 1)], {}, 1) is None
 
 
+def test_an_evaluation_between_steps_is_no_idle_time():
+    steps = [event("dot.1", 0, 40), event("dot.1", 50, 90), event("dot.1", 500, 540), event("dot.1", 550, 590)]
+    other = [event("dot.1", 0, 100, "d1"), event("dot.1", 480, 590, "d1")]
+    profile = sum_up([*steps, *other], OPERATIONS, 4, pauses=[(120, 470)])
+    assert profile is not None
+    assert profile.paused == pytest.approx(((500 - 90) + (480 - 100)) / 2 / 1e9)
+    assert profile.seconds == pytest.approx(((590 - 410) + (590 - 380)) / 2 / 1e9)
+    assert profile.idle == pytest.approx(20 / (180 + 210))  # the two gaps of ten on the first device
+    assert "Not among it: 0.000 s of evaluations and saves" in describe_profile(profile, "title")
+    plain = sum_up([*steps, *other], OPERATIONS, 4)
+    assert plain is not None
+    assert plain.paused == 0
+    assert "Not among it" not in describe_profile(plain, "title")
+
+
+def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
+    """Evaluations and saves run inside of a pause, and no step does."""
+    order: list[str] = []
+
+    class Numbers:
+        def __next__(self):
+            return 0
+
+        def state(self):
+            return {}
+
+    @contextlib.contextmanager
+    def marked():
+        order.append("(")
+        yield
+        order.append(")")
+
+    monkeypatch.setattr(loop, "pause", marked)
+    note = lambda text, value=None: lambda *_, **__: order.append(text) or value  # noqa: E731
+    hook = SimpleNamespace(due=lambda step: step == 2, run=note("hook"))
+    wishes = SimpleNamespace(save=False, stop=0)
+    loop.run_phase(
+        SimpleNamespace(step=0),
+        phase(end=3),
+        lambda *_: order.append("step") or (None, None),
+        Numbers(),
+        reports=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), tally=None),
+        hooks=[hook],
+        saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
+        ballot=SimpleNamespace(cast=lambda _: None, result=lambda *_: wishes),
+        stop=SimpleNamespace(signal=0),
+    )
+    assert " ".join(order) == "step push step push drain ( hook ) skip step push drain ( save ) skip"
+
+
 @pytest.mark.slow
 def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     run, lines = TinyRun(layout()), []
@@ -49,6 +105,9 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     hook = ProfileHook(ProfilerConfig(1, 3), tmp_path, phase(), first_step=0, program=lambda: text, show=lines.append)
     for step in range(1, 8):
         run.step(arrays(step))
+        if step == 3:
+            with pause():
+                time.sleep(1.5)  # as an evaluation would
         if hook.due(step):
             before = jax.tree.map(np.asarray, run.state)
             hook.run(step, run.state)
@@ -56,6 +115,10 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     hook.close()
     page = (tmp_path / "profile.md").read_text()
     assert f"3 steps on {layout().mesh.size} device(s)" in page
+    (paused,) = re.findall(r"Not among it: ([\d.]+) s of evaluations", page)
+    assert 1.5 < float(paused) < 1.5 + 1.0
+    (step_ms,) = re.findall(r"([\d.]+) ms a step,", page)
+    assert float(step_ms) < 500
     (shown,) = lines
     assert "profile of 3 steps" in shown
     rows = [row.strip("| ").split(" | ") for row in page.splitlines()]

@@ -1,10 +1,14 @@
+import contextlib
+import dataclasses
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -13,10 +17,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
+from jaxlm.engine.trackers.trackio import TrackioConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
 
 SOURCE = Path(__file__).parents[2] / "src"
-FACTS = RunFacts("run", 0, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
+FACTS = RunFacts("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
 
 
 def test_floats_come_back_to_the_last_bit_and_what_is_not_finite_is_null(tmp_path):
@@ -189,7 +194,7 @@ def test_one_tracker_a_list_or_only_the_command_line(tmp_path):
     assert trackers_of(tmp_path, one, "--trainer.tracker", "[]") == []
     with pytest.raises(ConfigError, match=r"wandb.*projetc|projetc.*wandb"):
         trackers_of(tmp_path, "trainer: {tracker: {projetc: p}}")
-    with pytest.raises(ConfigError, match="Allowed: tensorboard, wandb"):
+    with pytest.raises(ConfigError, match="Allowed: tensorboard, trackio, wandb"):
         trackers_of(tmp_path, "trainer: {tracker: {type: wandbb}}")
 
 
@@ -208,7 +213,7 @@ from jaxlm.engine.trackers import RunFacts
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.engine.trackers.wandb import WandbConfig
 
-facts = RunFacts("my run", 0, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
+facts = RunFacts("my run", 0, True, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
 config = WandbConfig(**eval(sys.argv[1]))
 tracker = GuardedTracker("wandb", lambda: config.open(facts), print)
 for step in (1, 2, 3, 2):
@@ -258,8 +263,14 @@ def wandb_records(folder: Path) -> list:
 
 def test_wandb_offline_writes_the_run(tmp_path):
     pytest.importorskip("wandb")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    subprocess.run(["git", "-C", str(tmp_path), "add", "-N", "."], check=True)
+    for name in ("script.py", "other.py"):
+        (tmp_path / name).write_text("before")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "secret.txt").write_text("not known to git")
     config = {"mode": "offline", "project": "p", "entity": "e", "id": "an-id", "tags": ["one"], "group": "g"}
     result = run_wandb(tmp_path, config)
     assert result.returncode == 0, result.stderr
@@ -271,6 +282,10 @@ def test_wandb_offline_writes_the_run(tmp_path):
     settings = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.config.update}
     settings |= {u.key: u.value_json for u in run.config.update}
     assert json.loads(settings["trainer"]) == {"seed": 7}
+    assert json.loads(settings["git_commit"]) == f"{head} + changes"
+    artifacts = {r.artifact.type: {entry.path for entry in r.artifact.manifest.contents} for r in records}
+    assert artifacts["run"] == {"config.yaml", "requirements.txt", "changes.patch"}
+    assert artifacts["code"] == {"script.py", "other.py"}
     summary = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.summary.update}
     assert summary["parameter_count"] == "1234"
     history = []
@@ -279,6 +294,26 @@ def test_wandb_offline_writes_the_run(tmp_path):
         if "train/loss" in items:
             history.append((record.history.step.num or items["_step"], items["train/loss"]))
     assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+
+
+@pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])
+def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
+    """Its records would be dropped there, step by step, without a word."""
+    wandb = pytest.importorskip("wandb")
+    handle = mock.MagicMock(step=known, id="an-id")
+    monkeypatch.setattr(wandb, "init", lambda **_: handle)
+    lines: list[str] = []
+    facts = dataclasses.replace(FACTS, resume_step=0, is_new=is_new)
+    config = WandbConfig(mode="offline", save_code=False)
+    tracker = GuardedTracker("wandb", lambda: config.open(facts), lines.append)
+    tracker.log(121, {"x": 1.0})
+    tracker.close()
+    assert handle.finish.call_count == 1
+    assert handle.log.call_count == (0 if taken else 1)
+    assert len(lines) == taken
+    if taken:
+        assert "the id 'an-id' has 120 steps of an earlier run there, and this one begins anew" in lines[0]
+        assert "Name another (trainer.tracker.id), or delete that run" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +333,54 @@ def test_wandb_that_cannot_be_reached_is_said_once(environment, said, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
+def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
+    """In a process of its own, as it takes its folder from the environment when it is imported."""
+    pytest.importorskip("trackio")
+    script = tmp_path / "script.py"
+    script.write_text(TRACKIO_RUN)
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    env |= {"PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tracker trackio" not in done.stdout
+    (path,) = (tmp_path / "kept").glob("*.db")
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        rows = database.execute("select run_id, step, metrics from metrics order by id").fetchall()
+        configs = [json.loads(text) for (text,) in database.execute("select config from configs")]
+    runs = list(dict.fromkeys(run for run, _, _ in rows))
+    by_run = [[(step, json.loads(metrics)["x"]) for run, step, metrics in rows if run == which] for which in runs]
+    # It goes on behind step 3, whose record came again; begun anew, it is another run of the same name.
+    assert by_run == [[(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], [(1, 7.0)]]
+    assert configs[0]["trainer"] == {"seed": 7}
+    assert configs[0]["summary"] == {"parameter_count": 1234}
+    assert any(package.startswith("jax==") for package in configs[0]["packages"])
+
+
+TRACKIO_RUN = """
+from jaxlm.engine.trackers import RunFacts
+from jaxlm.engine.trackers.guarded import GuardedTracker
+from jaxlm.engine.trackers.trackio import TrackioConfig
+
+for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (True, {1: 7})):
+    facts = RunFacts("run", 0, is_new, {"trainer": {"seed": 7}}, "", {"parameter_count": 1234})
+    tracker = GuardedTracker("trackio", lambda: TrackioConfig().open(facts), print)
+    for step, value in records.items():
+        tracker.log(step, {"x": float(value)})
+    tracker.close()
+"""
+
+
+def test_trackio_that_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    lines: list[str] = []
+    GuardedTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
+    (line,) = lines
+    assert "it is not installed: pip install 'jaxlm[trackio]'" in line
+
+
 def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -312,7 +395,12 @@ def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
         assert environment.repository() == tmp_path.resolve()
         assert environment.commit() == head
         assert environment.tracked_files(tmp_path) == {(tmp_path / "main.py").resolve()}
-        (tmp_path / "main.py").write_text("changed")
+        assert environment.changes() == ""
+        (tmp_path / "main.py").write_text("changed\n")
         assert environment.commit() == f"{head} + changes"
+        patch = environment.changes()
+        (tmp_path / "main.py").write_text("")
+        subprocess.run([*git, "apply", "-"], input=patch, text=True, check=True)
+        assert (tmp_path / "main.py").read_text() == "changed\n"
     finally:
         environment.repository.cache_clear()

@@ -1,5 +1,6 @@
 """Run by test_sharding.py on eight simulated devices; prints one JSON object of what it found."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -34,6 +35,7 @@ LAYOUTS = {
     "tp2_fsdp4_vocab": (mesh_shape(8, replica=1, model=2), (*TENSOR, "vocab")),
     "hsdp2x4": (mesh_shape(8, replica=2, model=1), ()),
 }
+SOFT_CAPS = {"gpt2": None, "llama": 0.5}
 OBJECTIVE = NextToken(z_loss_weight=1e-3, label_smoothing=0.1)
 
 
@@ -55,7 +57,8 @@ def step(model, batch):
     def loss(model):
         terms, metrics, _ = OBJECTIVE.terms(model, batch, None, key=None)
         hidden = model.hidden(inputs_of(batch)).final
-        evaluation = token_losses(jax.lax.stop_gradient(hidden), model.lm_head(), batch.targets)
+        hidden, cap = jax.lax.stop_gradient(hidden), model.logit_soft_cap
+        evaluation = token_losses(hidden, model.lm_head(), batch.targets, soft_cap=cap)
         return terms["loss"].mean(), ({k: v.mean() for k, v in metrics.items()}, evaluation.array)
 
     (value, (metrics, evaluation)), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(model)
@@ -123,6 +126,7 @@ def look(model, batch, single, layout):
 def main():
     build = functools.partial(MODELS[sys.argv[1]].build, vocab_axis(VOCAB))
     model, batch = jax.jit(lambda key: build(key=key))(jax.random.key(0)), a_batch()
+    model = dataclasses.replace(model, logit_soft_cap=SOFT_CAPS[sys.argv[1]])
     single = jax.jit(step)(model, batch)
     leaves = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
     sizes = {axis.name: axis.size for leaf in leaves for axis in leaf.axes}

@@ -22,10 +22,10 @@ def problem(batch, position, embed, vocab, *, seed=0, mask=0.7):
     return x, w, y, (rng.random((batch, position)) < mask).astype(np.float32)
 
 
-def closed_form(x, w, y, m, z, smoothing):
+def closed_form(x, w, y, m, z, smoothing, cap=None):
     """Sums and gradients in float64, from the definition, all logits at once."""
     x, w, m = (a.astype(np.float64) for a in (x, w, m))
-    logits = x @ w.T
+    logits = x @ w.T if cap is None else cap * np.tanh(x @ w.T / cap)
     top = logits.max(-1, keepdims=True)
     lse = (top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
     onehot = np.eye(w.shape[0])[y]
@@ -33,6 +33,8 @@ def closed_form(x, w, y, m, z, smoothing):
     nll = lse - (logits * onehot).sum(-1)
     loss = (wanted * (lse[..., None] - logits)).sum(-1) + z * lse**2
     dlogits = m[..., None] * ((1 + 2 * z * lse)[..., None] * np.exp(logits - lse[..., None]) - wanted)
+    if cap is not None:
+        dlogits *= 1 - np.tanh(x @ w.T / cap) ** 2
     sums = [(m * a).sum() for a in (loss, nll, z * lse**2, logits.argmax(-1) == y)]
     return sums, np.einsum("bsv,vd->bsd", dlogits, w), np.einsum("bsv,bsd->vd", dlogits, x), nll
 
@@ -71,6 +73,28 @@ def test_sums_and_gradients_are_the_closed_forms(shape, chunk_tokens, z, smoothi
     np.testing.assert_allclose(grads[1], dw, rtol=2e-5, atol=2e-5)
     undifferentiated = sums_of(x, w, y, m, **options)
     np.testing.assert_allclose(undifferentiated.total, sums.total, rtol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+def test_soft_capped_sums_and_gradients_are_the_closed_forms(cap):
+    x, w, y, m = problem(2, 37, 16, 50)
+    expected, dx, dw, nll = closed_form(x, w, y, m, 1e-2, 0.1, cap)
+    options = {"z_loss_weight": 1e-2, "label_smoothing": 0.1, "soft_cap": cap, "chunk_tokens": 16}
+    sums, grads = value_and_grads(x, w, y, m, **options)
+    np.testing.assert_allclose([sums.total, sums.cross_entropy, sums.z_loss, sums.correct], expected, rtol=2e-6)
+    np.testing.assert_allclose(grads[0], dx, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(grads[1], dw, rtol=2e-5, atol=2e-5)
+    _, dx, _, _ = closed_form(x, w, y, m, 0.0, 0.0, cap)
+    losses = lambda x: token_losses(*named(x, w, jnp.asarray(y)), soft_cap=cap, chunk_tokens=16).array  # noqa: E731
+    got, vjp = jax.vjp(losses, jnp.asarray(x))
+    np.testing.assert_allclose(got, nll, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(vjp(jnp.asarray(m))[0], dx, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
+def test_a_cap_that_lets_nothing_through_is_refused(cap):
+    with pytest.raises(ValueError, match=r"soft_cap: .* given, more than 0 or None expected"):
+        sums_of(*problem(1, 2, 4, 5), soft_cap=cap)
 
 
 def test_equals_torch_cross_entropy():

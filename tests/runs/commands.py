@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -76,6 +77,22 @@ class Workplace:
         command = [sys.executable, "-m", module, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=env, **pipes)
+
+    def start_all(
+        self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
+    ) -> list[subprocess.Popen[str]]:
+        """Starts the command in so many processes that know of each other."""
+        if processes == 1:
+            return [self.start(*arguments, module=module, **environment)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        where = "--trainer.distributed."
+        common = (f"{where}coordinator_address", address, f"{where}num_processes", str(processes))
+        return [
+            self.start(*arguments, *common, f"{where}process_id", str(number), module=module, **environment)
+            for number in range(processes)
+        ]
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:
         """Runs a command to its end."""

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from jaxlm.bench import main
+
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
 
 
@@ -62,8 +64,16 @@ def test_forecast_for_machines_that_are_not_there(workplace):
         assert 0 < one["memory_bytes"] < one["memory_limit"]
 
 
-def test_a_topology_that_is_none(workplace):
-    place = workplace()
-    place.write()
-    done = place.run("--config_path", "run.yaml", "--topology", "v5p-7", module="jaxlm.bench")
-    assert (done.code, "--topology v5p-7" in done.err, "Traceback" in done.err) == (2, True, False)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topology", "v5p-7"), "--topology v5p-7"),
+        (("--topology", "h100-8", "--steps", "20"), "--steps and --warmup have no effect"),
+        (("--topology", "h100-8", "--warmup", "0"), "--steps and --warmup have no effect"),
+        (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm.bench measures steps"),
+    ],
+)
+def test_what_cannot_be(workplace, capsys, arguments, message):
+    path = workplace().write()
+    assert main(["--config_path", str(path), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -3,10 +3,12 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from jaxlm.evaluate import main
+from jaxlm.sample import main as sample
 from tests.runs.commands import Finished, Workplace
 
 
@@ -86,9 +88,50 @@ def test_other_text_has_a_cache_of_its_own(finished):
         (("--batch_size", "0"), "--batch_size: 0 given"),
         (("--max_batches", "few"), "--max_batches: 'few' given"),
         (("--config_path", "run.yaml"), "brings its own configuration"),
+        (("--data.tokenizer", "x.json"), "--data.tokenizer has no effect here: the model knows the tokens"),
+        (("--data.vocab_size", "300"), "--data.vocab_size has no effect here"),
+        (("--data.shuffle", "false"), "--data.shuffle has no effect here"),
+        (("--data.train_urls", "[x]"), "--data.validation_urls names the text"),
+        (("--batchsize", "4"), "--batchsize is no option of python -m jaxlm.evaluate. Did you mean --batch_size?"),
+        (("--dry_run", "true"), "--dry_run is no option of python -m jaxlm.evaluate"),
+        (("--optimizer", "{learning_rate: 1}"), "--optimizer is no option of"),
+        (("--optimizer.learning_rate", "1"), "--optimizer.learning_rate has no effect on a model that is trained"),
+        (("--trainer.num_train_steps", "1"), "--trainer.num_train_steps has no effect on a model that is trained"),
+        (("--trainer.model_axis", "2"), "Did you mean 'model_axis_size'"),
     ],
 )
 def test_mistakes_are_one_message(finished, arguments, said, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     assert main(["--checkpoint", "checkpoints/run", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--promt", "x"), "--promt is no option of python -m jaxlm.sample. Did you mean --prompt?"),
+        (("--data.shuffle", "false"), "--data.shuffle has no effect on a model that is trained already"),
+        (("--trainer.max_eval_batches", "3"), "--trainer.max_eval_batches has no effect on a model that is trained"),
+        (("--trainer.model_axis_size", "3"), "trainer.model_axis_size"),
+        (("--trainer.mp", "f31"), "trainer.mp"),
+        (("x",), "'x' is not an option"),
+    ],
+)
+def test_sample_takes_keys_as_evaluate_does(finished, arguments, said, monkeypatch, capsys):
+    monkeypatch.chdir(finished.folder)
+    assert sample(["--checkpoint", "checkpoints/run", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_sample_computes_as_its_keys_say(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished.folder)
+    seen = []
+
+    def generate(model, *_, **__):
+        seen.append({leaf.dtype.name for leaf in jax.tree.leaves(model)})
+        return [[]]
+
+    monkeypatch.setattr("jaxlm.sample.generate", generate)
+    for keys in ((), ("--trainer.mp", "p=f32,c=bfloat16")):
+        assert sample(["--checkpoint", "checkpoints/run", *keys]) == 0
+    assert seen == [{"float32"}, {"bfloat16"}]

@@ -111,13 +111,16 @@ def test_what_is_in_the_caches(config_path, capsys):
         (["--show_batch", "-1"], "--show_batch: -1 given"),
         (["--show_batch", "0", "--trainer.train_batch_size", "-1"], "needs trainer.train_batch_size"),
         (["--data.train_urls", "[nowhere.txt]"], "data.train_urls[0]: 'nowhere.txt' matches no file"),
+        (["--dry_run", "true"], "dry_run: true has no effect here: jaxlm.prepare makes caches"),
     ],
 )
-def test_what_cannot_be(config_path, capsys, arguments, message):
+def test_what_cannot_be_is_said_before_anything_is_made(config_path, tmp_path, capsys, arguments, message):
     text = config_path.read_text().split("phases:")[0] + "phases: [{name: a}, {name: b}]\n"
     config_path.write_text(text)
-    assert main(["--config_path", str(config_path), *arguments]) == 2
+    fresh = ("--data.cache_dir", str(tmp_path / "fresh"))
+    assert main(["--config_path", str(config_path), *fresh, *arguments]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "fresh").exists()
 
 
 @pytest.mark.slow

@@ -2,12 +2,9 @@
 
 import functools
 import signal
-import socket
 import subprocess
 
 import pytest
-
-from tests.runs.commands import Workplace
 
 RUN = ("--config_path", "run.yaml")
 
@@ -19,27 +16,11 @@ def uninterrupted(workplace):
     def run(processes: int):
         place = workplace(4 if processes == 2 else 1)
         place.write()
-        results = [process_end(p) for p in started(place, processes)]
+        results = [process_end(p) for p in place.start_all(processes, *RUN)]
         assert [r[0] for r in results] == [0] * processes, results
         return place.losses(), place.digest("step-24")
 
     return functools.cache(run)
-
-
-def started(
-    place: Workplace, processes: int, module: str = "jaxlm.train", **environment: str
-) -> list[subprocess.Popen]:
-    """The command in so many processes that know of each other."""
-    if processes == 1:
-        return [place.start(*RUN, module=module, **environment)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    common = ("--trainer.distributed.coordinator_address", address, "--trainer.distributed.num_processes", "2")
-    return [
-        place.start(*RUN, *common, "--trainer.distributed.process_id", str(i), module=module, **environment)
-        for i in range(2)
-    ]
 
 
 def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -59,13 +40,13 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
 def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
     place = workplace(4 if processes == 2 else 1)
     place.write()
-    running = started(place, processes, "tests.runs.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7")
+    running = place.start_all(processes, *RUN, module="tests.runs.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7")
     results = [process_end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
     assert f"stopped by signal {int(number)}; saved as checkpoints/run/step-" in results[0][1]
     saved = max(int(name.removeprefix("step-")) for name in place.checkpoints())
     assert saved == 7 if processes == 1 else 7 <= saved <= 11
-    results = [process_end(process) for process in started(place, processes)]
+    results = [process_end(process) for process in place.start_all(processes, *RUN)]
     assert [code for code, _, _ in results] == [0] * processes, results
     assert (place.losses(), place.digest("step-24")) == uninterrupted(processes)
 
@@ -73,7 +54,7 @@ def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
 def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
-    (code, _, err) = process_end(started(place, 1, "tests.runs.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice")[0])
+    (code, _, err) = process_end(place.start(*RUN, module="tests.runs.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice"))
     assert code == 143
     assert "step-7" not in place.checkpoints()
     assert "Traceback" not in err

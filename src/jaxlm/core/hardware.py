@@ -1,6 +1,8 @@
 """What the devices can do: peak arithmetic rates, which model FLOPs utilisation is measured against, and memory."""
 
 import os
+import re
+from typing import Any
 
 import jax
 
@@ -34,6 +36,12 @@ def peak_flops(device_kind: str) -> float | None:
     words = f" {device_kind.lower().replace('-', ' ').replace('nvidia', ' ')} "
     known = [name for name in _PEAK_BF16 if f" {name} " in words]
     return _PEAK_BF16[max(known, key=len)] if known else None
+
+
+def cuda_capability(device: Any) -> tuple[int, int] | None:
+    """CUDA compute capability of an NVIDIA device, (9, 0) for Hopper; None of anything else."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def memory_limit() -> int | None:

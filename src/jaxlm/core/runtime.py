@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, HEADS, KV_HEADS, MESH_AXES, MODEL, REPLICA
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.sharding import Layout
 
 T = TypeVar("T")
@@ -190,11 +190,59 @@ def everywhere(holds: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.asarray(holds))))
 
 
-def main_first(make: Callable[[], T]) -> T:
-    """Calls `make` on process 0, then on all others: what it builds on disk is there when they look for it."""
+def main_only(act: Callable[[], T]) -> T | None:
+    """Calls `act` on process 0 while the others wait; they get None.
+
+    Raises:
+        BaseException: what `act` raises, on process 0.
+        ConfigError, PeerError: the same message, on all others: they end with it instead of waiting for what never comes.
+    """
+    if jax.process_count() == 1:
+        return act()
+    made, news = None, np.zeros(_NEWS_BYTES, np.uint8)
     if is_main_process():
-        made = make()
-        barrier("main first")
-        return made
-    barrier("main first")
-    return make()
+        try:
+            made = act()
+        except BaseException as failure:
+            broadcast_from_main(_news_of(failure))
+            raise
+    told = broadcast_from_main(news)
+    if told[0] != _ALL_WELL:
+        raise _failure_told(told)
+    return made
+
+
+def main_first(make: Callable[[], T]) -> T:
+    """Calls `make` on process 0, then on all others: what it builds on disk is there when they look for it.
+
+    Raises:
+        BaseException: what `make` raises, where it does.
+        ConfigError, PeerError: on all other processes, which would otherwise wait for that one.
+    """
+    made = main_only(make)
+    if jax.process_count() > 1:
+        try:
+            made = made if is_main_process() else make()
+        except BaseException:
+            everywhere(False)
+            raise
+        if not everywhere(True):
+            raise PeerError("another process has failed; its own output says why")
+    return cast(T, made)
+
+
+# What process 0 tells the others: one byte for the kind, then text.
+_NEWS_BYTES = 4096
+_ALL_WELL, _CONFIG, _OTHER = range(3)
+
+
+def _news_of(failure: BaseException) -> np.ndarray:
+    kind = _CONFIG if isinstance(failure, ConfigError) else _OTHER
+    text = str(failure) if kind == _CONFIG else f"{type(failure).__name__}: {failure}"
+    raw = bytes([kind]) + text.encode()[: _NEWS_BYTES - 1]
+    return np.frombuffer(raw.ljust(_NEWS_BYTES, b"\0"), np.uint8)
+
+
+def _failure_told(news: np.ndarray) -> Exception:
+    text = "process 0: " + news[1:].tobytes().rstrip(b"\0").decode(errors="ignore")
+    return ConfigError(text) if news[0] == _CONFIG else PeerError(text)

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -45,10 +45,14 @@ class Layout:
             _current.reset(token)
 
     @property
+    def device(self) -> Any:
+        """One of the mesh's devices, which are all alike and need not be there."""
+        return self.mesh.devices.flat[0]
+
+    @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`: of the mesh's devices, which need not be there."""
-        platform = self.mesh.devices.flat[0].platform
-        return "gpu" if platform in ("cuda", "rocm") else platform
+        """`cpu`, `gpu` or `tpu`: of the mesh's devices."""
+        return "gpu" if self.device.platform in ("cuda", "rocm") else self.device.platform
 
     def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """The resting place of a parameter with these axes."""
@@ -75,6 +79,12 @@ def current_platform() -> str:
     """The platform that programs are made for: that of the current layout's devices, else the default one."""
     layout = current_layout()
     return jax.default_backend() if layout is None else layout.platform
+
+
+def current_device() -> Any:
+    """One of the devices that programs are made for, as `current_platform`."""
+    layout = current_layout()
+    return jax.devices()[0] if layout is None else layout.device
 
 
 def for_compute(tree: T) -> T:

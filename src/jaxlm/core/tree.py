@@ -86,6 +86,11 @@ def num_parameters(tree: Any) -> int:
     return sum(raw(leaf).size for _, leaf in leaves(tree) if is_inexact(leaf))
 
 
+def modules(tree: Any, kind: type[M]) -> list[M]:
+    """Every module of a type, in the tree's order."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
+
+
 def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]) -> T:
     """The tree with `change` applied to every module of a type whose path the expression is found in.
 

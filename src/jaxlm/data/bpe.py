@@ -1,14 +1,12 @@
 """A byte-level BPE tokenizer trained on the run's own text."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.durable import locked, needing_space, prepared, publish, sync
+from jaxlm.data.durable import locked, needing_space, prepared, replacing_folder
 from jaxlm.data.recipe import Recipe, check_same, tokenizer_recipe
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
@@ -101,14 +99,9 @@ def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, 
     tokenizer = train_bpe(_up_to(texts, _MOST_CHARACTERS, show), vocab_size)
     if tokenizer.vocab_size < vocab_size:
         show(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
-    unfinished = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    with needing_space(unfinished):
+    with needing_space(folder), replacing_folder(folder) as unfinished:
         tokenizer.save(unfinished)
         (unfinished / _MADE_FROM).write_text(made_from)
-        for name in os.listdir(unfinished):
-            sync(unfinished / name)
-        publish(unfinished, folder)
 
 
 def _up_to(texts: Iterable[str], most_characters: int, show: Callable[[str], None]) -> Iterator[str]:

@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from jaxlm.core.disk import sync
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
 from jaxlm.data.cache import ABOUT, OFFSETS, TARGETS, TOKENS, TokenCache, open_cache, write_about
-from jaxlm.data.durable import locked, needing_space, prepared, publish, replacing, sync
+from jaxlm.data.durable import locked, needing_space, prepared, publish, replacing
 from jaxlm.data.recipe import Recipe, content_of
 from jaxlm.data.records.base import Content, Encoder, Tokens
 from jaxlm.data.text_file import TextFile

@@ -1,8 +1,6 @@
 """The `data` section: which text, cut into which tokens."""
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +88,8 @@ class DataConfig(SourceConfig):
     """Text, a tokenizer, and where the tokens are kept: one source, or several under `configs`.
 
     Attributes:
-        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it.
+        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it. Where it lies in a
+            folder of text, it is left out of that.
         tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
         shuffle: a new order of the windows in each epoch; false reads them as they stand, and `{type: era, era_length: N}`
@@ -192,22 +191,18 @@ class DataConfig(SourceConfig):
         train = {s.name: s.open(TRAIN, tokenizer, seq_len, show) for s in self.sources() if s.name in names}
         return TokenData(self, train, self.open_validation(tokenizer, seq_len, show))
 
-    def open_validation(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> tuple[ValidationData, ...]:
-        """The windows to evaluate on alone, of the sources that have any."""
+    def open_validation(
+        self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False
+    ) -> tuple[ValidationData, ...]:
+        """The windows to evaluate on alone, of the sources that have any.
+
+        Args:
+            apart: in token caches named by their content, so that they are never taken for the run's.
+        """
         return tuple(
-            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show))
+            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show, apart=apart))
             for source in self.sources()
             if source.config.validation_urls
-        )
-
-    def with_cache_of_its_own(self, tokenizer: Tokenizer) -> "DataConfig":
-        """The same data with caches below this `cache_dir`, in a folder named by the content of the validation text."""
-        recipes = {s.name: s.recipe(VALIDATION, tokenizer) for s in self.sources() if s.config.validation_urls}
-        name = hashlib.sha256(json.dumps(recipes.get("", recipes)).encode()).hexdigest()[:16]
-        return replace(
-            self,
-            cache_dir=str(Path(self.cache_dir) / "evaluate" / name),
-            configs={name: replace(config, cache_dir=None) for name, config in self.configs.items()},
         )
 
     def validation_documents(self) -> Iterator[str]:
@@ -215,8 +210,8 @@ class DataConfig(SourceConfig):
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 
     def _source(self, name: str, key: str, config: SourceConfig, folder: Path) -> NamedSource:
-        mirror = Path(self.cache_dir) / "mirror"
-        return NamedSource(name, key, config, folder, mirror, bos=self.enforce_bos, eos=self.enforce_eos)
+        home = Path(self.cache_dir)
+        return NamedSource(name, key, config, folder, home, bos=self.enforce_bos, eos=self.enforce_eos)
 
     def _weighed_names(self) -> list[str]:
         """Of the sources that are trained on at some step."""

@@ -2,13 +2,32 @@
 
 import contextlib
 import errno
+import glob
 import os
+import platform
+import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.disk import sync
 from jaxlm.core.errors import ConfigError
 
 _LOCK_NAME = ".lock"
+
+
+def temporary(path: Path) -> Path:
+    """A name beside `path` that nobody else takes: no other process of this host, and no other host on a shared disk."""
+    return path.with_name(f"{path.name}.{platform.node()}-{secrets.token_hex(4)}.tmp")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Deletes what processes of this host that were killed left of `temporary(path)`. Call it with the lock.
+
+    Where a disk is shared, the lock may hold on each host alone: what others write is theirs.
+    """
+    for left in path.parent.glob(glob.escape(f"{path.name}.{platform.node()}-") + "*.tmp"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def prepared(folder: Path) -> Path:
@@ -63,27 +82,39 @@ def locked(folder: Path, show: Callable[[str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path to write; it takes the name `path` once the block has ended and the bytes are on disk."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished = temporary(path)
     try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
+        yield unfinished
+        sync(unfinished)
+        os.replace(unfinished, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     sync(path.parent)
 
 
-def publish(unfinished: Path, folder: Path) -> None:
-    """Gives a folder whose files are all on disk its final name."""
-    sync(unfinished)
-    os.rename(unfinished, folder)
-    sync(folder.parent)
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to make and fill; it takes the name `folder` once the block has ended and its files are on disk.
 
-
-def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    Call it with the lock.
+    """
+    remove_leftovers(folder)
+    unfinished = temporary(folder)
     try:
-        os.fsync(descriptor)
+        yield unfinished
+        for path in unfinished.iterdir():
+            sync(path)
+        publish(unfinished, folder)
     finally:
-        os.close(descriptor)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """Gives a folder whose files are all on disk its final name; where another host was faster, its folder stays."""
+    sync(unfinished)
+    try:
+        os.rename(unfinished, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    sync(folder.parent)

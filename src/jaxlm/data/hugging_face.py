@@ -8,7 +8,6 @@ asking the hub again; name a revision, or delete the copy, for another state.
 
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from urllib.parse import parse_qsl
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show, Source
-from jaxlm.data.durable import locked, needing_space, prepared, publish, sync
+from jaxlm.data.durable import locked, needing_space, prepared, replacing_folder
 
 SCHEME = "hf:"
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -114,13 +113,8 @@ class HubDataset(Source):
     def _copy(self, place: Path, show: Show) -> None:
         show(f"mirror: {self.url}: loading through the library datasets ...")
         dataset = self._call("load_dataset", **dict(self.options))
-        unfinished = place.with_name(f"{place.name}.building")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with needing_space(unfinished):
+        with needing_space(place), replacing_folder(place) as unfinished:
             dataset.save_to_disk(str(unfinished))
-            for path in unfinished.iterdir():
-                sync(path)
-            publish(unfinished, place)
         show(f"mirror: {self.url}: {dataset.num_rows:,} rows, kept in {place}")
 
     def _call(self, function: str, **options: str) -> Any:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show, Source
-from jaxlm.data.durable import locked, needing_space, prepared, replacing
+from jaxlm.data.durable import locked, needing_space, prepared, remove_leftovers, replacing
 from jaxlm.data.formats import format_of, has_records
 from jaxlm.data.patterns import before_wildcards
 
@@ -90,8 +90,7 @@ class RemoteFile(Source):
 
     def _copy(self, place: Path, show: Show) -> None:
         fs, path = _filesystem(self.url, self.key)
-        for left in place.parent.glob(f"{place.name}.*.tmp"):  # by a copy that was killed; whoever copies has the lock
-            left.unlink()
+        remove_leftovers(place)
         with needing_space(place), replacing(place) as unfinished:
             try:
                 fs.get_file(path, str(unfinished), callback=_copying(self, show))

@@ -1,6 +1,7 @@
 """One source of text: what its keys say, and its token caches."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,7 @@ class NamedSource:
         key: of the section that configures it, for messages.
         config: its keys.
         folder: its caches are `<folder>/train` and `<folder>/validation`.
-        mirror: copies of remote files are kept here.
+        home: the run's `data.cache_dir`, which is no text; copies of remote files are kept in it.
         bos, eos: whether every document begins and ends with the tokenizer's tokens for that.
     """
 
@@ -63,9 +64,14 @@ class NamedSource:
     key: str
     config: SourceConfig
     folder: Path
-    mirror: Path
+    home: Path
     bos: bool
     eos: bool
+
+    @property
+    def mirror(self) -> Path:
+        """Where copies of remote files are kept."""
+        return self.home / "mirror"
 
     def urls(self, split: str) -> list[str]:
         """As they are configured."""
@@ -79,7 +85,9 @@ class NamedSource:
                 or with other options.
         """
         splits = {
-            split: [s for some in list_sources(self.urls(split), self._key_of(split), self.mirror) for s in some]
+            split: [
+                s for some in list_sources(self.urls(split), self._key_of(split), self.mirror, self.home) for s in some
+            ]
             for split in (TRAIN, VALIDATION)
         }
         self._check_records([source for sources in splits.values() for source in sources])
@@ -117,13 +125,19 @@ class NamedSource:
         made_from = cache_recipe(self.files(split, show), tokenizer, bos=self.bos, eos=self.eos)
         return {**made_from, **self.config.format.recipe(), **encoder.recipe()}
 
-    def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show) -> Windows:
-        """Its windows; tokenized first where no cache is there."""
+    def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False) -> Windows:
+        """Its windows; tokenized first where no cache is there.
+
+        Args:
+            apart: in a cache named by its content.
+        """
         named = (lambda line: show(f"{self.name} {line}")) if self.name else show
         how = self.config.format
         encoder = self.encoder(tokenizer)
         made_from = self.recipe(split, tokenizer, show)
-        cache = open_or_build(self.folder / split, self.files(split, show), encoder, made_from, named)
+        apart_name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+        folder = self.folder / "evaluate" / apart_name if apart else self.folder
+        cache = open_or_build(folder / split, self.files(split, show), encoder, made_from, named)
         if how.documents_a_window is None:
             return Windows(cache, seq_len)
         windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))
@@ -140,7 +154,7 @@ class NamedSource:
         return make_origins(windows.cache, urls, [len(self._files(split, urls[: n + 1])) for n in range(len(urls))])
 
     def _files(self, split: str, urls: list[str], show: Show = print) -> list[TextFile]:
-        return find_files(urls, self._key_of(split), self._text_key, self.mirror, show)
+        return find_files(urls, self._key_of(split), self._text_key, self.mirror, show, self.home)
 
     @property
     def _text_key(self) -> str:

@@ -25,6 +25,7 @@ from jaxlm.data.text_file import TextFile
 _NAMES_SHOWN = 5
 _COPIES_AT_ONCE = 8
 _USUAL_MIRROR = Path("cache/mirror")
+_HERE = ("file://", "local://")  # fsspec's names for this machine's own files
 
 
 @dataclass(frozen=True)
@@ -65,32 +66,40 @@ class LocalFile(Source):
         return [(self.known_as, self.path)]
 
 
-def list_sources(urls: Sequence[str], key: str, mirror: Path = _USUAL_MIRROR) -> list[list[Source]]:
+def list_sources(
+    urls: Sequence[str], key: str, mirror: Path = _USUAL_MIRROR, cache: Path | None = None
+) -> list[list[Source]]:
     """What each URL means, sorted by name. Nothing is copied.
 
     Args:
         key: where URLs are configured (`data.train_urls`), for messages.
         mirror: where copies of what is elsewhere are kept.
+        cache: a folder whose files are no text: left out where it lies in a folder that a URL means.
 
     Raises:
-        ConfigError: a URL that matches nothing; says what there is nearby, or what to do.
+        ConfigError: a URL that matches nothing, or means the cache itself; says what there is nearby, or what to do.
     """
-    return [_sources_of(url, f"{key}[{number}]", mirror) for number, url in enumerate(urls)]
+    return [_sources_of(url, f"{key}[{number}]", mirror, cache) for number, url in enumerate(urls)]
 
 
 def find_files(
-    urls: Sequence[str], key: str, text_key: str, mirror: Path = _USUAL_MIRROR, show: Show = print
+    urls: Sequence[str],
+    key: str,
+    text_key: str,
+    mirror: Path = _USUAL_MIRROR,
+    show: Show = print,
+    cache: Path | None = None,
 ) -> list[TextFile]:
     """The files that URLs mean, each once: in the order of the URLs, and sorted by name within each.
 
-    What is elsewhere is copied into `mirror` first.
+    What is elsewhere is copied into `mirror` first. Files of the folder `cache` are left out, see `list_sources`.
 
     Raises:
         ConfigError: as `list_sources`, or a copy that fails.
     """
     found: dict[Path, TextFile] = {}
     names: set[str] = set()
-    listed = list_sources(urls, key, mirror)
+    listed = list_sources(urls, key, mirror, cache)
     _copy([source for sources in listed for source in sources], mirror, show)
     for number, sources in enumerate(listed):
         for name, path in (file for source in sources for file in source.files(mirror, show)):
@@ -113,30 +122,38 @@ def _copy(sources: Sequence[Source], mirror: Path, show: Show) -> None:
             list(pool.map(lambda source: source.files(mirror, show), away))
 
 
-def _sources_of(url: str, key: str, mirror: Path) -> list[Source]:
+def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[Source]:
     if url.startswith(stdlib.SCHEME):
         return [LocalFile(*file) for file in stdlib.library_files(url.removeprefix(stdlib.SCHEME), key)]
     if "://" in url:
-        return _remote_files(url, key)
+        return _remote_files(url, key, cache)
     if url.startswith(hugging_face.SCHEME):
         dataset = hugging_face.hub_dataset(url, key)
         dataset.check(mirror)
         return [dataset]
-    return _local_files(url, key)
+    return _local_files(url, key, cache)
 
 
-def _remote_files(url: str, key: str) -> list[Source]:
+def _remote_files(url: str, key: str, cache: Path | None) -> list[Source]:
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         listed = list(pool.map(lambda one: list_remote(one, key), expand_braces(url, key)))
     root = common_folder([folder for folder, _ in listed])
-    files = {file.url: file for _, some in listed for file in some}.values()
+    files = list({file.url: file for _, some in listed for file in some}.values())
+    if cache is not None and url.startswith(_HERE):
+        text = set(_without_cache([_path_of(file.url) for file in files], Path(root), cache, url, key))
+        files = [file for file in files if _path_of(file.url) in text]
     _check_suffixes((file.url.partition("?")[0] for file in files), key)
     _check_some_text([file.num_bytes for file in files], url, key)
     named = [file.renamed(file.name.partition("?")[0][len(root) :].lstrip("/")) for file in files]
     return sorted(named, key=lambda file: file.name)
 
 
-def _local_files(url: str, key: str) -> list[Source]:
+def _path_of(url: str) -> Path:
+    """Of a URL that begins with one of `_HERE`."""
+    return Path(url.partition("://")[2])
+
+
+def _local_files(url: str, key: str, cache: Path | None) -> list[Source]:
     patterns = [url] if os.path.exists(os.path.expanduser(url)) else expand_braces(url, key)
     listed = [_matches(pattern, key) for pattern in patterns]
     if len(listed) == 1:
@@ -144,6 +161,8 @@ def _local_files(url: str, key: str) -> list[Source]:
     else:
         root = Path(common_folder([os.path.abspath(folder) for folder, _ in listed]) or "/")
         paths = list(dict.fromkeys(Path(os.path.abspath(path)) for _, some in listed for path in some))
+    if cache is not None:
+        paths = _without_cache(paths, root, cache, url, key)
     _check_suffixes(paths, key)
     for path in paths:
         if not os.access(path, os.R_OK):
@@ -166,6 +185,30 @@ def _matches(url: str, key: str) -> tuple[Path, list[Path]]:
     if not paths:
         raise ConfigError(f"{key}: '{url}' matches no file{_nearby(path)}")
     return Path(*before_wildcards(path.parts)), paths
+
+
+def _without_cache(paths: Sequence[Path], root: Path, cache: Path, url: str, key: str) -> list[Path]:
+    """The paths of a URL that do not lie in the cache.
+
+    Args:
+        root: the folder that the URL means, or what its pattern has before its wildcards.
+
+    Raises:
+        ConfigError: that is the cache itself, so that text and what is made of it cannot be told apart; or nothing is left.
+    """
+    root, cache = root.resolve(), cache.resolve()
+    place = os.path.expanduser(url.partition("://")[2] or url)
+    if root == cache and (os.path.isdir(place) or any(c in os.path.dirname(place) for c in "*?[")):
+        raise ConfigError(
+            f"{key}: '{url}' means the folder of data.cache_dir, in which the caches' own files would be read as text."
+            " Choose another data.cache_dir, or put the text into a folder of its own"
+        )
+    if root not in cache.parents:
+        return list(paths)
+    text = [path for path in paths if cache not in path.resolve().parents]
+    if not text:
+        raise ConfigError(f"{key}: '{url}' holds no text but what lies in data.cache_dir ({cache}), which is left out")
+    return text
 
 
 def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:

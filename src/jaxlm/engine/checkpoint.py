@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from jaxlm.core import tree
-from jaxlm.core.runtime import barrier, is_main_process
+from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.integrity import seal
 from jaxlm.engine.orbax_noise import silence_repeated_errors
 from jaxlm.engine.state import RunState
@@ -126,16 +126,17 @@ class CheckpointWriter:
         Raises:
             SaveError: the folder cannot be written to.
         """
-        if is_main_process():
-            probe = self.folder / f"probe{_UNFINISHED}"
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                probe.write_bytes(b"jaxlm")
-            except OSError as error:
-                raise SaveError(f"the checkpoint folder {self.folder} cannot be written to: {error}") from error
-            for path in self.folder.glob(f"*{_UNFINISHED}"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        barrier("checkpoint folder ready")
+        main_only(self._prepare)
+
+    def _prepare(self) -> None:
+        probe = self.folder / f"probe{_UNFINISHED}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"jaxlm")
+        except OSError as error:
+            raise SaveError(f"the checkpoint folder {self.folder} cannot be written to: {error}") from error
+        for path in self.folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
         """Copies the state off the devices and returns; the rest happens in the background.
@@ -152,10 +153,7 @@ class CheckpointWriter:
         final = self.folder / cursor.folder_name
         unfinished = self.folder / f"{cursor.folder_name}{_UNFINISHED}"
         try:
-            if is_main_process():
-                shutil.rmtree(unfinished, ignore_errors=True)
-                self._write_small_files(unfinished, state, cursor, position)
-            barrier(f"save {cursor.folder_name}")
+            main_only(lambda: self._write_small_files(unfinished, state, cursor, position))
             self._orbax.save(unfinished / "state", args=self._save_args(flat_arrays(state)))
         except (OSError, ValueError) as error:  # ValueError is how tensorstore says that the disk is full
             raise SaveError.because(self.folder, error) from error
@@ -177,6 +175,7 @@ class CheckpointWriter:
             self.wait()
 
     def _write_small_files(self, folder: Path, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
         files = {f"run/{name}": content for name, content in self._run_files.items()} | {
             "run/cursor.json": json.dumps(asdict(cursor)).encode(),

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from jaxlm.core.disk import sync
 
 CHECKSUMS = "checksums.json"
 
@@ -24,7 +25,7 @@ def seal(folder: Path) -> None:
     sums = dict(zip(names, digests, strict=True))
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     for path in (folder / CHECKSUMS, folder):
-        _fsync(path)
+        sync(path)
 
 
 def verify(folder: Path, below: str = "") -> None:
@@ -64,13 +65,5 @@ def _digest(path: Path) -> str:
 
 def _digest_on_disk(path: Path) -> str:
     digest = _digest(path)
-    _fsync(path)
+    sync(path)
     return digest
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

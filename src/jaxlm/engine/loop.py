@@ -11,6 +11,7 @@ from jaxlm.data.base import Batches
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.profile import pause
 from jaxlm.engine.reports import Reports
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
@@ -62,11 +63,12 @@ def run_phase(
         saving = ending or agreed.save or saver.due_by_step(step)
         if due or saving:
             reports.drain()
-            for hook in due:
-                hook.run(step, state)
-            if saving:
-                saver.save(state, step, batches.state(), forced=ending)
-                reports.tally = None  # every vote cast before this save has been heard
+            with pause():
+                for hook in due:
+                    hook.run(step, state)
+                if saving:
+                    saver.save(state, step, batches.state(), forced=ending)
+                    reports.tally = None  # every vote cast before this save has been heard
             reports.skip_time()
         if first:
             first = False

@@ -1,16 +1,19 @@
 """A recorded profile, summed up: where the devices' time went."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxlm.core.operations import CONTAINERS, KINDS, Operation, operation_by_name
 
 _MOST_SHOWN = 20
 _SOURCE_LENGTH = 60
 _DEVICE_LINES = ("Stream", "XLA Ops")
+_PAUSE = "jaxlm.pause"
 _NO_OPERATION = ("ThreadpoolListener", "end: ", "$")
 
 
@@ -43,8 +46,10 @@ class Profile:
         spent: by operation, most first. Where operations run at the same time on one device, each counts in full.
         num_devices: that ran any.
         num_steps: that were recorded.
-        seconds: from the first operation to the end of the last, the mean over devices.
+        seconds: from the first operation to the end of the last, without the pauses, the mean over devices.
         idle: share of that in which a device ran nothing.
+        paused: seconds in which the loop stood still for evaluations and saves, from the operation before to the one
+            after, the mean over devices. What ran in them is not among `spent`.
     """
 
     spent: tuple[Spent, ...]
@@ -52,6 +57,7 @@ class Profile:
     num_steps: int
     seconds: float
     idle: float
+    paused: float
 
     def by_kind(self) -> dict[str, float]:
         """Kind -> seconds, most first."""
@@ -59,6 +65,11 @@ class Profile:
         for item in self.spent:
             sums[item.operation.kind] += item.seconds
         return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
+def pause() -> jax.profiler.TraceAnnotation:
+    """Around what the loop stands still for, once the devices are done: a profile then tells it from idle time."""
+    return jax.profiler.TraceAnnotation(_PAUSE)
 
 
 def newest_trace(folder: Path) -> Path | None:
@@ -74,11 +85,23 @@ def read_profile(trace: Path, program: str, operations: Mapping[str, Operation],
         program: the name of the compiled program; what others ran in between is left out.
         operations: of that program.
     """
-    return sum_up(list(_events(trace, program)), operations, num_steps)
+    from jax.profiler import ProfileData
+
+    planes = list(ProfileData.from_file(str(trace)).planes)
+    return sum_up(_events(planes, program), operations, num_steps, list(_pauses(planes)))
 
 
-def sum_up(events: Iterable[Event], operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
-    """See `Profile`. An operation that holds others counts without them; loops and branches not at all."""
+def sum_up(
+    events: Iterable[Event],
+    operations: Mapping[str, Operation],
+    num_steps: int,
+    pauses: Sequence[tuple[float, float]] = (),
+) -> Profile | None:
+    """See `Profile`. An operation that holds others counts without them; loops and branches not at all.
+
+    Args:
+        pauses: begin and end of each stretch in which the loop stood still, in nanoseconds.
+    """
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -93,7 +116,11 @@ def sum_up(events: Iterable[Event], operations: Mapping[str, Operation], num_ste
                 busy[device].append((event.start, event.end))
     if not busy:
         return None
-    spans = [max(end for _, end in parts) - min(start for start, _ in parts) for parts in busy.values()]
+    paused = [sum(end - start for start, end in _gaps(parts) if _meets(start, end, pauses)) for parts in busy.values()]
+    spans = [
+        max(end for _, end in parts) - min(start for start, _ in parts) - left_out
+        for parts, left_out in zip(busy.values(), paused, strict=True)
+    ]
     covered = [_covered(parts) for parts in busy.values()]
     spent = [
         Spent(name, operations.get(name) or operation_by_name(name), seconds[name], calls[name]) for name in seconds
@@ -104,6 +131,7 @@ def sum_up(events: Iterable[Event], operations: Mapping[str, Operation], num_ste
         num_steps=num_steps,
         seconds=sum(spans) / len(spans) / 1e9,
         idle=1 - sum(covered) / max(sum(spans), 1e-9),
+        paused=sum(paused) / len(paused) / 1e9,
     )
 
 
@@ -117,6 +145,11 @@ def describe_profile(profile: Profile, title: str) -> str:
         "",
         f"{profile.num_steps} steps on {profile.num_devices} device(s), {step_ms:.3f} ms a step,",
         f"in which a device was idle {profile.idle:.1%} of the time. Below: ms a step and device.",
+        *(
+            [f"Not among it: {profile.paused:.3f} s of evaluations and saves between the steps."]
+            if profile.paused
+            else []
+        ),
         "",
         "| kind | ms | share |",
         "|---|---|---|",
@@ -137,11 +170,17 @@ def describe_profile(profile: Profile, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _events(trace: Path, program: str) -> Iterator[Event]:
-    """Executions in jax's file: on GPU and TPU in a plane of each device, on CPU among the host's threads."""
-    from jax.profiler import ProfileData
+def _pauses(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
+    """Begin and end of what `pause` was around."""
+    for plane in planes:
+        if not plane.name.startswith("/device:"):
+            found = (event for line in plane.lines for event in line.events if event.name == _PAUSE)
+            yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in found)
 
-    for plane in ProfileData.from_file(str(trace)).planes:
+
+def _events(planes: Iterable[Any], program: str) -> Iterator[Event]:
+    """Executions in jax's file: on GPU and TPU in a plane of each device, on CPU among the host's threads."""
+    for plane in planes:
         on_device = plane.name.startswith("/device:")
         for line in plane.lines:
             # Other lines of a device say the same once more, by module or by step.
@@ -176,6 +215,19 @@ def _own_times(line: list[Event]) -> Iterator[tuple[Event, float]]:
         open_events.append((event, []))
     for done, inside in reversed(open_events):
         yield done, done.end - done.start - sum(inside)
+
+
+def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What lies between the union of intervals."""
+    (_, reached), *rest = sorted(parts)
+    for start, end in rest:
+        if start > reached:
+            yield reached, start
+        reached = max(end, reached)
+
+
+def _meets(start: float, end: float, pauses: Sequence[tuple[float, float]]) -> bool:
+    return any(begin < end and start < over for begin, over in pauses)
 
 
 def _covered(parts: list[tuple[float, float]]) -> float:

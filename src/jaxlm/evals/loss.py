@@ -133,7 +133,8 @@ class LossMeter:
 
     def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> _Totals:
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
-        nats = token_losses(hidden.final, model.lm_head(), batch.targets) * batch.loss_mask
+        losses = token_losses(hidden.final, model.lm_head(), batch.targets, soft_cap=model.logit_soft_cap)
+        nats = losses * batch.loss_mask
         num_bytes = hax.named(jnp.asarray(self._token_bytes)[batch.targets.array], batch.targets.axes)
         num_bytes = num_bytes * batch.loss_mask
         is_text = num_bytes > 0

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.core.sharding import current_platform
+from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.sharding import current_device, current_platform
 from jaxlm.models.backends.blocks import block_attention
 from jaxlm.models.backends.choice import AUTO, AttentionTask, choose_attention
+from jaxlm.models.backends.cudnn import cudnn_attention
 from jaxlm.models.backends.plain import plain_attention
 from jaxlm.models.backends.splash import splash_attention
 from jaxlm.models.base import Inputs
@@ -86,19 +88,40 @@ def attention(
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
     within_row = visibility.within_row
     dropout = 0.0 if key is None else dropout
-    task = AttentionTask(current_platform(), q.dtype, q.axis_size(POSITION), within_row, dropout)
+    task = AttentionTask(
+        current_platform(),
+        q.dtype,
+        q.axis_size(POSITION),
+        head_size=q.axis_size(HEAD_SIZE),
+        group=num_heads // num_kv_heads,
+        window=window,
+        capability=cuda_capability(current_device()),
+        within_row=within_row,
+        dropout=dropout,
+    )
     choice = choose_attention(task, backend if within_row else AUTO)
     segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blocks":
         out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window)
     elif choice.name == "splash":
-        place = HeadPlacement.of(q, k)
-        out = place.mapped(functools.partial(splash_attention, window=window))(
+        kernel = functools.partial(splash_attention, window=window)
+        out = HeadPlacement.of(q, k).mapped(kernel)(
             q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32)
         )
+    elif choice.name in ("cudnn", "cudnn_rows"):
+        q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
+        kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
+        out = HeadPlacement.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
         out = plain_attention(q_BTKGH, k.array, v.array, _mask(visibility, window), factor, dropout, key)
     return NamedArray(out.reshape(q.array.shape), q.axes)
+
+
+def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
+    """Queries and a plain number whose product they are multiplied by `factor`: some kernels are compiled for one."""
+    if isinstance(factor, float):
+        return q_BTKGH, factor
+    return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
 
 
 def _mask(visibility: Visibility, window: int | None) -> jax.Array:

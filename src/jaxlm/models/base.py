@@ -13,6 +13,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.types import Sum
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.kernels import soft_capped
 from jaxlm.models.recompute import AUTO, parse_keep
 
 
@@ -61,7 +62,13 @@ class Hidden(eqx.Module):
 
 
 class LanguageModel(eqx.Module):
-    """Tokens to logits. Abstract; every model is final."""
+    """Tokens to logits. Abstract; every model is final.
+
+    Attributes:
+        logit_soft_cap: what the family's logits stay below, for those that have a soft cap (`kernels.soft_capped`).
+    """
+
+    logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
 
     @property
     @abc.abstractmethod
@@ -82,8 +89,9 @@ class LanguageModel(eqx.Module):
         """The head's weight, {vocab, embed}: the token embedding itself where the two are tied."""
 
     def logits(self, hidden: NamedArray) -> NamedArray:
-        """{..., embed} to {..., vocab}."""
-        return hax.dot(hidden, self.lm_head(), axis=EMBED)
+        """{..., embed} to {..., vocab}, below the soft cap."""
+        logits = hax.dot(hidden, self.lm_head(), axis=EMBED)
+        return NamedArray(soft_capped(logits.array, self.logit_soft_cap), logits.axes)
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
@@ -123,11 +131,6 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     @abc.abstractmethod
     def Embed(self) -> Axis:
         """The residual stream's axis."""
-
-    @property
-    @abc.abstractmethod
-    def attention_dropout(self) -> float:
-        """The probability of dropping an attention weight in training."""
 
     @property
     @abc.abstractmethod

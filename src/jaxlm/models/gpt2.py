@@ -79,11 +79,6 @@ class Gpt2Config(ModelConfig):
         return Axis(LAYERS, self.num_layers)
 
     @property
-    def attention_dropout(self) -> float:
-        """The probability of dropping an attention weight in training."""
-        return self.attn_pdrop
-
-    @property
     def Heads(self) -> Axis:
         """Query heads."""
         return Axis(HEADS, self.num_heads)

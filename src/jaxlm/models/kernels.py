@@ -1,7 +1,8 @@
 """Next-token cross-entropy in chunks of tokens, with its gradient computed in the forward pass.
 
 Source: plain cross-entropy with the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5) and the label
-smoothing of Szegedy et al. 2016 (arXiv:1512.00567, section 7). The gradient is computed beside the loss, chunk by
+smoothing of Szegedy et al. 2016 (arXiv:1512.00567, section 7) and the soft cap of Gemma 2 (arXiv:2408.00118, section 2:
+logits become cap * tanh(logits / cap)). The gradient is computed beside the loss, chunk by
 chunk, as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989, section 3.2).
 
 The logits of all tokens, [tokens, vocab] in float32, would be by far the largest array of a training step. Here a scan
@@ -61,6 +62,7 @@ def next_token_sums(
     targets: NamedArray,
     loss_mask: NamedArray,
     *,
+    soft_cap: float | None = None,
     z_loss_weight: float = 0.0,
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
@@ -75,12 +77,17 @@ def next_token_sums(
         head: {vocab, embed}, in the same dtype.
         targets: int {batch, position}. A target outside of the vocabulary makes the loss NaN where the mask is not 0.
         loss_mask: float {batch, position}, each token's weight.
+        soft_cap: what logits stay below, as the model says; None leaves them as they are.
         z_loss_weight: z in `z * logsumexp(logits)**2`, added to each token's loss.
         label_smoothing: the share of the target distribution that is spread evenly over the vocabulary.
         chunk_tokens: upper bound of tokens a chunk on one device; None takes `default_chunk_tokens`.
     """
     spec = _LossSpec(
-        float(z_loss_weight), float(label_smoothing), _chunk_or_default(chunk_tokens), TokenPlacement.of(hidden, head)
+        TokenPlacement.of(hidden, head),
+        _checked_cap(soft_cap),
+        float(z_loss_weight),
+        float(label_smoothing),
+        _chunk_or_default(chunk_tokens),
     )
     x_BSD, w_VD = hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
@@ -91,7 +98,12 @@ def next_token_sums(
 
 
 def token_losses(
-    hidden: NamedArray, head: NamedArray, targets: NamedArray, *, chunk_tokens: int | None = None
+    hidden: NamedArray,
+    head: NamedArray,
+    targets: NamedArray,
+    *,
+    soft_cap: float | None = None,
+    chunk_tokens: int | None = None,
 ) -> NamedArray:
     """Each token's negative log-likelihood in nats, float32 {batch, position}, for evaluation.
 
@@ -99,14 +111,14 @@ def token_losses(
     """
     place = TokenPlacement.of(hidden, head)
     x_BSD, w_VD = hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
-    chunk = _chunk_or_default(chunk_tokens)
+    chunk, cap = _chunk_or_default(chunk_tokens), _checked_cap(soft_cap)
 
     def local(x_BSD, w_VD, y_BS):
         (x_NCD, y_NC), num_tokens = _chunked((x_BSD, y_BS), chunk)
 
         @jax.checkpoint
         def one_chunk(_, xy):
-            logits = _logits(xy[0], w_VD)
+            logits = _logits(xy[0], w_VD, cap)
             return None, _logsumexp(logits, place) - _target_logit(logits, xy[1], place)
 
         _, nll_NC = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
@@ -115,6 +127,17 @@ def token_losses(
     run = place.mapped(local, (place.tokens(1), place.head, place.tokens()), place.tokens())
     y_BS = targets.rearrange((BATCH, POSITION))
     return NamedArray(run(x_BSD, w_VD, y_BS.array), y_BS.axes)
+
+
+def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap): nearly the same for small ones, and never beyond the cap; without a cap, the same."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _checked_cap(soft_cap: float | None) -> float | None:
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap: {soft_cap} given, more than 0 or None expected")
+    return soft_cap
 
 
 def _chunk_or_default(chunk_tokens: int | None) -> int:
@@ -142,8 +165,8 @@ def _chunked(arrays: tuple[jax.Array, ...], chunk_tokens: int) -> tuple[tuple[ja
     return tuple(map(cut, arrays)), num_tokens
 
 
-def _logits(x_CD: jax.Array, w_VD: jax.Array) -> jax.Array:
-    return jnp.einsum("cd,vd->cv", x_CD, w_VD, preferred_element_type=jnp.float32)
+def _logits(x_CD: jax.Array, w_VD: jax.Array, soft_cap: float | None) -> jax.Array:
+    return soft_capped(jnp.einsum("cd,vd->cv", x_CD, w_VD, preferred_element_type=jnp.float32), soft_cap)
 
 
 def _local_ids(y_C: jax.Array, num_local: int, place: TokenPlacement) -> jax.Array:
@@ -184,10 +207,11 @@ def _is_first_maximum(logits_CV: jax.Array, y_C: jax.Array, place: TokenPlacemen
 
 @dataclass(frozen=True)
 class _LossSpec:
+    place: TokenPlacement
+    soft_cap: float | None
     z: float
     smoothing: float
     chunk_tokens: int
-    place: TokenPlacement
 
 
 class _Wanted(NamedTuple):
@@ -208,7 +232,7 @@ def _chunk_loss(spec: _LossSpec, x_CD, w_VD, y_C, m_C):
     """The four sums of a chunk, and what their gradient needs."""
     place = spec.place
     num_vocab = w_VD.shape[0] * place.vocab_parts
-    logits_CV = _logits(x_CD, w_VD)
+    logits_CV = _logits(x_CD, w_VD, spec.soft_cap)
     lse_C = _logsumexp(logits_CV, place)
     nll_C = lse_C - _target_logit(logits_CV, y_C, place)
     z_C = spec.z * lse_C**2
@@ -231,7 +255,10 @@ def _chunk_logit_gradient(spec: _LossSpec, logits_CV, lse_C, y_C, m_C, dtype):
     softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
     scale_C = 1 + 2 * spec.z * lse_C
     wanted_CV = jnp.where(is_target_CV, 1 - spec.smoothing, 0.0) + spec.smoothing / num_vocab
-    return (m_C[:, None] * (scale_C[:, None] * softmax_CV - wanted_CV)).astype(dtype)
+    gradient_CV = m_C[:, None] * (scale_C[:, None] * softmax_CV - wanted_CV)
+    if spec.soft_cap is not None:  # the derivative of the cap, by what it has returned
+        gradient_CV *= 1 - (logits_CV / spec.soft_cap) ** 2
+    return gradient_CV.astype(dtype)
 
 
 def _walk(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.attention import Visibility, as_keys, attention
-from jaxlm.models.backends.choice import AUTO
+from jaxlm.models.backends.choice import AUTO, AttentionTask
 from jaxlm.models.cache import append
 from jaxlm.models.linear import Linear
 from jaxlm.models.recompute import KEY, MLP, QUERY, VALUE, named
@@ -105,6 +106,20 @@ class SelfAttention(eqx.Module):
     upcast: bool = eqx.field(static=True, default=False)
     dropout: float = eqx.field(static=True, default=0.0)
     window: int | None = eqx.field(static=True, default=None)
+
+    def task(self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int) -> AttentionTask:
+        """What it asks of a backend in training, where its inputs are of `dtype`."""
+        heads, kv_heads = self.q_proj.weight.axis_size(HEADS), self.k_proj.weight.axis_size(KV_HEADS)
+        return AttentionTask(
+            platform,
+            jnp.dtype(jnp.float32) if self.upcast else dtype,
+            seq_len,
+            head_size=self.q_proj.weight.axis_size(HEAD_SIZE),
+            group=heads // kv_heads,
+            window=self.window,
+            capability=capability,
+            dropout=self.dropout,
+        )
 
     def __call__(
         self,

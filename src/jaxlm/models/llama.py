@@ -75,11 +75,6 @@ class LlamaConfig(ModelConfig):
         return Axis(LAYERS, self.num_layers)
 
     @property
-    def attention_dropout(self) -> float:
-        """None of the family has any."""
-        return 0.0
-
-    @property
     def Heads(self) -> Axis:
         """Query heads."""
         return Axis(HEADS, self.num_heads)

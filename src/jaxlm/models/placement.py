@@ -125,14 +125,18 @@ class HeadPlacement:
         return HeadPlacement(layout.mesh, batch, heads, _mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
 
     def mapped(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, scale)` on every device's own rows and heads."""
+        """`kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on every device's own rows and heads."""
         if self.mesh is None:
             return kernel
         keys = PartitionSpec(self.batch or None, None, self.heads or None)
         queries, rows = PartitionSpec(*keys, None), PartitionSpec(self.batch or None)
-        specs = (queries, keys, keys, rows, PartitionSpec())
-        # The kernels are no collectives, and do not say how their outputs vary over the mesh.
-        spread = jax.shard_map(kernel, mesh=self.mesh, in_specs=specs, out_specs=queries, check_vma=False)
+
+        def spread(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars) -> jax.Array:
+            specs = (queries, keys, keys, rows, *[PartitionSpec()] * len(scalars))
+            # The kernels are no collectives, and do not say how their outputs vary over the mesh.
+            own = jax.shard_map(kernel, mesh=self.mesh, in_specs=specs, out_specs=queries, check_vma=False)
+            return own(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)
+
         return spread if self.heads == self.kv_heads else functools.partial(_each_head_its_own, spread)
 
 

@@ -51,6 +51,7 @@ class NextToken(ObjectiveConfig):
             model.lm_head(),
             batch.targets,
             batch.loss_mask,
+            soft_cap=model.logit_soft_cap,
             z_loss_weight=self.z_loss_weight,
             label_smoothing=self.label_smoothing,
         )

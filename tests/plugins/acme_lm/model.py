@@ -70,11 +70,6 @@ class MeanOfPastConfig(ModelConfig):
         """See `ModelConfig.Layers`."""
         return Axis("layers", 1)
 
-    @property
-    def attention_dropout(self) -> float:
-        """See `ModelConfig.attention_dropout`."""
-        return 0.0
-
     def check(self) -> None:
         """See `ModelConfig.check`."""
 

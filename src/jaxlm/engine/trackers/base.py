@@ -33,6 +33,7 @@ class RunFacts:
     Attributes:
         run_id: the run's name.
         resume_step: records of later steps come again.
+        is_new: no checkpoint is there: what a tracker already has under this name is of another run.
         config: the resolved configuration, as plain values.
         config_text: the same as YAML.
         summary: facts that do not change while it trains (parameter_count, num_devices, backend, ...).
@@ -40,6 +41,7 @@ class RunFacts:
 
     run_id: str
     resume_step: int
+    is_new: bool
     config: Mapping[str, Any]
     config_text: str
     summary: Mapping[str, float | str]

@@ -27,6 +27,13 @@ def commit() -> str | None:
     return f"{name} + changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else name
 
 
+def changes() -> str:
+    """How git's files differ from the commit, as a patch; empty where they do not, or without a repository."""
+    root = repository()
+    patch = root and _git(root, "diff", "HEAD")
+    return f"{patch}\n" if patch else ""
+
+
 def tracked_files(folder: Path) -> frozenset[Path]:
     """The files below a folder that git knows; none where it lies in no repository."""
     names = _git(folder, "ls-files", "-z") or ""
@@ -43,7 +50,11 @@ def packages() -> tuple[str, ...]:
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         result = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -22,6 +22,10 @@ class NoKeyError(Exception):
     """Nobody is logged in to Weights & Biases."""
 
 
+class TakenIdError(Exception):
+    """The run begins anew, and wandb has records of another one under its id."""
+
+
 @TrackerConfig.register_subclass("wandb")
 @dataclass(frozen=True)
 class WandbConfig(TrackerConfig):
@@ -37,7 +41,8 @@ class WandbConfig(TrackerConfig):
         mode: `online`, `offline` (files only, to be sent with `wandb sync`) or `disabled`; null takes WANDB_MODE, or
             else online.
         resume: what to do where the id exists: `allow` goes on; also `must`, `never`, `auto`.
-        save_code: keep the code: true takes the git repository of the main script, a text names a folder.
+        save_code: keep the code: true takes the git repository of the main script, as it is now and as a patch of its
+            commit; a text names a folder.
         save_xla_dumps: keep what XLA dumped, as an artifact at the end; needs `--xla_dump_to=FOLDER` in XLA_FLAGS.
     """
 
@@ -71,6 +76,7 @@ class WandbConfig(TrackerConfig):
 
         Raises:
             NoKeyError: it is to be online and there is no key. Nobody is asked for one: that would hold up the run.
+            TakenIdError: the run is new and its id is not: wandb would drop every step that it has already.
         """
         import wandb
 
@@ -90,6 +96,12 @@ class WandbConfig(TrackerConfig):
             resume=self.resume,
             settings=wandb.Settings(console="off", quiet=True, init_timeout=timeout),
         )
+        if run.is_new and (known := handle.step) > 0:
+            handle.finish()
+            raise TakenIdError(
+                f"the id '{handle.id}' has {known} steps of an earlier run there, and this one begins anew. Name another"
+                " (trainer.tracker.id), or delete that run; nothing of this run is sent"
+            )
         handle.config.update({**run.config, "git_commit": environment.commit()}, allow_val_change=True)
         handle.summary.update(dict(run.summary))
         self._log_files(handle, run)
@@ -99,7 +111,10 @@ class WandbConfig(TrackerConfig):
         import wandb
 
         about = wandb.Artifact(artifact_name(run.run_id, "run"), type="run")
-        for name, text in (("config.yaml", run.config_text), ("requirements.txt", "\n".join(environment.packages()))):
+        texts = {"config.yaml": run.config_text, "requirements.txt": "\n".join(environment.packages())}
+        if self.save_code and (patch := environment.changes()):
+            texts["changes.patch"] = patch
+        for name, text in texts.items():
             with about.new_file(name) as file:
                 file.write(text)
         handle.log_artifact(about)

@@ -71,8 +71,8 @@ def _scores(q_BKGQH, k_BKSH, scale, visible):
     return jnp.where(visible, scores * scale, _HIDDEN)
 
 
-def _forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    """The output, and the log-sum-exp [B, K, G, T] of every query's scores."""
+def blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale) -> tuple[jax.Array, jax.Array]:
+    """The output [B, K, G, T, H], and the log-sum-exp [B, K, G, T] of every query's scores."""
     outs, lses = [], []
     for start, stop, first in blocks_of(segment_BT.shape[1], window):
         visible = _visible(segment_BT, start, stop, first, window)
@@ -94,17 +94,24 @@ def _forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    return _forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale)[0]
+    return blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale)[0]
 
 
 def _attend_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    out, lse = _forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale)
+    out, lse = blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale)
     out, lse = checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
     return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out, lse)
 
 
 def _attend_backward(window, kept, d_out_BKGTH):
-    q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out_BKGTH, lse_BKGT = kept
+    q, k, v, segment, scale, out, lse = kept
+    return *blocks_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH), None, None
+
+
+def blocks_backward(
+    window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out_BKGTH, lse_BKGT, d_out_BKGTH
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of queries, keys and values, from what `blocks_forward` has returned."""
     delta_BKGT = jnp.sum(d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
     dk, dv = (jnp.zeros(t.shape, jnp.float32) for t in (k_BKTH, v_BKTH))
     dqs = []
@@ -120,7 +127,7 @@ def _attend_backward(window, kept, d_out_BKGTH):
         d_scores = (weights * (d_weights - delta) * scale).astype(q.dtype)
         dqs.append(f32("bkgqs,bksh->bkgqh", d_scores, k).astype(q.dtype))
         dk = dk.at[:, :, first:stop].add(f32("bkgqs,bkgqh->bksh", d_scores, q))
-    return jnp.concatenate(dqs, axis=3), dk.astype(k_BKTH.dtype), dv.astype(v_BKTH.dtype), None, None
+    return jnp.concatenate(dqs, axis=3), dk.astype(k_BKTH.dtype), dv.astype(v_BKTH.dtype)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.models.backends.selftest import packed_rows_problem, whole_rows_problem
 from jaxlm.models.backends.splash import BLOCK as SPLASH_BLOCK
 
 AUTO = "auto"
@@ -19,6 +20,10 @@ class AttentionTask:
         platform: `cpu`, `gpu` or `tpu`.
         dtype: of queries, keys and values.
         seq_len: queries a row.
+        head_size: features of a head.
+        group: query heads a key/value head.
+        window: how many tokens a query sees, itself included; None means all.
+        capability: of NVIDIA devices, (9, 0) for Hopper.
         within_row: queries and keys are the same tokens in the same order; false when decoding with a cache.
         dropout: of attention weights, in training.
     """
@@ -26,6 +31,10 @@ class AttentionTask:
     platform: str
     dtype: jnp.dtype
     seq_len: int
+    head_size: int
+    group: int = 1
+    window: int | None = None
+    capability: tuple[int, int] | None = None
     within_row: bool = True
     dropout: float = 0.0
 
@@ -61,14 +70,48 @@ def _splash_obstacle(task: AttentionTask) -> str | None:
     return None
 
 
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_CUDNN_TILE = 8
+
+
+def _cudnn_rows_obstacle(task: AttentionTask) -> str | None:
+    if problem := _blocks_obstacle(task):
+        return problem
+    if task.capability is None or task.capability < _AMPERE:
+        return "it needs an NVIDIA device of compute capability 8.0 or more"
+    if task.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it has no {jnp.dtype(task.dtype).name}, only bfloat16 and float16"
+    largest = 256 if task.capability >= _HOPPER else 128
+    if task.head_size > largest or task.head_size % _CUDNN_TILE:
+        return f"head size {task.head_size} is no multiple of {_CUDNN_TILE} up to {largest}"
+    if task.seq_len % _CUDNN_TILE:
+        return f"seq_len {task.seq_len} is no multiple of {_CUDNN_TILE}"
+    return whole_rows_problem(jnp.dtype(task.dtype), task.head_size, task.group, task.window is not None)
+
+
+def _cudnn_obstacle(task: AttentionTask) -> str | None:
+    if problem := _cudnn_rows_obstacle(task):
+        return problem
+    assert task.capability is not None
+    if task.capability < _HOPPER:
+        return "packed documents need compute capability 9.0 or more"
+    return packed_rows_problem(jnp.dtype(task.dtype), task.head_size, task.group, task.window is not None)
+
+
 # Best first, for each platform: (name, what it is, what keeps it from a task).
 _Backend = tuple[str, str, Callable[[AttentionTask], str | None]]
 _BLOCKS: _Backend = ("blocks", "blocks of queries against the keys that they see; no [T, T] array", _blocks_obstacle)
 _PLAIN: _Backend = ("plain", "all scores at once", lambda task: None)
 _SPLASH: _Backend = ("splash", "jax's Pallas kernel; blocks that the mask hides are skipped", _splash_obstacle)
+_CUDNN: _Backend = ("cudnn", "cuDNN's fused kernel, for single and for packed documents", _cudnn_obstacle)
+_CUDNN_ROWS: _Backend = (
+    "cudnn_rows",
+    "cuDNN's fused kernel where rows are single documents, blocks where they are packed",
+    _cudnn_rows_obstacle,
+)
 _BY_PLATFORM: dict[str, tuple[_Backend, ...]] = {
     "cpu": (_BLOCKS, _PLAIN),
-    "gpu": (_BLOCKS, _PLAIN),
+    "gpu": (_CUDNN, _CUDNN_ROWS, _BLOCKS, _PLAIN),
     "tpu": (_SPLASH, _BLOCKS, _PLAIN),
 }
 

@@ -1,0 +1,279 @@
+"""jaxlm beside torch.compile on one NVIDIA card, and its kernels beside references. Offline, in less than nine minutes.
+
+    python benchmarks/gpu.py --output gpu
+    python benchmarks/gpu.py --tiny          # the same code on a CPU, with shapes that mean nothing
+
+GPT-2 124M on 1,024 tokens, a Llama of 1.2B and one of 1.4B with heads of 128 on 4,096, in bfloat16 with float32 parameters,
+on random tokens. Both are measured by processes of their own, in turn, round after round while the time lasts: jaxlm by
+`python -m jaxlm.bench`, PyTorch by a step compiled around whichever backend of its attention is fastest at the shape of the
+model, cut into micro-batches only where it does not fit. Writes OUTPUT.md and OUTPUT.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from processes import PeerFailedError, answer_of
+
+PEERS = Path(__file__).parent / "peers"
+PROBES = {
+    "jax": "import jax, json; d = jax.devices()[0]; print(json.dumps({'gpu': d.platform == 'gpu', 'is': d.device_kind}))",
+    "torch": "import torch, json; print(json.dumps({'gpu': torch.cuda.is_available(), 'is': torch.__version__}))",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model at one batch; sizes as the PyTorch peer names them."""
+
+    name: str
+    rows: int
+    shape: dict
+
+    @property
+    def config(self) -> dict:
+        """The run as jaxlm reads it."""
+        s = self.shape
+        model = {
+            "type": s["family"],
+            "seq_len": s["seq_len"],
+            "hidden_dim": s["hidden"],
+            "num_layers": s["layers"],
+            "num_heads": s["heads"],
+        }
+        if s["family"] == "llama":
+            more = {"intermediate_dim": s["mlp"], "num_kv_heads": s["kv_heads"], "tie_word_embeddings": s["tied"]}
+            model |= more
+        trainer = {"train_batch_size": self.rows, "mp": "p=f32,c=bfloat16", "log_dir": "logs"}
+        return {"data": {"vocab_size": s["vocab"]}, "model": model, "trainer": trainer}
+
+
+def model(name: str, rows: int, family: str, **sizes) -> Model:
+    """A model; `mlp`, `kv_heads` and `tied` are those of GPT-2 unless given."""
+    usual = {"kv_heads": sizes["heads"], "mlp": 4 * sizes["hidden"], "tied": family == "gpt2"}
+    return Model(name, rows, {"family": family, **usual, **sizes})
+
+
+LONG = {"family": "llama", "hidden": 2048, "seq_len": 4096}
+MODELS = (
+    model("GPT-2 124M, T1024", 128, "gpt2", hidden=768, layers=12, heads=12, seq_len=1024, vocab=50304),
+    model("Llama 1.2B, T4096", 16, **LONG, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256, tied=True),
+    model("Llama 1.4B, head size 128, T4096", 16, **LONG, layers=24, heads=16, mlp=5504, vocab=50304),
+)
+TINY_SIZES = {"hidden": 32, "layers": 1, "seq_len": 32, "vocab": 64}
+TINY = (
+    model("tiny GPT-2", 4, "gpt2", heads=4, **TINY_SIZES),
+    model("tiny Llama", 4, "llama", heads=4, kv_heads=2, mlp=48, **TINY_SIZES),
+)
+DOCUMENTS = (1, 12)
+
+
+@dataclass
+class Run:
+    """The benchmark's options, and what it has found."""
+
+    models: tuple[Model, ...]
+    steps: int
+    warmup: int
+    python: dict[str, str]
+    ends: float
+    kernels: dict = field(default_factory=dict)
+    answers: dict = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it must be done."""
+        return self.ends - time.monotonic()
+
+    def ask(self, what: str, command: list[str]) -> dict | None:
+        """A process's answer; None, and a note, where it has none."""
+        began = time.monotonic()
+        try:
+            answer = answer_of(command, timeout_s=max(1.0, self.left_s))
+        except PeerFailedError as error:
+            self.failures.append(f"{what}: {error}")
+            print(f"{what}: {error}", file=sys.stderr)
+            return None
+        answer["process_seconds"] = time.monotonic() - began
+        print(f"{what}: {answer['process_seconds']:.0f} s, {self.left_s:.0f} s left", file=sys.stderr)
+        return answer
+
+    def compare_kernels(self) -> None:
+        """Attention at every model's shape, with few and many documents, and the loss."""
+        attention, losses = [], []
+        for one in self.models:
+            s = one.shape
+            common = {"rows": one.rows, "length": s["seq_len"], "heads": s["heads"], "kv_heads": s["kv_heads"]}
+            size = s["hidden"] // s["heads"]
+            attention += [{**common, "head_size": size, "documents": n} for n in DOCUMENTS]
+            losses.append({"tokens": one.rows * s["seq_len"], "embed": s["hidden"], "vocab": s["vocab"]})
+        asked = {"attention": attention, "loss": losses, "repeats": min(10, self.steps)}
+        script = str(PEERS / "jaxlm_kernels.py")
+        self.kernels = self.ask("kernels", [self.python["jax"], script, json.dumps(asked)]) or {}
+
+    def commands(self, one: Model, folder: Path) -> Iterator[tuple[str, list[str]]]:
+        """(peer, command) of every peer that can run."""
+        path = folder / f"{MODELS.index(one) if one in MODELS else TINY.index(one)}.yaml"
+        path.write_text(json.dumps(one.config))  # every JSON is YAML
+        count = ["--steps", str(self.steps), "--warmup", str(self.warmup)]
+        cache = ["--trainer.compilation_cache_dir", str(folder / "programs")]
+        yield "jaxlm", [self.python["jax"], "-m", "jaxlm.bench", "--config_path", str(path), *count, *cache]
+        if "torch" in self.python:
+            asked = {"shape": one.shape, "rows": one.rows, "steps": self.steps, "warmup": self.warmup}
+            yield "torch.compile", [self.python["torch"], str(PEERS / "torch_decoder.py"), json.dumps(asked)]
+
+    def take_turns(self, rounds: int) -> None:
+        """Every peer at every model, round after round; none is begun that would not end in time. The kernels come after
+        the first round."""
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(rounds):
+                if number == 1:
+                    self.compare_kernels()
+                for one in self.models:
+                    for peer, command in self.commands(one, Path(folder)):
+                        answers = self.answers.setdefault(one.name, {}).setdefault(peer, [])
+                        longest = max((a["process_seconds"] for a in answers), default=0.0)
+                        if self.left_s < longest or len(answers) < number:
+                            continue  # no time for it, or it failed before
+                        answer = self.ask(f"round {number + 1}, {one.name}, {peer}", command)
+                        answers += [answer] if answer else []
+
+
+def main() -> None:
+    """The kernels, then the rounds, then the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tiny", action="store_true", help="shapes and a number of steps for walking through it on a CPU"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="at the most (default 3)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a process (default 10)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="end within so many (default 8.5)")
+    parser.add_argument(
+        "--jax_python", default=sys.executable, help="the interpreter that has jaxlm (default: this one)"
+    )
+    parser.add_argument("--torch_python", default=sys.executable, help="the one that has PyTorch (default: this one)")
+    parser.add_argument("--output", type=Path, default=Path("gpu"), help="writes OUTPUT.md and OUTPUT.json")
+    options = parser.parse_args()
+    ends = time.monotonic() + 60 * options.minutes
+    given = {"jax": options.jax_python, "torch": options.torch_python}
+    if options.tiny:
+        run = Run(TINY, 2, 1, given, ends)
+    else:
+        run = Run(MODELS, options.steps, options.warmup, usable(given), ends)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax takes 0.75 of a card unless told
+    run.take_turns(2 if options.tiny else options.rounds)
+    text = report(run)
+    options.output.with_suffix(".md").write_text(text)
+    found = {"kernels": run.kernels, "models": run.answers, "failures": run.failures}
+    options.output.with_suffix(".json").write_text(json.dumps(found, indent=1))
+    print(text)
+    if run.failures:
+        raise SystemExit(f"{len(run.failures)} process(es) failed; {options.output}.json says how")
+
+
+def usable(given: dict[str, str]) -> dict[str, str]:
+    """The interpreters whose library finds an NVIDIA card.
+
+    Raises:
+        SystemExit: jax finds none.
+    """
+    found = {}
+    for name, python in given.items():
+        try:
+            answer = answer_of([python, "-c", PROBES[name]])
+        except (PeerFailedError, OSError) as error:
+            answer = {"gpu": False, "is": str(error).strip().splitlines()[-1]}
+        if answer["gpu"]:
+            found[name] = python
+        else:
+            print(f"{name} in {python} finds no NVIDIA card: {answer['is']}", file=sys.stderr)
+    if "jax" not in found:
+        raise SystemExit(
+            "there is nothing to measure without an NVIDIA card that jax finds (pip install 'jaxlm[gpu]'). --tiny walks"
+            " through the same code on a CPU"
+        )
+    if "torch" not in found:
+        print("going on without the PyTorch peer; --torch_python names an interpreter that has it", file=sys.stderr)
+    return found
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def report(run: Run) -> str:
+    """One markdown table."""
+    heads = ("what", "peer", "measured", "beside PyTorch", "causal MFU", "memory", "how")
+    rows = [heads, ["---"] * len(heads)]
+    rows += [row for name, answers in run.answers.items() for row in model_rows(name, answers)]
+    rows += [attention_row(case, name) for case in run.kernels.get("attention", []) for name in sorted(measured(case))]
+    rows += [row for case in run.kernels.get("loss", []) for row in loss_rows(case)]
+    device = run.kernels.get("device", "unknown device")
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    legend = "the lowest and the highest of the processes, how many, and the quartiles' distance in the last of them"
+    return "\n".join([f"{device}. Medians; in brackets {legend}.", "", *lines, ""])
+
+
+def model_rows(name: str, answers: dict[str, list[dict]]) -> Iterator[list[str]]:
+    """A row a peer: tokens/s over its processes, and MFU by jaxlm's count of operations."""
+    rates = {peer: [a["tokens_per_second"] for a in some] for peer, some in answers.items() if some}
+    ours, theirs = (rates.get(peer) for peer in ("jaxlm", "torch.compile"))
+    for peer, some in rates.items():
+        last, rate = answers[peer][-1], statistics.median(some)
+        mfu = None
+        if ours and answers["jaxlm"][-1]["mfu"] is not None:
+            first = answers["jaxlm"][-1]
+            mfu = first["mfu"] * rate / first["tokens_per_second"]
+        ratio = f"{rate / statistics.median(theirs):.2f}" if theirs else "-"
+        within = last["step_seconds_spread"] / last["step_seconds"]
+        spread = f"{rate:,.0f} tokens/s ({min(some):,.0f} to {max(some):,.0f}; {len(some)}; {within:.1%})"
+        peak = last["peak_bytes"]
+        memory = "-" if peak is None else f"{peak / 2**30:.1f} GiB"
+        yield [name, peer, spread, ratio, "-" if mfu is None else f"{mfu:.1%}", memory, how(peer, last)]
+
+
+def how(peer: str, answer: dict) -> str:
+    """What a peer's step is made of."""
+    if peer == "jaxlm":
+        kernels = ", ".join(f"{name} x {n}" for name, n in answer["kernels"].items()) or "no library kernels"
+        return f"recomputation {answer['recomputation']}; {kernels}; compiled in {answer['compile_seconds']:.0f} s"
+    return f"{answer['attention']}, {answer['micro_batches']} micro-batch(es), first step {answer['compile_seconds']:.0f} s"
+
+
+def measured(case: dict) -> list[str]:
+    """The backends of an attention case."""
+    return [name for name, found in case.items() if isinstance(found, dict)]
+
+
+def attention_row(case: dict, name: str) -> list[str]:
+    """An attention backend's time and largest error."""
+    sizes = "{rows} x {length}, {heads}/{kv_heads} heads of {head_size}, {documents} document(s)".format(**case)
+    found = case[name]
+    errors = ", ".join(f"{key} {value:.1e}" for key, value in found["errors"].items())
+    mark = f"chosen: {case['reason']}; " if name == case["chosen"] else ""
+    return [f"attention, {sizes}", name, milliseconds(found["seconds"]), "-", "-", "-", f"{mark}errors {errors}"]
+
+
+def loss_rows(case: dict) -> Iterator[list[str]]:
+    """The loss in chunks and with all logits at once."""
+    what = "loss, {tokens} tokens, {embed} to {vocab}".format(**case)
+    errors = ", ".join(f"{key} {value:.1e}" for key, value in case["errors"].items())
+    yield [what, "jaxlm", milliseconds(case["seconds"]), "-", "-", "-", f"errors {errors}"]
+    yield [what, "all logits at once", milliseconds(case["seconds_all_logits"]), "-", "-", "-", "the reference"]
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Of forward and backward together."""
+    return "does not fit" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""jaxlm's kernels beside references on this device, in numbers and in time. Argument: one JSON object.
+
+    {"attention": [{"rows": 16, "length": 4096, "heads": 32, "kv_heads": 8, "head_size": 64, "documents": 1}],
+     "loss": [{"tokens": 65536, "embed": 2048, "vocab": 128256}], "repeats": 10}
+
+Errors are root mean squares relative to the reference: attention's is plain attention in float32 on one row, the loss's all
+logits at once in float32 on a part of the tokens. Seconds are medians of forward and backward together.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+
+from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.sharding import current_platform
+from jaxlm.models.attention import Visibility, attention
+from jaxlm.models.backends.choice import AttentionTask, choose_attention
+from jaxlm.models.base import Inputs
+from jaxlm.models.kernels import next_token_sums
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+TOKENS_OF_REFERENCE = 4096
+
+
+def seconds_of(fun, *args, repeats) -> float | None:
+    """The median; None where it does not fit into memory."""
+    compiled = jax.jit(fun)
+    found = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        try:
+            jax.block_until_ready(compiled(*args))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return None
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[2:])
+
+
+def error_of(got, wanted) -> float:
+    got, wanted = (np.asarray(a, np.float64) for a in (got, wanted))
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def attend(backend, q, k, v, segments):
+    row = lambda a: hax.named(a, ("batch", "position"))  # noqa: E731
+    position = jnp.broadcast_to(jnp.arange(q.shape[1]), segments.shape)
+    visibility = Visibility.within(Inputs(row(segments), row(position), row(segments)))
+    q = hax.named(q, ("batch", "position", "heads", "head_size"))
+    k, v = (hax.named(t, ("batch", "key_position", "kv_heads", "head_size")) for t in (k, v))
+    return attention(q, k, v, visibility, backend=backend).rearrange(q.axes).array
+
+
+def both(fun, cotangent):
+    """The results of a function and its gradients by all its floating-point arguments."""
+
+    def run(*args):
+        out, vjp = jax.vjp(lambda *some: fun(*some, *args[3:]), *args[:3])
+        return out, *vjp(cotangent.astype(out.dtype))
+
+    return run
+
+
+def compare_attention(asked, repeats) -> dict:
+    rng = np.random.default_rng(0)
+    rows, length, documents = asked["rows"], asked["length"], asked["documents"]
+    size = lambda heads: (rows, length, heads, asked["head_size"])  # noqa: E731
+    random = lambda heads: jnp.asarray(rng.standard_normal(size(heads), np.float32), BFLOAT16)  # noqa: E731
+    numbers = [random(asked[name]) for name in ("heads", "kv_heads", "kv_heads")]
+    starts = np.sort(rng.choice(np.arange(1, length), (documents - 1,), replace=False))
+    segments = np.broadcast_to(1 + np.searchsorted(starts, np.arange(length), side="right"), (rows, length))
+    segments, d_out = jnp.asarray(segments, jnp.int32), random(asked["heads"])
+    task = AttentionTask(
+        current_platform(),
+        BFLOAT16,
+        length,
+        head_size=asked["head_size"],
+        group=asked["heads"] // asked["kv_heads"],
+        capability=cuda_capability(jax.devices()[0]),
+    )
+    choice = choose_attention(task)
+    with jax.default_matmul_precision("highest"):
+        exact = [a[:1].astype(jnp.float32) for a in numbers]
+        plain = jax.jit(both(lambda *args: attend("plain", *args), d_out[:1]))(*exact, segments[:1])
+    found = {"chosen": choice.name, "reason": choice.reason}
+    for name in dict.fromkeys((choice.name, "blocks")):
+        run = lambda *args, name=name: attend(name, *args)  # noqa: E731
+        one = jax.jit(both(run, d_out[:1]))(*(a[:1] for a in numbers), segments[:1])
+        errors = [error_of(*pair) for pair in zip(one, plain, strict=True)]
+        whole = seconds_of(both(run, d_out), *numbers, segments, repeats=repeats)
+        found[name] = {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "seconds": whole}
+    return {**asked, **found}
+
+
+def whole_loss(x, w, y):
+    """The definition, with the logits of all tokens at once."""
+    logits = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
+    return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
+
+
+def chunked_loss(x, w, y):
+    Batch, Position, Embed, Vocab = Axis("batch", 1), Axis("position", len(y)), Axis("embed", x.shape[1]), len(w)
+    rows = hax.named(y[None], (Batch, Position))
+    hidden, head = hax.named(x[None], (Batch, Position, Embed)), hax.named(w, (Axis("vocab", Vocab), Embed))
+    return next_token_sums(hidden, head, rows, hax.ones((Batch, Position))).total
+
+
+def compare_loss(asked, repeats) -> dict:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((asked["tokens"], asked["embed"]), np.float32), BFLOAT16)
+    w = jnp.asarray(rng.standard_normal((asked["vocab"], asked["embed"]), np.float32) * 0.02, BFLOAT16)
+    y = jnp.asarray(rng.integers(0, asked["vocab"], asked["tokens"]), jnp.int32)
+    ours, theirs = (jax.value_and_grad(loss, argnums=(0, 1)) for loss in (chunked_loss, whole_loss))
+    some = slice(min(TOKENS_OF_REFERENCE, asked["tokens"]))
+    got = jax.jit(ours)(x[some], w, y[some])
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(theirs)(x[some].astype(jnp.float32), w.astype(jnp.float32), y[some])
+    errors = [error_of(*pair) for pair in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)]
+    del got, wanted
+    return {
+        **asked,
+        "errors": dict(zip(("loss", "dx", "dw"), errors, strict=True)),
+        "seconds": seconds_of(ours, x, w, y, repeats=repeats),
+        "seconds_all_logits": seconds_of(theirs, x, w, y, repeats=repeats),
+    }
+
+
+def main():
+    asked = json.loads(sys.argv[1])
+    found = {
+        "attention": [compare_attention(case, asked["repeats"]) for case in asked["attention"]],
+        "loss": [compare_loss(case, asked["repeats"]) for case in asked["loss"]],
+        "device": jax.devices()[0].device_kind,
+    }
+    print(json.dumps(found))
+
+
+main()

@@ -1,0 +1,78 @@
+"""What happens on one process first: its failure ends the others as well, with its message."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core import runtime
+from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.runtime import main_first, main_only
+
+
+def fail(error):
+    def act():
+        raise error
+
+    return act
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Makes this process the one of a number in a run of two, which heard the other say something."""
+    said = []
+
+    def become(number, heard=None, all_well=True):
+        def broadcast(values):
+            said.append(values)
+            return values if heard is None else heard
+
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "process_index", lambda: number)
+        monkeypatch.setattr(runtime, "broadcast_from_main", broadcast)
+        monkeypatch.setattr(runtime, "everywhere", lambda holds: said.append(holds) or (holds and all_well))
+        return said
+
+    return become
+
+
+def heard_of(two, error):
+    """What process 0 says when it fails with an error."""
+    with pytest.raises(type(error)):
+        main_only(fail(error))
+    return two(0)[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (ConfigError("data.x: größe is wrong"), ConfigError, "process 0: data.x: größe is wrong"),
+        (OSError(5, "Input/output error"), PeerError, r"process 0: OSError: \[Errno 5\] Input/output error"),
+        (KeyboardInterrupt(), PeerError, "process 0: KeyboardInterrupt"),
+        (ConfigError("ö" * 9999), ConfigError, "process 0: ö{1000,2047}$"),
+    ],
+)
+def test_the_others_fail_as_process_0_does(two, error, expected, message):
+    two(0)
+    news = heard_of(two, error)
+    two(1, heard=news)
+    with pytest.raises(expected, match=message):
+        main_first(fail(AssertionError("must not be called")))
+
+
+def test_process_0_learns_that_another_has_failed(two):
+    said = two(1, heard=np.zeros(4096, np.uint8))
+    with pytest.raises(OSError, match="no such disk"):
+        main_first(fail(OSError("no such disk")))
+    assert said[-1] is False
+    two(0, all_well=False)
+    with pytest.raises(PeerError, match="its own output says why"):
+        main_first(lambda: 3)
+
+
+def test_all_is_well(two):
+    assert main_first(lambda: 3) == main_only(lambda: 3) == 3  # one process
+    two(0)
+    assert main_first(lambda: 3) == main_only(lambda: 3) == 3
+    two(1)
+    assert main_first(lambda: 3) == 3
+    assert main_only(fail(AssertionError("must not be called"))) is None

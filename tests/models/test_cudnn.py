@@ -1,0 +1,324 @@
+"""cuDNN attention without a card: what is asked of it, from programs made for CUDA, and what is made of its answers, with
+a stand-in that does what its documentation says and writes NaN wherever it says nothing.
+"""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.hardware import cuda_capability
+from jaxlm.models.attention import Visibility, attention
+from jaxlm.models.backends import choice, selftest
+from jaxlm.models.backends.blocks import block_attention
+from jaxlm.models.backends.choice import AttentionChoice, AttentionTask, choose_attention
+from jaxlm.models.backends.cudnn import (
+    DOCUMENTS_A_CALL,
+    are_whole,
+    cudnn_attention,
+    documents_of,
+    lengths_and_offsets,
+)
+from jaxlm.models.backends.selftest import Shape, disagreement, packed_rows, verdict, whole_rows
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.llama import LlamaConfig
+from tests.engine.helpers import layout
+
+fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+F32 = Shape(jnp.float32, head_size=8, group=2, windowed=False)
+
+
+@pytest.fixture
+def for_cuda(monkeypatch):
+    """Makes a function's program as it would be made on a Hopper with a recent cuDNN."""
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91400)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda _: False)
+    return lambda fun, *args: jax.jit(fun).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """(kernel, mask, documents a row, window) of every call of cuDNN in a program."""
+    for line in text.splitlines():
+        if kernel := re.search(r"@__cudnn\$(\w+)", line):
+            plain = line.replace("\\22", "").replace('\\"', "")
+            value = lambda name, plain=plain: re.search(rf"{name}: (\w+)", plain)[1]  # noqa: E731
+            yield kernel[1], value("mask_type"), int(value("max_seg_per_batch")), int(value("sliding_window_length"))
+
+
+def gradients(attend):
+    return jax.grad(lambda *args: attend(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [None, 24])
+def test_the_program_calls_the_kernels(for_cuda, packed, window):
+    q, k = (jnp.zeros((2, 64, 2, *shape), jnp.bfloat16) for shape in ((3, 64), (64,)))
+    attend = functools.partial(cudnn_attention, scale=0.1, window=window, packed=packed)
+    found = set(calls(for_cuda(gradients(attend), q, k, k, jnp.ones((2, 64), jnp.int32))))
+    forward, backward = "fmhaSoftmax", "fmhaSoftmaxBackward"
+    wanted = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
+    if packed:
+        wanted |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_A_CALL, window or 0) for kernel in (forward, backward)}
+    assert found == wanted
+
+
+def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
+    monkeypatch.setattr("jaxlm.models.attention.choose_attention", lambda *_: AttentionChoice("cudnn", ""))
+
+    def attend(q, k, segments):
+        rows = hax.named(segments, ("batch", "position"))
+        visibility = Visibility(rows, rows, *(a.rename({"position": "key_position"}) for a in (rows, rows)), True)
+        axes = ("batch", "key_position", "kv_heads", "head_size")
+        k = hax.named(k, axes)
+        return attention(hax.named(q, ("batch", "position", "heads", "head_size")), k, k, visibility).array
+
+    q, k = jnp.zeros((8, 64, 4, 16), jnp.bfloat16), jnp.zeros((8, 64, 2, 16), jnp.bfloat16)
+    with layout(model=2).use():
+        text = for_cuda(attend, q, k, jnp.ones((8, 64), jnp.int32))
+    assert "@__cudnn$fmhaSoftmax" in text
+    operands = re.findall(r"@__cudnn\$fmhaSoftmax\(.*\) -> \(?tensor<([\dx]+)xbf16>", text)
+    assert set(operands) == {"2x2x64x16"}  # of 8 rows over 4 devices and 4 heads over 2
+
+
+def test_lengths_and_offsets_are_numpys():
+    segments = packed_rows()
+    documents = np.asarray(documents_of(jnp.asarray(segments)))
+    for row, found in zip(segments, documents, strict=True):
+        assert (found >= 0).tolist() == (row != 0).tolist()
+        ids = [s for s in dict.fromkeys(row.tolist()) if s]
+        assert [ids[i] for i in found if i >= 0] == [s for s in row.tolist() if s]
+    for first in (0, DOCUMENTS_A_CALL, 2 * DOCUMENTS_A_CALL):
+        lengths, offsets = map(np.asarray, lengths_and_offsets(jnp.asarray(documents), first))
+        assert lengths.dtype == offsets.dtype == np.int32
+        for row, length, offset in zip(segments, lengths, offsets, strict=True):
+            ids = [s for s in dict.fromkeys(row.tolist()) if s][first : first + DOCUMENTS_A_CALL]
+            fill = [-1] * (DOCUMENTS_A_CALL - len(ids))
+            assert length.tolist() == [int((row == s).sum()) for s in ids] + fill
+            assert offset.tolist() == [int((row == s).argmax()) for s in ids] + fill + [-1]
+
+
+def test_the_self_tests_rows_are_what_they_are_for():
+    assert all(bool(are_whole(jnp.asarray(row[None]))) for row in whole_rows())
+    counts = [len(set(row) - {0}) for row in packed_rows().tolist()]
+    assert {0, 1, 2, DOCUMENTS_A_CALL, DOCUMENTS_A_CALL + 3} <= set(counts)
+    assert max(counts) > 2 * DOCUMENTS_A_CALL
+    assert not are_whole(jnp.asarray([[0, 1, 1]]))
+    assert not are_whole(jnp.asarray([[1, 1, 2]]))
+
+
+# --- With a stand-in for the kernel -----------------------------------------------------------------------------------
+
+
+def seen(shape, lengths, offsets, window):
+    """What the kernel is told, as numbers of documents, 0 outside of all, and who sees whom."""
+    position = jnp.arange(shape[1])
+    document = jnp.ones(shape[:2], int)
+    if offsets is not None:
+        starts, stops = offsets[:, :-1, None], offsets[:, :-1, None] + lengths[..., None]
+        inside = (lengths[..., None] > 0) & (position >= starts) & (position < stops)
+        document = jnp.sum(inside * (1 + jnp.arange(lengths.shape[1]))[:, None], axis=1)
+    distance = position[:, None] - position
+    near = (distance >= 0) & (distance < (window or shape[1]))
+    return document, (near & (document[:, :, None] == document[:, None, :]) & (document != 0)[:, :, None])[:, None]
+
+
+def repeated(q, *keys):
+    return (jnp.repeat(t, q.shape[2] // t.shape[2], axis=2) for t in keys)
+
+
+def stand_in(q, k, v, *, q_seqlen=None, kv_seqlen=None, q_offsets=None, kv_offsets=None, scale, mask_type,
+             sliding_window_length, return_residual=False):  # fmt: skip
+    packed = q_offsets is not None
+    assert mask_type == (fused.MaskType.PADDING_CAUSAL if packed else fused.MaskType.CAUSAL)
+    assert q_seqlen is kv_seqlen
+    assert q_offsets is kv_offsets
+    document, visible = seen(q.shape, q_seqlen, q_offsets, sliding_window_length)
+    k, v = repeated(q, k, v)
+    scores = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", q, k) * scale, -1e30)
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
+    out = jnp.where((document != 0)[:, :, None, None], out, jnp.nan)
+    return (out, jax.nn.logsumexp(scores, axis=-1)) if return_residual else out
+
+
+def stand_in_backward(q, k, v, *rest, scale, sliding_window_length, **_):
+    lse, out, d_out = rest[-3:]
+    shape = k.shape
+    _, visible = seen(q.shape, None, None, sliding_window_length)
+    k, v = repeated(q, k, v)
+    weights = jnp.where(visible, jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) * scale - lse[..., None]), 0)
+    delta = jnp.einsum("btnh,btnh->bnt", out, d_out)[..., None]
+    d_scores = weights * (jnp.einsum("btnh,bsnh->bnts", d_out, v) - delta) * scale
+    together = lambda t: t.reshape(*shape[:3], -1, shape[3]).sum(3)  # noqa: E731
+    dk, dv = jnp.einsum("bnts,btnh->bsnh", d_scores, q), jnp.einsum("bnts,btnh->bsnh", weights, d_out)
+    return [jnp.einsum("bnts,bsnh->btnh", d_scores, k), together(dk), together(dv)]
+
+
+@pytest.fixture
+def stood_in(monkeypatch):
+    monkeypatch.setattr(fused, "dot_product_attention", stand_in)
+    backward = SimpleNamespace(bind=stand_in_backward)
+    monkeypatch.setattr(fused, "_dot_product_attention_bwd_p_wrapper", backward)
+
+
+@pytest.mark.parametrize("rows", [whole_rows, packed_rows])
+@pytest.mark.parametrize(("packed", "windowed"), [(True, False), (True, True), (False, True)])
+@pytest.mark.usefixtures("stood_in")
+def test_is_plain_attention(monkeypatch, rows, packed, windowed):
+    monkeypatch.setattr(selftest, "TOLERANCE", 1e-5)
+    shape = Shape(jnp.float32, head_size=8, group=2, windowed=windowed)
+    attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
+    assert disagreement(jax.jit(attend), rows(), shape) is None
+
+
+# --- The self-test ----------------------------------------------------------------------------------------------------
+
+
+def reference(q, k, v, segments):
+    return block_attention(q, k, v, segments, F32.scale, None)
+
+
+def leaking(q, k, v, segments):
+    """Every document sees those before it in its row."""
+    return jnp.where((segments != 0)[:, :, None, None, None], reference(q, k, v, jnp.ones_like(segments)), 0)
+
+
+def one_document_wrong(q, k, v, segments):
+    return reference(q, k, v, segments) * jnp.where(segments == 5, 1.1, 1.0)[:, :, None, None, None]
+
+
+@jax.custom_vjp
+def wrong_gradient(q, k, v, segments):
+    return reference(q, k, v, segments)
+
+
+wrong_gradient.defvjp(
+    lambda *args: (reference(*args), args),
+    lambda args, d_out: (
+        *(g * s for g, s in zip(jax.vjp(reference, *args)[1](d_out), (1, 0.9, 1), strict=False)),
+        None,
+    ),
+)
+
+
+def undefined(q, k, v, segments):
+    return reference(q, k, v, segments) + jnp.where(segments == 3, jnp.nan, 0.0)[:, :, None, None, None]
+
+
+def dirty_padding(q, k, v, segments):
+    return reference(q, k, v, segments) + jnp.where(segments == 0, 1.0, 0.0)[:, :, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("attend", "found"),
+    [
+        (reference, None),
+        (leaking, "output off by"),
+        (one_document_wrong, "output off by 10.0%"),
+        (wrong_gradient, "gradient of keys off by 10.0%"),
+        (undefined, "output off by nan%"),
+        (dirty_padding, "output off by inf%"),
+    ],
+)
+def test_the_self_test_finds_a_wrong_kernel(attend, found):
+    said = disagreement(attend, packed_rows(), F32)
+    assert said is None if found is None else found in said
+
+
+def test_bfloat16_is_within_the_tolerance():
+    shape = Shape(jnp.bfloat16, head_size=64, group=2, windowed=True)
+    attend = lambda q, k, v, s: block_attention(q, k, v, s, shape.scale, shape.window)  # noqa: E731
+    assert disagreement(jax.jit(attend), packed_rows(), shape) is None
+
+
+def test_a_kernel_that_breaks_is_one_that_fails():
+    def broken():
+        raise NotImplementedError("no such\nkernel")
+
+    assert verdict(lambda: None) is None
+    assert verdict(lambda: "off") == "its self-test here failed: off"
+    assert verdict(broken) == "its self-test here failed: NotImplementedError: no such"
+
+
+# --- The choice -------------------------------------------------------------------------------------------------------
+
+HOPPER = {"platform": "gpu", "dtype": jnp.dtype(jnp.bfloat16), "seq_len": 1024, "head_size": 128, "capability": (9, 0)}
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """What the self-tests of single and of packed documents say."""
+
+    def say(whole, packed):
+        monkeypatch.setattr(choice, "whole_rows_problem", lambda *_: whole)
+        monkeypatch.setattr(choice, "packed_rows_problem", lambda *_: packed)
+
+    say(None, None)
+    return say
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "why"),
+    [
+        ({}, "cudnn", ""),
+        ({"capability": (8, 0)}, "cudnn_rows", "packed documents need compute capability 9.0"),
+        ({"capability": (7, 5)}, "blocks", "compute capability 8.0 or more"),
+        ({"capability": None}, "blocks", "needs an NVIDIA device"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "blocks", "it has no float32"),
+        ({"head_size": 256}, "cudnn", ""),
+        ({"head_size": 256, "capability": (8, 6)}, "blocks", "head size 256 is no multiple of 8 up to 128"),
+        ({"head_size": 60}, "blocks", "head size 60"),
+        ({"seq_len": 1001}, "blocks", "seq_len 1001"),
+        ({"dropout": 0.1}, "plain", "attention dropout"),
+        ({"within_row": False}, "plain", "not the same tokens"),
+    ],
+)
+@pytest.mark.usefixtures("tested")
+def test_choice(change, name, why):
+    found = choose_attention(AttentionTask(**(HOPPER | change)))
+    assert (found.name, found.degraded) == (name, bool(why))
+    assert why in found.reason
+
+
+def test_what_fails_its_test_is_not_taken(tested):
+    task = AttentionTask(**HOPPER)
+    tested(None, "packed is wrong")
+    assert choose_attention(task).name == "cudnn_rows"
+    assert "packed is wrong" in choose_attention(task).reason
+    tested("all is wrong", None)
+    assert (choose_attention(task).name, choose_attention(task).degraded) == ("blocks", True)
+
+
+def test_without_the_device_nothing_is_claimed():
+    found = choose_attention(AttentionTask(**HOPPER))
+    assert found.name == "blocks"
+    assert "no such device here" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (LlamaConfig(hidden_dim=64, num_heads=8, num_kv_heads=2, sliding_window=24), (jnp.bfloat16, 8, 4, 24, 0.0)),
+        (Gpt2Config(hidden_dim=64, num_heads=4, upcast_attn=True, attn_pdrop=0.1), (jnp.float32, 16, 1, None, 0.1)),
+    ],
+)
+def test_a_layer_says_what_it_asks(config, wanted):
+    built = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
+    (layer,) = tree.modules(built, SelfAttention)
+    task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024)
+    assert (task.platform, task.capability, task.seq_len, task.within_row) == ("gpu", (9, 0), 1024, True)
+    assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == wanted
+
+
+@pytest.mark.parametrize(("given", "found"), [("9.0", (9, 0)), ("12.1", (12, 1)), ("gfx90a", None)])
+def test_capability(given, found):
+    assert cuda_capability(SimpleNamespace(compute_capability=given)) == found
+    assert cuda_capability(SimpleNamespace()) is None

@@ -1,0 +1,40 @@
+"""The benchmarks that need a card, walked through without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
+    environment.pop("XLA_FLAGS", None)  # one device, as the benchmark expects
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+def test_the_gpu_benchmark_walks_through_all_of_itself(tmp_path):
+    pytest.importorskip("torch")
+    done = run("--tiny", "--output", tmp_path / "gpu", "--minutes", 9)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["failures"] == []
+    for answers in found["models"].values():
+        assert [len(answers[peer]) for peer in ("jaxlm", "torch.compile")] == [2, 2]
+    assert all(case["blocks"]["errors"]["dq"] < 0.02 for case in found["kernels"]["attention"])
+    assert all(case["errors"]["loss"] < 1e-3 for case in found["kernels"]["loss"])
+    table = (tmp_path / "gpu.md").read_text().splitlines()
+    assert table[2].startswith("| what | peer | measured |")
+    assert {line.count("|") for line in table[2:] if line} == {8}
+
+
+def test_without_a_card_it_says_so():
+    done = run()
+    assert done.returncode == 1
+    assert "there is nothing to measure without an NVIDIA card" in done.stderr
