@@ -18,8 +18,10 @@ def check_length(config: RunConfig) -> None:
     """Looks for what can be said without the data.
 
     Raises:
-        ConfigError: `epoch` below 0, or where it cannot have an effect.
+        ConfigError: mixtures that cannot be, `epoch` below 0, or where it cannot have an effect.
     """
+    for data in plan_phases(config)[1]:
+        data.check_mixture()
     if config.epoch < 0:
         raise ConfigError(f"epoch: {config.epoch} given; 0, or a number of passes over the data, expected")
     if not config.epoch:

@@ -229,11 +229,11 @@ class TestDataConfig:
         said: list[str] = []
         config = dataclasses.replace(config, validation_urls=config.train_urls)
         tokenizer = config.load_tokenizer(said.append)
-        first = config.open(tokenizer, 16, said.append).validation
-        other = dataclasses.replace(config, enforce_eos=False).open_validation(tokenizer, 16, said.append, apart=True)
-        assert first is not None
-        assert other is not None
-        assert first.cache.fingerprint != other.cache.fingerprint
-        assert tmp_path / "cache" / "evaluate" in other.cache.folder.parents
+        (first,) = config.open(tokenizer, 16, said.append).validation
+        (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
+            tokenizer, 16, said.append, apart=True
+        )
+        assert first.windows.cache.fingerprint != other.windows.cache.fingerprint
+        assert tmp_path / "cache" / "evaluate" in other.windows.cache.folder.parents
         assert sum(line.startswith("mirror:") for line in said) == 2  # two files, each copied once
         assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

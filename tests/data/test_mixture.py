@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from jaxlm.data.weights import block_counts, weight_stages
 from tests.data.helpers import cache_of, small_tokenizer, write_corpus
 
 SEQ_LEN = 4
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 BLOCK = 8
 
 
@@ -217,6 +219,7 @@ def test_a_stage_without_a_source_needs_no_cache_of_it(config):
         ({"train_urls": ["x.txt"]}, "data.train_urls: has no effect beside data.configs"),
         ({"tags": ["x"]}, "data.tags: has no effect beside data.configs"),
         ({"configs": {}, "train_urls": ["x.txt"]}, "data.train_weights: has no effect on one source"),
+        ({"configs": {name: SourceConfig(["x"], cache_dir="c") for name in "ab"}}, "have the cache_dir c"),
         ({"mixture_block_size": 0}, "data.mixture_block_size: 0 given"),
         ({"mixture_block_size": 1}, "less than one example in a block of 1"),
         ({"configs": {"mirror": SourceConfig(["x"])}}, "'mirror' given as a name"),
@@ -255,3 +258,24 @@ def test_the_forms_of_shuffle():
             read(text)
     with pytest.raises(ConfigError, match="era_length: 0 given"):
         read("{type: era, era_length: 0}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared data")
+def test_real_texts_come_in_the_proportions_of_each_stage(tmp_path):
+    names = {"plays": "tinyshakespeare.txt", "wiki": "wikitext2_valid.txt"}
+    config = DataConfig(
+        configs={name: SourceConfig([str(SHARED / file)]) for name, file in names.items()},
+        cache_dir=str(tmp_path),
+        tokenizer=str(SHARED / "gpt2_tokenizer"),
+        train_weights=[[0, {"plays": 3, "wiki": 1}], [5, {"plays": 1, "wiki": 3}]],
+        mixture_block_size=16,
+    )
+    config.check()
+    tokenizer = config.load_tokenizer(print)
+    mixed = config.open(tokenizer, 128, print).examples(batch_size=16, seed=0)
+    plays = (SHARED / names["plays"]).read_text()
+    for step in range(10):
+        rows = mixed.read(step * 16 + np.arange(16))["tokens"]
+        texts = [tokenizer.decode(row[8:-8].tolist()).strip("\ufffd") for row in rows]
+        assert sum(text in plays for text in texts) == (12 if step < 5 else 4)

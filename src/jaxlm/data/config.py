@@ -136,7 +136,7 @@ class DataConfig(SourceConfig):
             ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches that
                 were made from other text or with other options.
         """
-        self._check_mixture()
+        self.check_mixture()
         if not self.trained_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
             raise ConfigError(f"{where}. Name files, folders or globs, or 'stdlib:train'")
@@ -232,7 +232,8 @@ class DataConfig(SourceConfig):
     def _all_texts(self) -> Iterator[str]:
         return itertools.chain.from_iterable(source.documents(TRAIN) for source in self.sources())
 
-    def _check_mixture(self) -> None:
+    def check_mixture(self) -> None:
+        """Raises `ConfigError` for sources and weights that cannot be; looks at no file."""
         if self.mixture_block_size < 1:
             raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
         if not self.configs:
@@ -252,6 +253,12 @@ class DataConfig(SourceConfig):
                     f"data.configs: '{name}' given as a name; letters, digits, '_', '-' and '.' are allowed, and none of"
                     f" {', '.join(_RESERVED)}"
                 )
+        folders = [source.folder for source in self.sources()]
+        shared = {str(folder) for folder in folders if folders.count(folder) > 1}
+        if shared:
+            raise ConfigError(
+                f"data.configs: several sources have the cache_dir {', '.join(shared)}. Give each its own"
+            )
         if self.train_weights is not None:
             names = self.trained_names()
             for stage in weight_stages(self.train_weights, names):

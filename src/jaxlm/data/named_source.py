@@ -13,7 +13,7 @@ from jaxlm.data.cache import read_about
 from jaxlm.data.cache_building import open_or_build
 from jaxlm.data.origins import Origins, make_origins
 from jaxlm.data.packing import Windows, describe_whole, whole_documents
-from jaxlm.data.recipe import Recipe, cache_recipe, check_same, content_of
+from jaxlm.data.recipe import cache_recipe, check_same, content_of
 from jaxlm.data.records.base import Encoder, FormatConfig
 from jaxlm.data.records.text import TextFormat
 from jaxlm.data.sources import find_files, list_sources
@@ -119,12 +119,6 @@ class NamedSource:
         """Its format, with the tokenizer."""
         return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
 
-    def recipe(self, split: str, tokenizer: Tokenizer, show: Show = print) -> Recipe:
-        """What its cache is made from."""
-        encoder = self.encoder(tokenizer)
-        made_from = cache_recipe(self.files(split, show), tokenizer, bos=self.bos, eos=self.eos)
-        return {**made_from, **self.config.format.recipe(), **encoder.recipe()}
-
     def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False) -> Windows:
         """Its windows; tokenized first where no cache is there.
 
@@ -133,11 +127,12 @@ class NamedSource:
         """
         named = (lambda line: show(f"{self.name} {line}")) if self.name else show
         how = self.config.format
-        encoder = self.encoder(tokenizer)
-        made_from = self.recipe(split, tokenizer, show)
+        encoder, files = self.encoder(tokenizer), self.files(split, show)
+        made_from = cache_recipe(files, tokenizer, bos=self.bos, eos=self.eos)
+        made_from = {**made_from, **how.recipe(), **encoder.recipe()}
         apart_name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / apart_name if apart else self.folder
-        cache = open_or_build(folder / split, self.files(split, show), encoder, made_from, named)
+        cache = open_or_build(folder / split, files, encoder, made_from, named)
         if how.documents_a_window is None:
             return Windows(cache, seq_len)
         windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))
