@@ -156,6 +156,7 @@ SHOWN_ELSEWHERE = {
     "evals": "test_sample_fields",
     "phases": "its fields",
     "phases.0.data": "test_a_phase_has_data_of_its_own",
+    "epoch": "tests/test_length.py",
     "dry_run": "tests/runs/test_command.py",
 }
 
@@ -273,7 +274,11 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DataConfig)])
+# Shown in tests/data/test_mixture.py, test_records.py and test_chat.py.
+MIXED = ("format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(DataConfig) if f.name not in MIXED])
 def test_data_fields(name, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "some text {i}", "other": "what {i}"}}\n' for i in range(99)))
     (tmp_path / "b.txt").write_text("entirely different words " * 40)
@@ -284,13 +289,12 @@ def test_data_fields(name, tmp_path):
         )
         tokenizer = config.load_tokenizer(show=lambda _: None)
         data = config.open(tokenizer, 16, show=lambda _: None)
-        batches = train_batches(
-            data.train, batch_size=8, num_microbatches=1, layout=plan_of(tree()).layout, seed=0, shuffle=config.shuffle
-        )
+        examples = data.examples(batch_size=8, seed=0)
+        batches = train_batches(examples, batch_size=8, num_microbatches=1, layout=plan_of(tree()).layout)
         batch = next(batches)
         batches.close()
         folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
-        return [np.asarray(x).tolist() for x in jax.tree.leaves(batch)] + [data.validation is None, folders]
+        return [np.asarray(x).tolist() for x in jax.tree.leaves(batch)] + [len(data.validation), folders]
 
     first = DataConfig(train_urls=[f"{tmp_path}/b.txt"], cache_dir=f"{tmp_path}/t", vocab_size=270)
     first.load_tokenizer(show=lambda _: None).save(tmp_path / "saved")
@@ -331,7 +335,7 @@ def test_sample_fields(name, tmp_path):
 
     def shown(**changes: Any) -> list[str]:
         lines: list[str] = []
-        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), None, lines.append)
+        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), lines.append)
         config = choices["samples"](**{"prompts": ["ab"], "max_new_tokens": 8, "temperature": 3.0} | changes)
         config.open(context).run(model)
         return lines

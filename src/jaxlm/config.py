@@ -47,7 +47,7 @@ class TrainerConfig:
         allow_nondivisible_batch_size: fill up a batch that does not divide with empty sequences, which count nothing.
         per_device_eval_parallelism: the same for evaluation; -1 means as in training.
         steps_per_eval: steps between two evaluations; one more follows the last step.
-        max_eval_batches: evaluate on so many batches at the most; null means all.
+        max_eval_batches: evaluate on so many batches of each source at the most; null means all.
         mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation); `c=float16` scales the loss by itself.
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
@@ -202,6 +202,7 @@ class RunConfig:
         evals: what is looked at every `trainer.steps_per_eval` steps.
         phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
             own. Without any, the top level is the one phase.
+        epoch: so many passes over each phase's training data, instead of `num_train_steps`; 0 counts steps.
         dry_run: resolve, trace and compile, print the plan and the memory, draw the learning rate into the log folder,
             and stop.
     """
@@ -213,6 +214,7 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=NextToken)
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
+    epoch: int = 0
     dry_run: bool = False
 
 

@@ -1,6 +1,7 @@
 """What stays open while a run trains: its folders, trackers and evaluations."""
 
 import contextlib
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
+from jaxlm.data.config import TokenData, ValidationData
 from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
@@ -30,7 +32,7 @@ from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker
-from jaxlm.evals.base import EvalContext
+from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.lineage import DATA_IDENTITY, data_identity
 from jaxlm.plan import Plan
 
@@ -59,28 +61,28 @@ class Run:
     ballot: Ballot
     stop: StopRequest
 
-    def open_data(self, phase: Phase) -> Any:
+    def open_data(self, phase: Phase) -> TokenData:
         """The phase's token caches, built first where they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
         return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, show=self.console.show))
 
-    def eval_hook(self, phase: Phase, data: Any) -> EvalHook:
+    def eval_hook(self, phase: Phase, data: TokenData) -> EvalHook:
         """The run's evaluations on the phase's validation data."""
         plan = self.plan
         trainer = plan.config.trainer
 
-        def validation():
-            return eval_batches(
-                data.validation, batch_size=plan.batches.eval, layout=plan.layout, max_batches=trainer.max_eval_batches
-            )
+        def validation_set(one: ValidationData) -> ValidationSet:
+            options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
+            batches = functools.partial(eval_batches, one.windows, layout=plan.layout, **options)
+            return ValidationSet(one.source.name, tuple(one.source.config.tags), batches)
 
         context = EvalContext(
             layout=plan.layout,
             precision=plan.precision,
             tokenizer=self.tokenizer,
             token_bytes=self.tokenizer.token_bytes(),
-            validation=None if data.validation is None else validation,
+            validation=tuple(validation_set(one) for one in data.validation),
             show=self.console.show,
         )
         evals = [config.open(context) for config in plan.config.evals]

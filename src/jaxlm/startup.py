@@ -9,6 +9,7 @@ from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.console import duration
 from jaxlm.engine.phases import Phase
+from jaxlm.length import describe_data
 from jaxlm.models.backends.choice import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.kernels import default_chunk_tokens
@@ -46,6 +47,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
         ("begins with", _beginning(plan)),
+        *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
     ]

@@ -28,6 +28,7 @@ from jaxlm.engine.reports import Reports
 from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
+from jaxlm.length import check_length, with_length_of_data
 from jaxlm.lineage import changes, check_cursor, check_same_run
 from jaxlm.models.base import LanguageModel
 from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
@@ -80,6 +81,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
     check_accelerator(plan)
+    check_length(config)
     for tracker in config.trainer.trackers:
         tracker.check()
     if config.dry_run:
@@ -93,6 +95,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     keep_compiled_programs(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
+    config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
     plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
     console.log_to(plan.log_folder / "train.log")
     console.show(table("run", describe(plan)))
@@ -151,12 +154,10 @@ def _train_phase(
     data = run.open_data(phase)
     saver = run.saver(phase)
     batches = train_batches(
-        data.train,
+        data.examples(batch_size=plan.batches.train, seed=plan.config.trainer.seed),
         batch_size=plan.batches.train,
         num_microbatches=plan.batches.num_microbatches,
         layout=plan.layout,
-        seed=plan.config.trainer.seed,
-        shuffle=plan.data[phase.index].shuffle,
     )
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))

@@ -16,6 +16,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache import DamagedCacheError
 from jaxlm.data.loader import WindowBatches, eval_batches, train_batches
+from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.packing import Windows
 from jaxlm.data.shuffle import permuted
 from tests.data.helpers import numbered_cache
@@ -55,12 +56,10 @@ def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) ->
 
 def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> WindowBatches:
     return train_batches(
-        windows,
+        Mixture({"": windows}, [Stage(0, (1,))], seed=seed, shuffle=shuffle),
         batch_size=batch_size,
         num_microbatches=num_microbatches,
         layout=layout or layout_of(),
-        seed=seed,
-        shuffle=shuffle,
     )
 
 

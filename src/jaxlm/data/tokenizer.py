@@ -1,10 +1,11 @@
 """Text to token ids and back."""
 
+import functools
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,19 @@ class Tokenizer:
     Attributes:
         vocab_size: ids run from 0 to this, exclusive.
         bos_id, eos_id: of the tokens that begin and end a document; None where there is none.
+        chat_template: that comes with it; None where there is none.
     """
 
-    def __init__(self, backend: "tokenizers.Tokenizer", bos_id: int | None, eos_id: int | None):
+    def __init__(
+        self,
+        backend: "tokenizers.Tokenizer",
+        bos_id: int | None,
+        eos_id: int | None,
+        *,
+        chat_template: str | None = None,
+        names: Mapping[str, str] | None = None,
+    ):
+        """Args: names: further special tokens by what a chat template calls them (`pad_token`)."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # as the text that they are
@@ -44,6 +55,8 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self.chat_template = chat_template
+        self._names = dict(names or {})
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special tokens around it. Uses all cores."""
@@ -54,6 +67,30 @@ class Tokenizer:
         parts = [self._parts(text) for text in texts]
         encoded = self._encode(itertools.chain.from_iterable(parts))
         return [np.concatenate(list(itertools.islice(encoded, len(own)))) for own in parts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Ids of each text, and the characters at which each token begins and ends: int32 [tokens] each.
+
+        Here, text that looks like a special token is one: chat templates write them so.
+        """
+        encoded = self._marking.encode_batch(texts, add_special_tokens=False)
+        pairs = [np.array(e.offsets, np.int32).reshape(-1, 2) for e in encoded]
+        return [(np.asarray(e.ids, np.int32), p[:, 0], p[:, 1]) for e, p in zip(encoded, pairs, strict=True)]
+
+    @functools.cached_property
+    def _marking(self) -> "tokenizers.Tokenizer":
+        import tokenizers
+
+        # A post-processor would take white space out of the offsets.
+        made = json.loads(self._json()) | {"post_processor": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(made))
+
+    @property
+    def template_names(self) -> dict[str, str]:
+        """What a chat template calls the special tokens -> how they are written."""
+        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        known = {k: self._backend.id_to_token(i) for k, i in numbers.items() if i is not None}
+        return self._names | {name: token for name, token in known.items() if token is not None}
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids; special tokens are left out unless `special`."""
@@ -84,8 +121,9 @@ class Tokenizer:
         """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        names = {key: None if i is None else self._backend.id_to_token(i) for key, i in numbers.items()}
+        names: dict[str, str | None] = {"bos_token": None, "eos_token": None} | self.template_names
+        if self.chat_template is not None:
+            names["chat_template"] = self.chat_template
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
         (folder / "tokenizer.json").write_text(self._json())
 
@@ -147,7 +185,41 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
     backend = tokenizers.Tokenizer.from_file(str(file))
-    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"))
+    ends = (_special_id(backend, file, side) for side in ("bos", "eos"))
+    return Tokenizer(backend, *ends, chat_template=_chat_template(file), names=_template_names(file))
+
+
+def _chat_template(file: Path) -> str | None:
+    """Of `chat_template.jinja` beside the tokenizer, or of `tokenizer_config.json`; of several, the one named default."""
+    alone = file.with_name("chat_template.jinja")
+    if alone.is_file():
+        return alone.read_text(encoding="utf-8")
+    found = _read_json(file.with_name("tokenizer_config.json")).get("chat_template")
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+    return found
+
+
+def _template_names(file: Path) -> dict[str, str]:
+    settings = _read_json(file.with_name("tokenizer_config.json"))
+    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The ids in front of and behind every document.
+
+    Raises:
+        ConfigError: one is asked for that the tokenizer does not have.
+    """
+    ends = []
+    for name, number, enforced in (("bos", tokenizer.bos_id, bos), ("eos", tokenizer.eos_id, eos)):
+        if enforced and number is None:
+            raise ConfigError(
+                f"data.enforce_{name}: true, but the tokenizer has no {name.upper()} token. Set it to false"
+            )
+        ends.append(np.array([number] if enforced else [], np.int32))
+    return ends[0], ends[1]
 
 
 def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:
