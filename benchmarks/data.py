@@ -3,7 +3,8 @@
     python benchmarks/data.py [--repeats 7] [--characters 12000000]
 
 (a) Windows of 1,024 tokens, 64 a batch, from a memory-mapped cache of 100 million tokens, on one core: order, reading,
-    and the columns that training takes; all but placing them on a device.
+    and the columns that training takes; all but placing them on a device. Then the same from a mixture of four sources
+    whose weights change twice a repeat.
 (b) The whole of building a cache (reading .jsonl, checksums, writing, fsync) beside `encode_batch` and `encode_batch_fast`
     of the library `tokenizers` on the same texts in memory, all on all cores, interleaved. A ratio of 0.9 means that
     everything around the tokenizer costs a tenth of the time. Ratios of CPU seconds are less disturbed by other work on
@@ -29,16 +30,19 @@ import tokenizers
 from jaxlm.data.bpe import train_bpe
 from jaxlm.data.cache import TokenCache
 from jaxlm.data.cache_building import open_or_build
-from jaxlm.data.loader import places_of
+from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.packing import Windows
 from jaxlm.data.recipe import cache_recipe
+from jaxlm.data.records.text import TextFormat
 from jaxlm.data.sources import find_files
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.weights import block_counts
 
 SEQ_LEN, BATCH = 1024, 64
 CACHE_TOKENS, DOCUMENT_TOKENS = 100_000_000, 600
 BATCHES_A_REPEAT = 200
+MIXED = 4  # sources of the mixture
 VOCABULARY = 8192
 
 
@@ -64,31 +68,50 @@ def main() -> None:
 
 
 def reading(folder: Path, repeats: int) -> dict[str, float]:
-    """Tokens/s on one core."""
-    windows = Windows(_random_cache(folder), SEQ_LEN)
+    """Tokens/s on one core: of one source, and of a mixture of several whose weights change within each repeat."""
+    caches = [_random_cache(folder / str(number), CACHE_TOKENS // MIXED) for number in range(MIXED)]
+    mixed = {f"source{number}": Windows(cache, SEQ_LEN) for number, cache in enumerate(caches)}
+    weights = [dict(zip(mixed, values, strict=True)) for values in ((5, 3, 1, 1), (1, 2, 3, 4))]
+    examples = BATCHES_A_REPEAT * BATCH
+    stages = [
+        Stage(number * examples // 2, block_counts(weights[number % 2], list(mixed), 2048))
+        for number in range(2 * (repeats + 1))
+    ]
+    single = Mixture(
+        {"": Windows(_random_cache(folder, CACHE_TOKENS), SEQ_LEN)}, [Stage(0, (1,))], seed=0, shuffle=True
+    )
+    mixture = Mixture(mixed, stages, seed=0, shuffle=True)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        rates = [_reading_rate(windows, first=number * BATCHES_A_REPEAT) for number in range(repeats + 1)]
+        rates = [
+            (_reading_rate(single, number * BATCHES_A_REPEAT), _reading_rate(mixture, number * BATCHES_A_REPEAT))
+            for number in range(repeats + 1)
+        ]
     finally:
         os.sched_setaffinity(0, cores)
-    return {f"tokens_per_second_{name}": value for name, value in _summary(rates[1:]).items()}
+    of_one, of_mixture = zip(*rates[1:], strict=True)
+    return {
+        **{f"tokens_per_second_{name}": value for name, value in _summary(list(of_one)).items()},
+        **{f"mixture_tokens_per_second_{name}": value for name, value in _summary(list(of_mixture)).items()},
+    }
 
 
-def _reading_rate(windows: Windows, first: int) -> float:
+def _reading_rate(mixture: Mixture, first: int) -> float:
     began = time.perf_counter()
     for number in range(first, first + BATCHES_A_REPEAT):
         examples = number * BATCH + np.arange(BATCH)
-        windows.read(places_of(examples, len(windows), seed=0, shuffle=True))
+        mixture.read(examples)
     return BATCHES_A_REPEAT * BATCH * SEQ_LEN / (time.perf_counter() - began)
 
 
-def _random_cache(folder: Path) -> TokenCache:
+def _random_cache(folder: Path, num_tokens: int) -> TokenCache:
+    folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     path = folder / "tokens.bin"
-    rng.integers(0, VOCABULARY, CACHE_TOKENS, np.uint16).tofile(path)
-    ends = rng.geometric(1 / DOCUMENT_TOKENS, CACHE_TOKENS // DOCUMENT_TOKENS).cumsum()
-    offsets = np.concatenate([[0], ends[ends < CACHE_TOKENS], [CACHE_TOKENS]]).astype(np.int64)
+    rng.integers(0, VOCABULARY, num_tokens, np.uint16).tofile(path)
+    ends = rng.geometric(1 / DOCUMENT_TOKENS, num_tokens // DOCUMENT_TOKENS).cumsum()
+    offsets = np.concatenate([[0], ends[ends < num_tokens], [num_tokens]]).astype(np.int64)
     tokens = np.asarray(np.memmap(path, np.uint16, mode="r"))
     return TokenCache(folder, tokens, offsets, VOCABULARY, 0, "", {"random": len(offsets) - 1})
 
@@ -137,7 +160,8 @@ def _texts(characters: int) -> list[str]:
 
 def _build(folder: Path, files: list[TextFile], tokenizer: Tokenizer) -> int:
     made_from = cache_recipe(files, tokenizer, bos=False, eos=False)
-    cache = open_or_build(folder, files, tokenizer, made_from, lambda _: None)
+    encoder = TextFormat().encoder(tokenizer, bos=False, eos=False, key="")
+    cache = open_or_build(folder, files, encoder, made_from, lambda _: None)
     shutil.rmtree(folder)
     return cache.num_tokens
 

@@ -4,8 +4,9 @@
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
 
 Reads the text that the run was validated on, so that the total is what training logged (where `max_eval_batches` cut it
-short: on as many devices); every token counts for the URL that it is from. Options with a dot go over the saved
-configuration; `--data.*` over the data of the phase that the checkpoint stands in. One JSON line comes last.
+short: on as many devices); every token counts for the source, or the URL of a single one, that it is from. Options with
+a dot go over the saved configuration; `--data.*` over the data of the phase that the checkpoint stands in. One JSON line
+comes last.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,16 +22,18 @@ import numpy as np
 
 from jaxlm.commands import run_command
 from jaxlm.compiling import keep_compiled_programs
+from jaxlm.core.axes import BATCH
 from jaxlm.core.cli import override
 from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import TokenBatch
 from jaxlm.core.yaml_source import Source
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import DataConfig, ValidationData
 from jaxlm.data.loader import eval_batches
+from jaxlm.data.named_source import VALIDATION
 from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
-from jaxlm.evals.loss import LossMeter, LossSums
+from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
 from jaxlm.plan import Plan
 from jaxlm.trained import Trained, checkpoint_parser, open_trained, parse_with_keys
 
@@ -44,6 +46,10 @@ _INSTEAD = {
     "data.tokenizer": "the model knows the tokens of the tokenizer that it was trained with, which the checkpoint holds",
     "data.vocab_size": "the checkpoint's tokenizer has its size",
     "data.shuffle": "every window is read once, and their order changes no sum",
+    **dict.fromkeys(
+        ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"),
+        "nothing is trained, so nothing is mixed",
+    ),
     "data.train_urls": "nothing is trained; --data.validation_urls names the text to evaluate on",
 }
 
@@ -57,10 +63,11 @@ def _main(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
     for_data = {name: value for name, value in keys.items() if name.startswith(_DATA)}
     others = {name: value for name, value in keys.items() if name not in for_data}
-    trained = open_trained(Path(options.checkpoint), others, also=_EFFECTIVE)
+    trained = open_trained(options.checkpoint, others, also=_EFFECTIVE)
     keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
-    sums = evaluate(trained, data_with(trained, for_data), options.batch_size, _most(trained.plan, options.max_batches))
-    _show(trained, sums)
+    data = data_with(trained, for_data)
+    sums = evaluate(trained, data, options.batch_size, _most(trained.plan, options.max_batches))
+    _show(trained, sums, {source.name: source.config.tags for source in data.sources()})
     return 0
 
 
@@ -98,7 +105,7 @@ def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
     for name, instead in _INSTEAD.items():
         if name in options:
             raise ConfigError(f"command line: --{name} has no effect here: {instead}. Leave it out")
-    if not data.validation_urls:
+    if not any(source.config.validation_urls for source in data.sources()):
         raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
     return data
 
@@ -106,30 +113,40 @@ def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
 def evaluate(
     trained: Trained, data: DataConfig, batch_size: int | None = None, max_batches: int | None = None
 ) -> dict[str, LossSums]:
-    """The sums of each of `data.validation_urls`, over one pass.
+    """The sums of each source, or of each of `data.validation_urls` where the section is the one source; over one pass.
 
     Args:
         batch_size: sequences; None takes the run's.
-        max_batches: None means all.
+        max_batches: of each source; None means all.
 
     Raises:
         ConfigError: the data is not there, or the batch does not divide over the devices.
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
-    ways = plan.mesh.batch_ways
+    ways = plan.layout.ways(BATCH)
     if size < 1 or size % ways:
         raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
     other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
-    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    windows = data.open_validation(trained.tokenizer, plan.config.model.seq_len, say, apart=other)
-    assert windows is not None, "there are validation_urls"
-    origins = data.validation_origins(windows)
+    show = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    sums: dict[str, LossSums] = {}
     with plan.layout.use():
-        batches = eval_batches(windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
-        meter = LossMeter(plan.precision, trained.tokenizer.token_bytes(), num_groups=len(origins.urls))
-        sums = meter.measure(trained.load_model(), with_origins(batches, windows, origins))
-    return dict(zip(origins.urls, sums, strict=True))
+        model, token_bytes = trained.load_model(), trained.tokenizer.token_bytes()
+        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, show, apart=other):
+            batches = eval_batches(data_set.windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
+            groups = _groups(data_set)
+            meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))
+            found = meter.measure(model, with_origins(batches, data_set.windows, groups))
+            sums |= dict(zip(groups.urls, found, strict=True))
+    return sums
+
+
+def _groups(data_set: ValidationData) -> Origins:
+    """What the tokens of a source are counted by: all together under its name, or by URL."""
+    source, windows = data_set.source, data_set.windows
+    if not source.name:
+        return source.origins(VALIDATION, windows)
+    return Origins((source.name,), np.array([windows.cache.num_tokens], np.int64))
 
 
 def with_origins(
@@ -139,7 +156,7 @@ def with_origins(
     row = 0
     for batch in batches:
         targets = batch.targets.array
-        starts = (row + np.arange(targets.shape[0])) * windows.seq_len
+        starts = windows.starts(np.minimum(row + np.arange(targets.shape[0]), len(windows) - 1))
         numbers = origins.of(starts[:, None] + np.arange(1, windows.seq_len + 1))
         yield batch, jax.make_array_from_callback(targets.shape, targets.sharding, numbers.__getitem__)
         row += targets.shape[0]
@@ -147,25 +164,30 @@ def with_origins(
 
 def in_all(sums: Mapping[str, LossSums]) -> LossSums:
     """All sources together."""
-    return LossSums(*(sum(column) for column in zip(*map(dataclasses.astuple, sums.values()), strict=True)))
+    return sum(sums.values(), NOTHING)
 
 
-def _show(trained: Trained, sums: Mapping[str, LossSums]) -> None:
+def _show(trained: Trained, sums: Mapping[str, LossSums], tags: Mapping[str, Sequence[str]]) -> None:
     total = in_all(sums)
-    width = max(len("total"), *map(len, sums))
+    tagged = {name: part for name, part in by_group(sums, tags).items() if name not in sums}
+    rows = {**sums, **{f"tag {tag}": part for tag, part in tagged.items()}, "total": total}
+    width = max(map(len, ["source", *rows]))
     print(f"{'source':<{width}}  {'tokens':>12}  {'bytes':>12}  {'loss':>8}  {'bits a byte':>11}")
-    for name, part in {**sums, "total": total}.items():
+    for name, part in rows.items():
         numbers = f"{part.loss:>8.4f}  {part.bits_per_byte:>11.4f}"
         print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
-    cursor = trained.found.cursor
-    about = {"checkpoint": str(trained.found.path), "step": cursor.step, **_numbers(total)}
-    print(json.dumps({**about, "sources": {url: _numbers(part) for url, part in sums.items()}}))
+    about = {"checkpoint": str(trained.found.path), "step": trained.found.cursor.step, **_numbers(total)}
+    parts = {"sources": sums, "tags": tagged}
+    by_name = {kind: {name: _numbers(part) for name, part in some.items()} for kind, some in parts.items()}
+    print(json.dumps({**about, **_known(macro(sums.values())), **by_name}))
 
 
 def _numbers(part: LossSums) -> dict[str, float | None]:
-    measured = {"loss": part.loss, "bpb": part.bits_per_byte}
-    counted = {"tokens": part.tokens, "bytes": part.text_bytes}
-    return {**{name: None if math.isnan(value) else value for name, value in measured.items()}, **counted}
+    return _known({"loss": part.loss, "bpb": part.bits_per_byte, "tokens": part.tokens, "bytes": part.text_bytes})
+
+
+def _known(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
 
 if __name__ == "__main__":

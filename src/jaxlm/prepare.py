@@ -19,12 +19,12 @@ from jaxlm.commands import run_command
 from jaxlm.config import RunConfig, load_config, refuse_dry_run
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import TokenCache
-from jaxlm.data.config import DataConfig
-from jaxlm.data.loader import places_of
+from jaxlm.data.config import TokenData
 from jaxlm.data.packing import Windows
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import Phase
+from jaxlm.length import check_length, with_length_of_data
 from jaxlm.plan import plan_phases
 
 _NO_TARGET = ("⟦", "⟧")
@@ -36,15 +36,11 @@ class Prepared:
 
     Attributes:
         phase: which one.
-        section: its `data` section.
-        train: windows to train on.
-        validation: windows to evaluate on.
+        data: open.
     """
 
     phase: Phase
-    section: DataConfig
-    train: Windows
-    validation: Windows | None
+    data: TokenData
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +60,7 @@ def _main(arguments: Sequence[str]) -> int:
     config = load_config(rest, "jaxlm.prepare")
     refuse_dry_run(config, "jaxlm.prepare makes caches")
     if options.show_batch is not None:
-        check_batch(config, options.show_batch)
+        check_batch(config, options.show_batch, plan_phases(config)[0])
     console = Console()
     tokenizer, prepared = prepare(config, console)
     for title, rows in _cache_rows(prepared):
@@ -82,20 +78,23 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         ConfigError: as training would raise it.
     """
     config.model.check()
-    phases, sections = plan_phases(config)
+    check_length(config)
+    sections = plan_phases(config)[1]
     for section in sections:
         section.check()
     tokenizer = sections[0].load_tokenizer(show=console.show)
+    if config.trainer.train_batch_size > 0:
+        config = with_length_of_data(config, config.trainer.train_batch_size, tokenizer, console.show)
+    phases = plan_phases(config)[0]
     prepared = []
     for phase, section in zip(phases, sections, strict=True):
-        data = section.open(tokenizer, config.model.seq_len, show=console.show)
-        prepared.append(Prepared(phase, section, data.train, data.validation))
+        prepared.append(Prepared(phase, section.open(tokenizer, config.model.seq_len, show=console.show)))
     return tokenizer, prepared
 
 
-def check_batch(config: RunConfig, number: int) -> None:
+def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
     """Raises `ConfigError` unless the run has a training batch `number`, whose size is known without its devices."""
-    size, last = config.trainer.train_batch_size, plan_phases(config)[0][-1].end
+    size, last = config.trainer.train_batch_size, phases[-1].end
     if not 0 <= number < last:
         raise ConfigError(f"--show_batch: {number} given; the run's {last} steps have batches 0 to {last - 1}")
     if size < 1:
@@ -110,20 +109,22 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     Raises:
         ConfigError: as `check_batch`.
     """
-    check_batch(config, number)
+    check_batch(config, number, [one.phase for one in prepared])
     size = config.trainer.train_batch_size
-    data = next(p for p in prepared if number < p.phase.end)
-    windows, cache = data.train, data.train.cache
-    examples = (number - data.phase.start) * size + np.arange(size)
-    places = places_of(examples, len(windows), seed=config.trainer.seed, shuffle=data.section.shuffle)
-    columns = windows.read(places)
-    yield f"batch {number}: step {number + 1}, phase '{data.phase.name}', {size} rows of {windows.seq_len} tokens"
-    for row, place in enumerate(places.tolist()):
+    phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
+    mixture = data.examples(batch_size=size, seed=config.trainer.seed)
+    examples = (number - phase.start) * size + np.arange(size)
+    columns = mixture.read(examples)
+    yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {mixture.seq_len} tokens"
+    for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):
         own = {name: column[row] for name, column in columns.items()}
+        windows, name = mixture.windows(source), mixture.names[source]
+        where = f"window {place} of {len(windows)}{f' of {name}' if name else ''}"
         targets = int(own["loss_mask"].sum())
-        yield f"=== row {row}: window {place} of {len(windows)}, {targets} targets in {windows.seq_len} tokens ==="
+        yield f"=== row {row}: {where}, {targets} targets in {windows.seq_len} tokens ==="
+        first = int(windows.starts(np.array([place]))[0])
         for start, text in _documents(own, tokenizer):
-            yield f"--- {cache.source_of(place * windows.seq_len + start)} ---\n{text}"
+            yield f"--- {windows.cache.source_of(first + start)} ---\n{text}"
 
 
 def _documents(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
@@ -142,18 +143,18 @@ def _documents(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[tup
 def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """A table for each cache; phases may share one."""
     shown: dict[str, str] = {}
-    for data in prepared:
-        for split, windows in (("train", data.train), ("validation", data.validation)):
-            if windows is not None and shown.setdefault(str(windows.cache.folder), data.phase.name) == data.phase.name:
-                yield f"phase '{data.phase.name}': {split}", describe_cache(windows)
+    for one in prepared:
+        train = [("train", name, windows) for name, windows in one.data.train.items()]
+        held_out = [("validation", part.source.name, part.windows) for part in one.data.validation]
+        for split, source, windows in (*train, *held_out):
+            if shown.setdefault(str(windows.cache.folder), one.phase.name) == one.phase.name:
+                title = f"{source} {split}".strip()
+                yield f"phase '{one.phase.name}': {title}", describe_cache(windows)
 
 
 def describe_cache(windows: Windows) -> list[tuple[str, str]]:
     """What is in a cache, for people."""
     cache: TokenCache = windows.cache
-    places = len(windows) * windows.seq_len
-    # The last token is nobody's input.
-    padding = places - (cache.num_tokens - 1)
     return [
         ("files", f"{len(cache.documents_of):,}"),
         ("documents", f"{len(cache.offsets) - 1:,}"),
@@ -161,7 +162,7 @@ def describe_cache(windows: Windows) -> list[tuple[str, str]]:
         ("bytes", f"{cache.num_bytes:,} of text"),
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
         ("windows", f"{len(windows):,} of {windows.seq_len:,} tokens"),
-        ("padding", f"{padding / places:.4%} of their places, all in the last one"),
+        ("padding", f"{windows.padding:.4%} of their places{'' if windows.whole else ', all in the last one'}"),
         ("fingerprint", cache.fingerprint),
         ("folder", str(cache.folder)),
     ]

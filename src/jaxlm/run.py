@@ -1,39 +1,41 @@
 """What stays open while a run trains: its folders, trackers and evaluations."""
 
 import contextlib
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxlm.compiling import CompiledStep
 from jaxlm.config import as_run_config
 from jaxlm.core import tree
 from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
+from jaxlm.data.config import TokenData, ValidationData
 from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import EvalHook
+from jaxlm.engine.hooks import CrashListener, EvalHook, HistogramListener, ProgressListener, TrackerListener
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.profiler import ProfileHook
-from jaxlm.engine.reports import Totals, Workload
+from jaxlm.engine.reports import Listener, Totals, Workload
+from jaxlm.engine.restore import Found
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker
-from jaxlm.evals.base import EvalContext
+from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.exporting import ExportHook
-from jaxlm.interop.folder import load_model, parse_dtype
-from jaxlm.interop.hub import local_folder
-from jaxlm.interop.model_section import hf_name
+from jaxlm.interop.folder import parse_dtype
 from jaxlm.lineage import DATA_IDENTITY, data_identity
-from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
 
 
@@ -61,32 +63,32 @@ class Run:
     ballot: Ballot
     stop: StopRequest
 
-    def open_data(self, phase: Phase) -> Any:
+    def open_data(self, phase: Phase) -> TokenData:
         """The phase's token caches, built first where they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
         return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, show=self.console.show))
 
-    def eval_hook(self, phase: Phase, data: Any) -> EvalHook:
+    def eval_hook(self, phase: Phase, data: TokenData) -> EvalHook:
         """The run's evaluations on the phase's validation data."""
         plan = self.plan
         trainer = plan.config.trainer
 
-        def validation():
-            return eval_batches(
-                data.validation, batch_size=plan.batches.eval, layout=plan.layout, max_batches=trainer.max_eval_batches
-            )
+        def validation_set(one: ValidationData) -> ValidationSet:
+            options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
+            batches = functools.partial(eval_batches, one.windows, layout=plan.layout, **options)
+            return ValidationSet(one.source.name, tuple(one.source.config.tags), batches)
 
         context = EvalContext(
             layout=plan.layout,
             precision=plan.precision,
             tokenizer=self.tokenizer,
             token_bytes=self.tokenizer.token_bytes(),
-            validation=None if data.validation is None else validation,
+            validation=tuple(validation_set(one) for one in data.validation),
             show=self.console.show,
         )
         evals = [config.open(context) for config in plan.config.evals]
-        return EvalHook(evals, trainer.steps_per_eval, phase.end, self.trackers, self.console)
+        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[], str]) -> list[ProfileHook]:
         """The profiler, where one is configured. Args: program: the text of the phase's compiled step."""
@@ -95,6 +97,32 @@ class Run:
             return []
         folder = self.plan.log_folder / "profile" / phase.name
         return [ProfileHook(config, folder, phase, first_step=first_step, program=program, show=self.console.show)]
+
+    def listeners(self, phase: Phase, state: RunState) -> tuple[Listener, ...]:
+        """Who is told of every step."""
+        trainer = self.plan.config.trainer
+        return (
+            TrackerListener(self.trackers),
+            ProgressListener(self.console, phase, skipped=int(state.guard.skipped)),
+            HistogramListener(self.plan.log_folder / "histograms.jsonl"),
+            CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
+        )
+
+    def keep_programs(self, phase: Phase, step: CompiledStep) -> None:
+        """Writes the phase's program to the log folder, in the forms that are asked for."""
+        trainer = self.plan.config.trainer
+        wanted = {"jaxpr": trainer.log_jaxprs, "hlo": trainer.log_xla_hlo}
+        texts = {"jaxpr": lambda: str(step.traced.jaxpr), "hlo": lambda: step.call.as_text() or ""}
+        folder = self.plan.log_folder / "artifacts"
+        for form in (form for form in texts if wanted[form] and is_main_process()):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{phase.name}.{form}.txt").write_text(texts[form]())
+
+    def adopt(self, state: RunState, found: Found) -> None:
+        """Saves another run's state as this run's first checkpoint, and waits until that is done."""
+        complete = found.cursor.step == self.plan.num_steps
+        self.writer.save(state, replace(found.cursor, temporary=not complete), found.position())
+        self.writer.wait()
 
     def export_hooks(self, phase: Phase) -> list[ExportHook]:
         """What writes folders for transformers, where that is configured."""
@@ -106,18 +134,6 @@ class Run:
             dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
         folder = Path(config.hf_save_path)
         return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.show)]
-
-    def pretrained(self) -> LanguageModel | None:
-        """The imported weights that the run begins with; None where it begins with random ones."""
-        plan = self.plan
-        name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-        if name is None:
-            return None
-        path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
-        self.console.show(f"weights: {path}")
-        abstract = jax.eval_shape(plan.recipe.first_model)
-        rules = plan.config.hf_weight_names
-        return load_model(path, abstract, plan.config.model, plan.layout, rules=rules)
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""
@@ -154,7 +170,13 @@ def open_run(
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
     }
-    writer = CheckpointWriter(plan.checkpoint_folder, files)
+    staging = plan.staging
+    writer = CheckpointWriter(
+        plan.checkpoint_folder,
+        files,
+        delete_temporary=plan.config.trainer.checkpointer.delete_old_temp_checkpoints,
+        publish=(lambda _: None) if staging is None else staging.publish,
+    )
     writer.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:

@@ -16,6 +16,7 @@ from jaxlm.data import cache_building, durable
 from jaxlm.data.cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
 from jaxlm.data.cache_building import open_or_build
 from jaxlm.data.recipe import cache_recipe
+from jaxlm.data.records.text import TextFormat
 from jaxlm.data.sources import find_files
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
 
@@ -42,7 +43,7 @@ def small_shards(monkeypatch):
 def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, show=lambda line: None) -> TokenCache:
     files = find_files([str(corpus)], "data.train_urls", "text")
     made_from = cache_recipe(files, tokenizer, bos=bos, eos=eos)
-    return open_or_build(folder, files, tokenizer, made_from, show)
+    return open_or_build(folder, files, TextFormat().encoder(tokenizer, bos=bos, eos=eos, key=""), made_from, show)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -121,8 +122,9 @@ class TestOtherRecipe:
     def test_text_key(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "body")
         made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
         with pytest.raises(ConfigError, match="text_key: text then, body now"):
-            open_or_build(tmp_path / "train", files, tokenizer, made_from, print)
+            open_or_build(tmp_path / "train", files, encoder, made_from, print)
 
     def test_files(self, tmp_path, corpus, tokenizer):
         (corpus / "b1.txt").write_text("changed")
@@ -136,8 +138,9 @@ class TestOtherRecipe:
     def test_order(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "text")[::-1]
         made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
         with pytest.raises(ConfigError, match="the order of the files"):
-            open_or_build(tmp_path / "train", files, tokenizer, made_from, print)
+            open_or_build(tmp_path / "train", files, encoder, made_from, print)
 
 
 class TestDamage:

@@ -38,10 +38,10 @@ def test_opens_what_it_names(config):
     data = config.open(tokenizer, 16, said.append)
     assert tokenizer.vocab_size == 300
     assert [line.split(" ")[0] for line in said] == ["training", "train:", "validation:"]
-    assert data.validation is not None
+    (validation,) = [one.windows for one in data.validation]
     text = "".join(config.validation_documents())
-    assert data.validation.cache.num_bytes == len(text.encode())
-    ids = data.validation.cache.tokens[1:-1]
+    assert validation.cache.num_bytes == len(text.encode())
+    ids = validation.cache.tokens[1:-1]
     assert tokenizer.decode(ids.tolist()) == text
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
 
@@ -53,7 +53,7 @@ def test_a_second_start_makes_nothing(config, monkeypatch):
     config.check()
     second = config.open(config.load_tokenizer(said.append), 16, said.append)
     assert said == []
-    assert second.train.cache.fingerprint == first.train.cache.fingerprint
+    assert second.train[""].cache.fingerprint == first.train[""].cache.fingerprint
 
 
 def test_checking_writes_nothing(config, tmp_path):
@@ -199,7 +199,7 @@ class TestCacheAmongTheText:
         config = DataConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
         config.check()
         tokenizer = config.load_tokenizer(lambda _: None)
-        return list(config.open(tokenizer, 16, lambda _: None).train.cache.documents_of)
+        return list(config.open(tokenizer, 16, lambda _: None).train[""].cache.documents_of)
 
     @pytest.mark.parametrize(
         "url", ["{}", "file://{}", "{}/**/*", "file://{}/**/*.json*", "{{{}/**/*.jsonl,{}/*.jsonl}}"]

@@ -101,7 +101,7 @@ class TestHub:
         config = DataConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
         config.check()
         assert not (tmp_path / "cache").exists()
-        cache = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None).train.cache
+        cache = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None).train[""].cache
         assert len(cache.offsets) == len(TEXTS) + 1
         assert cache.source_of(0) == f"document 1 of {self.URL}/data-00000-of-00001.arrow"
 

@@ -204,11 +204,11 @@ class TestDataConfig:
     def test_is_built_through_the_mirror(self, config, memory):
         said: list[str] = []
         tokenizer = config.load_tokenizer(said.append)
-        first = config.open(tokenizer, 16, said.append).train.cache
+        first = config.open(tokenizer, 16, said.append).train[""].cache
         assert [line.split(" ")[0] for line in said] == ["mirror:", "mirror:", "training", "train:"]
         mirror.list_remote.cache_clear()
         config.check()
-        assert config.open(tokenizer, 16, said.append).train.cache.fingerprint == first.fingerprint
+        assert config.open(tokenizer, 16, said.append).train[""].cache.fingerprint == first.fingerprint
         assert len(said) == 4
         memory[1]("a.txt", "other text")
         mirror.list_remote.cache_clear()
@@ -229,11 +229,11 @@ class TestDataConfig:
         said: list[str] = []
         config = dataclasses.replace(config, validation_urls=config.train_urls)
         tokenizer = config.load_tokenizer(said.append)
-        first = config.open(tokenizer, 16, said.append).validation
-        other = dataclasses.replace(config, enforce_eos=False).open_validation(tokenizer, 16, said.append, apart=True)
-        assert first is not None
-        assert other is not None
-        assert first.cache.fingerprint != other.cache.fingerprint
-        assert tmp_path / "cache" / "evaluate" in other.cache.folder.parents
+        (first,) = config.open(tokenizer, 16, said.append).validation
+        (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
+            tokenizer, 16, said.append, apart=True
+        )
+        assert first.windows.cache.fingerprint != other.windows.cache.fingerprint
+        assert tmp_path / "cache" / "evaluate" in other.windows.cache.folder.parents
         assert sum(line.startswith("mirror:") for line in said) == 2  # two files, each copied once
         assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

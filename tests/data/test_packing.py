@@ -1,10 +1,12 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.data.cache import DamagedCacheError
-from jaxlm.data.packing import Windows
+from jaxlm.data.packing import Windows, whole_documents
 from tests.data.helpers import cache_of, numbered_cache
 
 lengths_of_documents = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -84,3 +86,51 @@ def test_a_token_beyond_the_vocabulary_is_named():
     with pytest.raises(DamagedCacheError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
         Windows(cache, 4).read(np.array([1]))
     np.testing.assert_array_equal(Windows(cache, 3).read(np.array([0]))["tokens"], [[1, 2, 3]])
+
+
+def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: int, most: int) -> list[list[tuple]]:
+    """One document at a time into the last window, if there is room: (token, target, mask, segment, position)."""
+    windows: list[list[int]] = []
+    room = 0
+    for number, document in enumerate(documents):
+        needed = min(len(document), seq_len)
+        if not windows or needed > room or most == 1:
+            windows.append([])
+            room = seq_len
+        windows[-1].append(number)
+        room -= needed
+    rows = []
+    for members in windows:
+        row = []
+        for segment, number in enumerate(members, start=1):
+            ids, asked = documents[number], masks[number]
+            for place in range(min(len(ids), seq_len)):
+                follows = place + 1 < len(ids)
+                row.append(
+                    (ids[place], ids[place + 1] if follows else 0, float(follows and asked[place + 1]), segment, place)
+                )
+        if any(mask for _, _, mask, _, _ in row):
+            rows.append(row + [(0, 0, 0.0, 0, 0)] * (seq_len - len(row)))
+    return rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), most=st.sampled_from([0, 1]), data=st.data())
+def test_whole_documents_agree_with_one_document_at_a_time(lengths, seq_len, most, data):
+    documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
+    masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
+    cache = dataclasses.replace(cache_of(documents), targets=np.concatenate(masks).astype(np.uint8))
+    whole = whole_documents(cache, seq_len, most=most)
+    windows, expected = Windows(cache, seq_len, whole), packed_by_hand(documents, masks, seq_len, most)
+    assert len(windows) == len(expected)
+    assert whole.num_truncated == sum(n > seq_len + 1 for n in lengths)
+    assert whole.num_lost == sum(max(0, n - seq_len - 1) for n in lengths)
+    if expected:
+        columns = windows.read(np.arange(len(windows)))
+        found = np.stack([columns[n] for n in ("tokens", "loss_mask", "segment_ids", "positions")], axis=-1).tolist()
+        assert found == [[[t, m, s, p] for t, _, m, s, p in row] for row in expected]
+        asked = columns["loss_mask"] > 0
+        np.testing.assert_array_equal(
+            columns["targets"][asked], np.array([[r[1] for r in row] for row in expected])[asked]
+        )
+        assert windows.padding == pytest.approx(np.mean([[s == 0 for _, _, _, s, _ in row] for row in expected]))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.data import shuffle
-from jaxlm.data.shuffle import permuted, shuffled
+from jaxlm.data.shuffle import permuted, shuffled, shuffled_in_eras
 
 
 def order(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
@@ -99,3 +99,17 @@ def test_neighbours_are_torn_apart():
     steps = np.abs(np.diff(order(size)))
     assert abs(steps.mean() / size - 1 / 3) < 0.02  # of two places chosen independently
     assert (steps == 1).mean() < 0.002
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 70), era_length=st.integers(1, 80), seed=st.integers(0, 2**32))
+def test_eras_are_shuffled_within_themselves_anew_in_each_epoch(size, era_length, seed):
+    found = shuffled_in_eras(np.arange(3 * size), size, era_length, seed=seed).reshape(3, size)
+    for epoch in found:
+        for first in range(0, size, era_length):
+            era = np.arange(first, min(first + era_length, size))
+            np.testing.assert_array_equal(np.sort(epoch[era]), era)
+    if era_length >= 40 and size >= 40:
+        assert len({tuple(epoch) for epoch in found}) == 3
+    somewhere = np.array([2 * size + size // 2, size // 3])
+    np.testing.assert_array_equal(shuffled_in_eras(somewhere, size, era_length, seed=seed), found.ravel()[somewhere])

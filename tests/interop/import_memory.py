@@ -42,7 +42,7 @@ def with_jaxlm(folder: Path) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+    from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
     from jaxlm.interop.folder import open_folder
     from jaxlm.models.base import vocab_axis
 

@@ -272,7 +272,7 @@ def test_without_torch_safetensors_are_imported(tmp_path):
         for name in ("torch", "transformers", "safetensors", "huggingface_hub"):
             sys.modules[name] = None
         import jax
-        from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+        from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
         from jaxlm.interop.folder import open_folder
         from jaxlm.models.base import vocab_axis
         opened = open_folder(__import__("pathlib").Path({str(folder)!r}))

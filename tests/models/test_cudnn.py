@@ -30,6 +30,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.gpt2 import Gpt2Config
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.transformer import Transformer
 from tests.engine.helpers import layout
 
 fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -312,8 +313,9 @@ def test_without_the_device_nothing_is_claimed():
 )
 def test_a_layer_says_what_it_asks(config, wanted):
     built = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
-    (layer,) = tree.modules(built, SelfAttention)
-    task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024)
+    (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Transformer)
+    (kind,) = body.kinds
+    task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024, kind.window)
     assert (task.platform, task.capability, task.seq_len, task.within_row) == ("gpu", (9, 0), 1024, True)
     assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == wanted
 

@@ -53,12 +53,10 @@ def test_shows_the_rows_that_a_step_sees(config_path):
     assert [data.phase.name for data in prepared] == ["first", "second"]
     for data in prepared:
         batches = train_batches(
-            data.train,
+            data.data.examples(batch_size=4, seed=config.trainer.seed),
             batch_size=4,
             num_microbatches=2,
             layout=layout,
-            seed=config.trainer.seed,
-            shuffle=data.section.shuffle,
         )
         for number in range(data.phase.start, data.phase.end):
             batch = next(batches)
@@ -91,13 +89,14 @@ def test_what_is_in_the_caches(config_path, capsys):
     text = capsys.readouterr().out
     _, prepared = prepare(read_config(config_path), Console())
     for data in prepared:
-        cache = data.train.cache
+        windows = data.data.train[""]
+        cache = windows.cache
         rows = text.split(f"phase '{data.phase.name}': train\n")[1].split("phase '")[0]
         assert f"folder           {cache.folder}" in rows
         assert f"fingerprint      {cache.fingerprint}" in rows
         assert f"bytes            {cache.num_bytes:,} of text" in rows
         assert f"files            {len(cache.documents_of)}\n" in rows
-        read = data.train.read(np.arange(len(data.train)))
+        read = windows.read(np.arange(len(windows)))
         # The very last token stands in its window and is nobody's input.
         empty = (read["segment_ids"] == 0).mean() + 1 / read["tokens"].size
         padding = float(re.search(r"padding +([\d.]+)%", rows)[1]) / 100

@@ -1,8 +1,9 @@
 """A byte-level BPE tokenizer trained on the run's own text."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.durable import locked, needing_space, prepared, replacing_folder
@@ -54,18 +55,28 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def trained_tokenizer(
-    folder: Path, files: Sequence[TextFile], vocab_size: int, show: Callable[[str], None]
+    folder: Path,
+    files: Sequence[TextFile],
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    show: Callable[[str], None],
+    formats: Mapping[str, Any],
 ) -> Tokenizer:
-    """The tokenizer kept in `folder`, trained on the files first where there is none.
+    """The tokenizer kept in `folder`, trained first where there is none.
+
+    Args:
+        files: that the texts are from.
+        formats: how the texts are made from them, where that is not by a text key: plain JSON.
 
     Raises:
         ConfigError: the one that is there was trained on something else; says on what.
     """
-    made_from = tokenizer_recipe(files, vocab_size)
+    made_from = tokenizer_recipe(files, vocab_size) | ({"formats": dict(formats)} if formats else {})
     if not folder.exists():
         with locked(prepared(folder.parent), show):
             if not folder.exists():  # another process may have been faster
-                _train(folder, files, vocab_size, json.dumps(made_from), show)
+                show(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
+                _train(folder, texts(), vocab_size, json.dumps(made_from), show)
     check_same("tokenizer", folder, _made_from(folder), made_from)
     return load_tokenizer(str(folder))
 
@@ -84,11 +95,8 @@ def _made_from(folder: Path) -> Recipe:
     )
 
 
-def _train(
-    folder: Path, files: Sequence[TextFile], vocab_size: int, made_from: str, show: Callable[[str], None]
-) -> None:
-    show(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
-    tokenizer = train_bpe(_up_to(files, _MOST_CHARACTERS, show), vocab_size)
+def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, show: Callable[[str], None]) -> None:
+    tokenizer = train_bpe(_up_to(texts, _MOST_CHARACTERS, show), vocab_size)
     if tokenizer.vocab_size < vocab_size:
         show(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
     with needing_space(folder), replacing_folder(folder) as unfinished:
@@ -96,12 +104,11 @@ def _train(
         (unfinished / _MADE_FROM).write_text(made_from)
 
 
-def _up_to(files: Sequence[TextFile], most_characters: int, show: Callable[[str], None]) -> Iterator[str]:
+def _up_to(texts: Iterable[str], most_characters: int, show: Callable[[str], None]) -> Iterator[str]:
     seen = 0
-    for file in files:
-        for document in file.documents():
-            if seen > most_characters:
-                show(f"the tokenizer is trained on the first {seen:,} characters of the text")
-                return
-            yield document
-            seen += len(document)
+    for text in texts:
+        if seen > most_characters:
+            show(f"the tokenizer is trained on the first {seen:,} characters of the text")
+            return
+        yield text
+        seen += len(text)

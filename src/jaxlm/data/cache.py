@@ -2,6 +2,7 @@
 
 <cache_dir>/<split>/tokens.bin     uint16, or uint32 for vocabularies above 65,536
                     offsets.bin    int64 [documents + 1]
+                    targets.bin    uint8: 1 for each token that is asked for; no such file where all are
                     cache.json     what it was made from, and checksums, its own among them
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.recipe import Recipe, check_same
 
-TOKENS, OFFSETS, ABOUT = "tokens.bin", "offsets.bin", "cache.json"
+TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.bin", "offsets.bin", "targets.bin", "cache.json"
 _SEAL = "seal"
 
 
@@ -37,6 +38,7 @@ class TokenCache:
         num_bytes: of the documents' text.
         fingerprint: CRC-32 of tokens and offsets: equal for equal data.
         documents_of: how many documents each file gave, in their order.
+        targets: uint8 [num_tokens], 1 for each token that is asked for; None where all are.
     """
 
     folder: Path
@@ -46,6 +48,7 @@ class TokenCache:
     num_bytes: int
     fingerprint: str
     documents_of: Mapping[str, int]
+    targets: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +73,16 @@ class TokenCache:
                 f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.folder} and start again"
             )
         return ids
+
+    def read_targets(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """bool [len(starts), length]: whether the tokens from each start on are asked for."""
+        if self.targets is None:
+            return np.ones((len(starts), length), bool)
+        asked = np.zeros((len(starts), length), bool)
+        for row, start in zip(asked, starts.tolist(), strict=True):
+            found = self.targets[start : start + length]
+            row[: len(found)] = found
+        return asked
 
     def source_of(self, place: int) -> str:
         """The file and the document in it that a token came from, for messages."""
@@ -97,13 +110,20 @@ def open_cache(folder: Path, made_from: Recipe | None = None) -> TokenCache:
     _check_sum(folder / TOKENS, tokens, about["crc32"][TOKENS])
     offsets = np.fromfile(_sized(folder / OFFSETS, (about["num_documents"] + 1) * 8), np.int64)
     _check_sum(folder / OFFSETS, offsets, about["crc32"][OFFSETS])
+    targets = None
+    if TARGETS in about["crc32"]:
+        targets = np.asarray(np.memmap(_sized(folder / TARGETS, about["num_tokens"]), np.uint8, mode="r"))
+        _check_sum(folder / TARGETS, targets, about["crc32"][TARGETS])
     return TokenCache(
         folder,
         tokens,
         offsets,
+        targets=targets,
         vocab_size=about["made_from"]["vocab_size"],
         num_bytes=about["num_bytes"],
-        fingerprint=f"{about['crc32'][TOKENS]:08x}{about['crc32'][OFFSETS]:08x}",
+        fingerprint="".join(
+            f"{about['crc32'][name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in about["crc32"]
+        ),
         documents_of=dict(zip(about["made_from"]["files"], about["documents_of_files"], strict=True)),
     )
 

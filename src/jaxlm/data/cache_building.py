@@ -20,11 +20,11 @@ import numpy as np
 from jaxlm.core.disk import sync
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
-from jaxlm.data.cache import ABOUT, OFFSETS, TOKENS, TokenCache, open_cache, write_about
+from jaxlm.data.cache import ABOUT, OFFSETS, TARGETS, TOKENS, TokenCache, open_cache, write_about
 from jaxlm.data.durable import locked, needing_space, prepared, publish, replacing
 from jaxlm.data.recipe import Recipe, content_of
+from jaxlm.data.records.base import Content, Encoder, Tokens
 from jaxlm.data.text_file import TextFile
-from jaxlm.data.tokenizer import Tokenizer
 
 _SHARD_CHARACTERS = 1 << 22  # what a kill can cost
 _SHARDS_AT_ONCE = 2
@@ -35,13 +35,13 @@ _PLAN = "plan.json"
 class _Shard(NamedTuple):
     """Documents, the number of the file that each is from, and how many bytes of all files are read after them."""
 
-    texts: list[str]
+    documents: list[Content]
     sources: np.ndarray
     position: int
 
 
 def open_or_build(
-    folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
+    folder: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show
 ) -> TokenCache:
     """The cache in `folder`, built first where there is none.
 
@@ -53,33 +53,17 @@ def open_or_build(
     if not folder.exists() or building.exists():
         with locked(prepared(folder.parent), show):
             if not folder.exists():  # another process may have been faster
-                _build(folder, building, files, tokenizer, made_from, show)
+                _build(folder, building, files, encoder, made_from, show)
             shutil.rmtree(building, ignore_errors=True)
     return open_cache(folder, made_from)
 
 
-def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The ids in front of and behind every document.
-
-    Raises:
-        ConfigError: one is asked for that the tokenizer does not have.
-    """
-    ends = []
-    for name, number, enforced in (("bos", tokenizer.bos_id, bos), ("eos", tokenizer.eos_id, eos)):
-        if enforced and number is None:
-            raise ConfigError(
-                f"data.enforce_{name}: true, but the tokenizer has no {name.upper()} token. Set it to false"
-            )
-        ends.append(np.array([number] if enforced else [], np.int32))
-    return ends[0], ends[1]
-
-
 def _build(
-    folder: Path, building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
+    folder: Path, building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show
 ) -> None:
     with needing_space(building):
         _begin(building, made_from)
-        _make_shards(building, files, tokenizer, made_from, show)
+        _make_shards(building, files, encoder, made_from, show)
         _check_unchanged(files, made_from)
         _join_shards(building, files, made_from, show)
         publish(building / "finished", folder)
@@ -100,46 +84,59 @@ def _begin(building: Path, made_from: Recipe) -> None:
         leftover.unlink()
 
 
-def _make_shards(
-    building: Path, files: Sequence[TextFile], tokenizer: Tokenizer, made_from: Recipe, show: Show
-) -> None:
+def _make_shards(building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show) -> None:
     """Tokenizes all documents, so many characters at a time; shards that are there already are kept."""
-    before, after = document_ends(tokenizer, bos=made_from["enforce_bos"], eos=made_from["enforce_eos"])
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
     progress = _Progress(building.stem, sum(file.size for file in files), show)
-    for number, (shard, found) in enumerate(_tokenized(_shards_of_text(files), building, tokenizer)):
+    for number, (shard, found) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder)):
         if found is None:
             progress.skip(shard.position)
             continue
-        encoded = [np.concatenate([before, ids, after]).astype(dtype) for ids in found]
-        lengths = np.array([len(ids) for ids in encoded], np.int64)
-        tokens = np.concatenate(encoded)
-        num_bytes = sum(len(text.encode()) for text in shard.texts)
-        arrays = {"tokens": tokens, "lengths": lengths, "sources": shard.sources, "num_bytes": num_bytes}
+        arrays = _arrays(shard, found, dtype)
+        if not number and not len(arrays["lengths"]):
+            raise ConfigError(encoder.nothing_to_learn())
         _write_shard(_shard_path(building, number), arrays)
-        progress.add(shard.position, len(shard.texts), len(tokens))
+        progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
+
+
+def _arrays(shard: _Shard, found: Sequence[Tokens | None], dtype: type[np.unsignedinteger]) -> dict[str, Any]:
+    """What a shard holds, without the documents that there is nothing to learn from."""
+    pairs = zip(found, shard.documents, shard.sources, strict=True)
+    kept = [(tokens, document, source) for tokens, document, source in pairs if tokens is not None]
+    arrays: dict[str, Any] = {
+        "tokens": np.concatenate([np.zeros(0, dtype), *(tokens.ids.astype(dtype) for tokens, _, _ in kept)]),
+        "lengths": np.array([len(tokens.ids) for tokens, _, _ in kept], np.int64),
+        "sources": np.array([source for _, _, source in kept], np.int64),
+        "num_bytes": sum(document.num_bytes for _, document, _ in kept),
+        "left_out": len(found) - len(kept),
+    }
+    masks = [tokens.targets for tokens, _, _ in kept if tokens.targets is not None]
+    if masks:
+        arrays["targets"] = np.concatenate(masks).astype(np.uint8)
+    return arrays
 
 
 def _tokenized(
-    shards: Iterator[_Shard], building: Path, tokenizer: Tokenizer
-) -> Iterator[tuple[_Shard, list[np.ndarray] | None]]:
-    """Shards in their order, each with its documents' ids; None where it has been written before.
+    shards: Iterator[_Shard], building: Path, encoder: Encoder
+) -> Iterator[tuple[_Shard, list[Tokens | None] | None]]:
+    """Shards in their order, each with its documents' tokens; None where it has been written before.
 
     Several are tokenized at once, so that no core waits for the last long document of one, or for reading and writing.
     """
-    ahead: deque[tuple[_Shard, Future[list[np.ndarray]] | None]] = deque()
+    ahead: deque[tuple[_Shard, Future[list[Tokens | None]] | None]] = deque()
     with ThreadPoolExecutor(_SHARDS_AT_ONCE) as pool:
         for number, shard in enumerate(shards):
             is_there = _read_shard(_shard_path(building, number)) is not None
-            ahead.append((shard, None if is_there else pool.submit(tokenizer.encode_arrays, shard.texts)))
+            contents = [document.what for document in shard.documents]
+            ahead.append((shard, None if is_there else pool.submit(encoder.encode, contents)))
             if len(ahead) > _SHARDS_AT_ONCE:
                 yield _result(*ahead.popleft())
         while ahead:
             yield _result(*ahead.popleft())
 
 
-def _result(shard: _Shard, ids: Future[list[np.ndarray]] | None) -> tuple[_Shard, list[np.ndarray] | None]:
-    return shard, None if ids is None else ids.result()
+def _result(shard: _Shard, tokens: Future[list[Tokens | None]] | None) -> tuple[_Shard, list[Tokens | None] | None]:
+    return shard, None if tokens is None else tokens.result()
 
 
 def _shard_path(building: Path, number: int) -> Path:
@@ -173,30 +170,34 @@ def _read_shard(path: Path) -> dict[str, np.ndarray] | None:
         return dict(arrays)
 
 
-def _shards_of_text(files: Sequence[TextFile]) -> Iterator[_Shard]:
-    texts: list[str] = []
+def _shards_of(files: Sequence[TextFile], encoder: Encoder) -> Iterator[_Shard]:
+    documents: list[Content] = []
     sources: list[int] = []
     size = bytes_before = position = 0
     for number, file in enumerate(files):
-        for document in file.read():
-            texts.append(document.text)
+        for document in encoder.read(file):
+            documents.append(document)
             sources.append(number)
-            size += len(document.text)
+            size += document.size
             position = bytes_before + document.position
             if size >= _SHARD_CHARACTERS:
-                yield _Shard(texts, np.array(sources, np.int64), position)
-                texts, sources, size = [], [], 0
+                yield _Shard(documents, np.array(sources, np.int64), position)
+                documents, sources, size = [], [], 0
         bytes_before += file.size
-    if texts:
-        yield _Shard(texts, np.array(sources, np.int64), position)
+    if documents:
+        yield _Shard(documents, np.array(sources, np.int64), position)
 
 
 def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, show: Show) -> None:
     """Writes `finished/` from all shards, `cache.json` last."""
     finished = building / "finished"
     finished.mkdir()
+    shards = sorted(building.glob("shard-*.npz"))
     with replacing(finished / TOKENS) as path, open(path, "wb") as file:
-        joined = _append_shards(sorted(building.glob("shard-*.npz")), file)
+        joined = _append_shards(shards, file)
+    if joined["has_targets"]:
+        with replacing(finished / TARGETS) as path, open(path, "wb") as file:
+            joined["crc32"][TARGETS] = _append_targets(shards, file)
     if not joined["lengths"]:
         raise ConfigError("the data holds no text at all: no record of its files has any")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
@@ -210,27 +211,49 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, s
         "num_documents": num_documents,
         "num_bytes": num_bytes,
         "documents_of_files": np.bincount(np.concatenate(joined["sources"]), minlength=len(files)).tolist(),
-        "crc32": {TOKENS: joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
+        "crc32": {**joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
     }
     with replacing(finished / ABOUT) as path:
         write_about(path, about)
     sync(finished)
     show(f"{building.stem}: {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
+    if joined["left_out"]:
+        show(f"{building.stem}: {joined['left_out']:,} documents are left out: there is nothing to learn from them")
 
 
 def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
     """Writes the tokens of all shards; returns what belongs to them."""
-    joined: dict[str, Any] = {"lengths": [], "sources": [], "num_bytes": 0, "crc32": 0, "dtype": None}
+    joined: dict[str, Any] = {"lengths": [], "sources": [], "num_bytes": 0, "left_out": 0, "has_targets": False}
+    crc32 = 0
     for path in shards:
-        shard = _read_shard(path)
-        assert shard is not None, f"{path} was whole a moment ago"
+        shard = _whole_shard(path)
         joined["lengths"].append(shard["lengths"])
         joined["sources"].append(shard["sources"])
         joined["num_bytes"] += int(shard["num_bytes"])
-        joined["crc32"] = zlib.crc32(shard["tokens"].data, joined["crc32"])
+        joined["left_out"] += int(shard.get("left_out", 0))
+        joined["has_targets"] |= "targets" in shard
         joined["dtype"] = shard["tokens"].dtype.name
+        crc32 = zlib.crc32(shard["tokens"].data, crc32)
         file.write(shard["tokens"].data)
-    return joined
+    return joined | {"crc32": {TOKENS: crc32}}
+
+
+def _append_targets(shards: Sequence[Path], file: BinaryIO) -> int:
+    """Writes which tokens of all shards are targets; returns their checksum."""
+    crc32 = 0
+    for path in shards:
+        shard = _whole_shard(path)
+        targets = shard.get("targets", np.zeros(0, np.uint8))
+        assert len(targets) == len(shard["tokens"]), f"{path} has other targets than tokens"
+        crc32 = zlib.crc32(targets.data, crc32)
+        file.write(targets.data)
+    return crc32
+
+
+def _whole_shard(path: Path) -> dict[str, np.ndarray]:
+    shard = _read_shard(path)
+    assert shard is not None, f"{path} was whole a moment ago"
+    return shard
 
 
 class _Progress:

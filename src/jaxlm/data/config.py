@@ -1,27 +1,39 @@
 """The `data` section: which text, cut into which tokens."""
 
-import hashlib
-import json
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
 from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
-from jaxlm.data.cache import TokenCache, read_about
-from jaxlm.data.cache_building import document_ends, open_or_build
-from jaxlm.data.origins import Origins, make_origins
+from jaxlm.data.mixture import Mixture, Stage
+from jaxlm.data.named_source import TRAIN, VALIDATION, NamedSource, SourceConfig
 from jaxlm.data.packing import Windows
-from jaxlm.data.recipe import cache_recipe, check_same, content_of
-from jaxlm.data.sources import find_files, list_sources
+from jaxlm.data.shuffle_config import EraShuffle
 from jaxlm.data.text_file import TextFile
-from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer import Tokenizer, document_ends, load_tokenizer
+from jaxlm.data.weights import block_counts, weight_stages
 
 TRAIN_BPE = "bpe"
 _DEFAULT_VOCABULARY = 8192
-_USUAL_TEXT_KEY = "text"
+_RESERVED = ("train", "validation", "tokenizer", "mirror", "evaluate")
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """What a source is evaluated on.
+
+    Attributes:
+        source: whose it is.
+        windows: its validation tokens.
+    """
+
+    source: NamedSource
+    windows: Windows
 
 
 @dataclass(frozen=True)
@@ -29,88 +41,126 @@ class TokenData:
     """The open data of a phase.
 
     Attributes:
-        train: windows to train on.
-        validation: windows to evaluate on; None where no validation_urls are given.
+        config: of the phase.
+        train: name -> windows to train on.
+        validation: what to evaluate on, source by source.
     """
 
-    train: Windows
-    validation: Windows | None
+    config: "DataConfig"
+    train: Mapping[str, Windows]
+    validation: tuple[ValidationData, ...]
+
+    def examples(self, *, batch_size: int, seed: int) -> Mixture:
+        """What to train on, in the order that the seed gives."""
+        return Mixture(self.train, self._stages(batch_size), seed=seed, shuffle=self.config.shuffle)
+
+    def num_examples(self, *, batch_size: int, seed: int) -> int | None:
+        """How many there are until `stop_strategy` ends them; None where it never does.
+
+        Raises:
+            ConfigError: all are to be exhausted, and some source never is.
+        """
+        if self.config.stop_strategy == "restart":
+            return None
+        ends = self.examples(batch_size=batch_size, seed=seed).exhausted_after()
+        never = [name for name, end in zip(self.train, ends, strict=True) if end is None]
+        if self.config.stop_strategy == "first_exhausted":
+            return min((end for end in ends if end is not None), default=None)
+        if never:
+            raise ConfigError(
+                f"data.stop_strategy: all_exhausted, but with these train_weights {', '.join(never)} would never be read"
+                " to the end. Give it weight in the last stage, or choose another stop_strategy"
+            )
+        return max(end for end in ends if end is not None)
+
+    def _stages(self, batch_size: int) -> list[Stage]:
+        names = list(self.train)
+        if len(names) == 1:
+            return [Stage(0, (1,))]
+        sizes = {name: float(len(windows)) for name, windows in self.train.items()}
+        stages = weight_stages(self.config.train_weights or sizes, self.config.trained_names())
+        size = self.config.mixture_block_size
+        return [Stage(stage.step * batch_size, block_counts(stage.weights, names, size)) for stage in stages]
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Text files, a tokenizer, and where the tokens are kept.
+class DataConfig(SourceConfig):
+    """Text, a tokenizer, and where the tokens are kept: one source, or several under `configs`.
 
     Attributes:
-        train_urls: files, folders and globs of .txt, .py, .jsonl, .json, .parquet and .arrow, also compressed; the same
-            behind `s3://`, `https://` and whatever else fsspec reads; `hf:ID?name=..&split=..` for a dataset of the Hugging
-            Face hub; `stdlib:train` for Python's standard library.
-        validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
         cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it. Where it lies in a
             folder of text, it is left out of that.
         tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
         vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
-        text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
-        shuffle: a new order of the windows in each epoch; false reads them as they stand.
+        shuffle: a new order of the windows in each epoch; false reads them as they stand, and `{type: era, era_length: N}`
+            shuffles within stretches of N windows only.
         enforce_bos: begin every document with the tokenizer's token for that.
         enforce_eos: end every document with the tokenizer's token for that.
+        configs: several sources by name, each with the keys of one (`train_urls`, `tags`, ...), instead of those here.
+        train_weights: how much of each source: `{wiki: 3, code: 1}`, or changing with the phase's steps:
+            `[[0, {wiki: 1, code: 0}], [1000, {wiki: 1, code: 1}]]`. Null takes them as large as they are.
+        stop_strategy: when the data ends. `restart`: never, each source begins anew; `first_exhausted`: when one of them has
+            been read; `all_exhausted`: when all have. Then the phase has as many steps, if `num_train_steps` is more.
+        mixture_block_size: examples in which each source has exactly its part.
     """
 
-    train_urls: list[str] = field(default_factory=list)
-    validation_urls: list[str] = field(default_factory=list)
     cache_dir: str = "cache/"
     tokenizer: str = TRAIN_BPE
     vocab_size: int | None = None
-    text_key: str = _USUAL_TEXT_KEY
-    shuffle: bool = True
+    shuffle: bool | EraShuffle = True
     enforce_bos: bool = True
     enforce_eos: bool = True
+    configs: dict[str, SourceConfig] = field(default_factory=dict)
+    train_weights: dict[str, float] | list[list[Any]] | None = None
+    stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
+    mixture_block_size: int = 2048
+
+    def sources(self) -> tuple[NamedSource, ...]:
+        """All sources: those of `configs`, or the section itself."""
+        here = Path(self.cache_dir)
+        if not self.configs:
+            return (self._source("", "data", self, here),)
+        return tuple(
+            self._source(name, f"data.configs.{name}", config, Path(config.cache_dir or here / name))
+            for name, config in self.configs.items()
+        )
+
+    def trained_names(self) -> list[str]:
+        """Of the sources that can be trained on."""
+        return [source.name for source in self.sources() if source.config.train_urls]
 
     def check(self) -> None:
         """Looks for every file, remote ones included, and writes and copies nothing.
 
         Raises:
-            ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches in
-                `cache_dir` that were made from other text or with other options.
+            ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches that
+                were made from other text or with other options.
         """
-        if not self.train_urls:
-            raise ConfigError("data.train_urls: empty. Name files, folders or globs, or 'stdlib:train'")
-        self._check_tokenizer()
-        urls = {"train": self.train_urls, "validation": self.validation_urls}
-        splits = {
-            split: [
-                source
-                for some in list_sources(own, f"data.{split}_urls", self._mirror, Path(self.cache_dir))
-                for source in some
-            ]
-            for split, own in urls.items()
-        }
-        if self.text_key != _USUAL_TEXT_KEY and not any(
-            source.has_records for sources in splits.values() for source in sources
-        ):
+        if "://" in self.cache_dir:
             raise ConfigError(
-                f"data.text_key: '{self.text_key}' given, but no file is .jsonl, .json, .parquet or .arrow, and others have"
-                " no keys. Leave it out"
+                f"data.cache_dir: '{self.cache_dir}' is no folder of this machine. Caches are read from local files: name a"
+                " local or mounted folder; remote text is copied there once"
             )
-        for split, sources in splits.items():
-            folder = Path(self.cache_dir) / split
-            # Content is compared; what would have to be copied for that is compared when the cache is opened.
-            if sources and folder.exists() and all(source.is_here(self._mirror) for source in sources):
-                self._check_cache(folder, self._files(urls[split], f"data.{split}_urls"))
+        self.check_mixture()
+        if not self.trained_names():
+            where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
+            raise ConfigError(f"{where}. Name files, folders or globs, or 'stdlib:train'")
+        self._check_tokenizer()
+        for source in self.sources():
+            source.check()
 
     def identity(self) -> dict[str, Any]:
         """What makes two runs' data the same: content, not places. Reads all files, remote ones through the mirror.
 
-        Not among it: `cache_dir`, and the validation text, which nothing is trained on.
+        Not among it: `cache_dir`, the validation text, which nothing is trained on, and weights, which may change on the way.
         """
         trained = {"bpe": self.vocab_size or _DEFAULT_VOCABULARY}
-        files = content_of(self._train_files())
+        trained_on = [source for source in self.sources() if source.config.train_urls]
+        by_name = {source.name: source.content() for source in trained_on}
         return {
-            "train_files": len(files),
-            "train_content": hashlib.sha256("".join(files.values()).encode()).hexdigest(),
+            **(by_name.get("") or {"sources": by_name}),
             "tokenizer": trained if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).fingerprint,
-            "text_key": self.text_key,
-            "shuffle": self.shuffle,
+            "shuffle": encode(self.shuffle),
             "enforce_bos": self.enforce_bos,
             "enforce_eos": self.enforce_eos,
         }
@@ -123,7 +173,15 @@ class DataConfig:
         """
         if self.tokenizer == TRAIN_BPE:
             size = self.vocab_size or _DEFAULT_VOCABULARY
-            return trained_tokenizer(Path(self.cache_dir) / "tokenizer", self._train_files(show), size, show)
+            formats = {source.name: source.config.format.recipe() for source in self.sources()}
+            return trained_tokenizer(
+                Path(self.cache_dir) / "tokenizer",
+                self._all_files(show),
+                self._all_texts,
+                size,
+                show,
+                formats={name: recipe for name, recipe in formats.items() if recipe},
+            )
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
             raise ConfigError(
@@ -134,65 +192,92 @@ class DataConfig:
 
     def open(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> TokenData:
         """The tokens, cut into windows; tokenized first where no cache is there."""
-        train = self._cache("train", self._train_files(show), tokenizer, show)
-        return TokenData(Windows(train, seq_len), self.open_validation(tokenizer, seq_len, show))
+        names = self._weighed_names()
+        train = {s.name: s.open(TRAIN, tokenizer, seq_len, show) for s in self.sources() if s.name in names}
+        return TokenData(self, train, self.open_validation(tokenizer, seq_len, show))
 
-    def open_validation(self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False) -> Windows | None:
-        """The windows to evaluate on alone; None where no validation_urls are given.
+    def open_validation(
+        self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False
+    ) -> tuple[ValidationData, ...]:
+        """The windows to evaluate on alone, of the sources that have any.
 
         Args:
-            apart: in a token cache named by its content, so that it is never taken for the run's.
+            apart: in token caches named by their content, so that they are never taken for the run's.
         """
-        files = self._validation_files(show)
-        if not files:
-            return None
-        place = "validation"
-        if apart:
-            recipe = json.dumps(cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos))
-            place = f"evaluate/{hashlib.sha256(recipe.encode()).hexdigest()[:16]}/validation"
-        return Windows(self._cache(place, files, tokenizer, show), seq_len)
-
-    def validation_origins(self, windows: Windows) -> Origins:
-        """Which of `validation_urls` each token of the open validation data is from."""
-        urls = list(dict.fromkeys(self.validation_urls))
-        ends = [len(replace(self, validation_urls=urls[: n + 1])._validation_files()) for n in range(len(urls))]
-        return make_origins(windows.cache, urls, ends)
+        return tuple(
+            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show, apart=apart))
+            for source in self.sources()
+            if source.config.validation_urls
+        )
 
     def validation_documents(self) -> Iterator[str]:
         """The text of the validation files."""
-        for file in self._validation_files():
-            yield from file.documents()
+        return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 
-    @property
-    def _mirror(self) -> Path:
-        return Path(self.cache_dir) / "mirror"
+    def _source(self, name: str, key: str, config: SourceConfig, folder: Path) -> NamedSource:
+        home = Path(self.cache_dir)
+        return NamedSource(name, key, config, folder, home, bos=self.enforce_bos, eos=self.enforce_eos)
 
-    def _train_files(self, show: Show = print) -> list[TextFile]:
-        return self._files(self.train_urls, "data.train_urls", show)
+    def _weighed_names(self) -> list[str]:
+        """Of the sources that are trained on at some step."""
+        names = self.trained_names()
+        if not self.configs or self.train_weights is None:
+            return names
+        stages = weight_stages(self.train_weights, names)
+        return [name for name in names if any(stage.weights.get(name) for stage in stages)]
 
-    def _validation_files(self, show: Show = print) -> list[TextFile]:
-        return self._files(self.validation_urls, "data.validation_urls", show)
+    def _all_files(self, show: Show) -> list[TextFile]:
+        """Those to train a tokenizer on, under names that differ between sources."""
+        return [
+            replace(file, name=f"{source.name}/{file.name}") if source.name else file
+            for source in self.sources()
+            for file in source.files(TRAIN, show)
+        ]
 
-    def _files(self, urls: list[str], key: str, show: Show = print) -> list[TextFile]:
-        return find_files(urls, key, self.text_key, self._mirror, show, Path(self.cache_dir))
+    def _all_texts(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(source.documents(TRAIN) for source in self.sources())
 
-    def _cache(self, place: str, files: list[TextFile], tokenizer: Tokenizer, show: Show) -> TokenCache:
-        made_from = cache_recipe(files, tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
-        return open_or_build(Path(self.cache_dir) / place, files, tokenizer, made_from, show)
+    def check_mixture(self) -> None:
+        """Raises `ConfigError` for sources and weights that cannot be; looks at no file."""
+        if self.mixture_block_size < 1:
+            raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
+        if not self.configs:
+            if self.train_weights is not None:
+                raise ConfigError("data.train_weights: has no effect on one source. Name several under data.configs")
+            return
+        usual = SourceConfig()
+        for key in ("train_urls", "validation_urls", "text_key", "format", "tags"):
+            if getattr(self, key) != getattr(usual, key):
+                raise ConfigError(
+                    f"data.{key}: has no effect beside data.configs, whose sources have their own. Move it into one, or"
+                    " leave it out"
+                )
+        for name in self.configs:
+            if not name.replace("_", "").replace("-", "").replace(".", "").isalnum() or name in _RESERVED:
+                raise ConfigError(
+                    f"data.configs: '{name}' given as a name; letters, digits, '_', '-' and '.' are allowed, and none of"
+                    f" {', '.join(_RESERVED)}"
+                )
+        folders = [source.folder for source in self.sources()]
+        shared = {str(folder) for folder in folders if folders.count(folder) > 1}
+        if shared:
+            raise ConfigError(
+                f"data.configs: several sources have the cache_dir {', '.join(shared)}. Give each its own"
+            )
+        if self.train_weights is not None:
+            names = self.trained_names()
+            for stage in weight_stages(self.train_weights, names):
+                block_counts(stage.weights, names, self.mixture_block_size)
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer != TRAIN_BPE:
-            document_ends(self.load_tokenizer(show=lambda _: None), bos=self.enforce_bos, eos=self.enforce_eos)
+            tokenizer = self.load_tokenizer(show=lambda _: None)
+            if any(source.config.format.adds_ends for source in self.sources()):
+                document_ends(tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
+            for source in self.sources():
+                source.encoder(tokenizer)
         elif self.vocab_size is not None and self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
                 f"data.vocab_size: {self.vocab_size} given; bytes and the end of text need at least"
                 f" {SMALLEST_VOCABULARY}"
             )
-
-    def _check_cache(self, folder: Path, files: list[TextFile]) -> None:
-        """Compares what needs no tokenizer; opening the cache compares the rest."""
-        before = read_about(folder)["made_from"]
-        now = {**before, "enforce_bos": self.enforce_bos, "enforce_eos": self.enforce_eos, "files": content_of(files)}
-        if "text_key" in before:
-            now["text_key"] = self.text_key
-        check_same("token cache", folder, before, now)

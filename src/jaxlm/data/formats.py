@@ -8,7 +8,7 @@ The text of a record is under `data.text_key`. Only a `.txt`, `.py` or `.json` f
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _ROWS = 256  # of a table, made into Python strings at once
 _BUFFER = 1 << 20  # bytes; without it, whole columns of a row group are fetched
 _ARROW_FILE = b"ARROW1"
+ARRAYS = ".npy"  # of token ids: no documents, but found like them where they are named
 
 
 class Document(NamedTuple):
@@ -66,7 +67,7 @@ def _text(path: Path, text_key: str) -> Iterator[Document]:
     with opened(path) as (stream, position), damage_named(path, lambda: "while it was read"):
         raw = stream.read()
         end = position()
-    yield Document(_decoded(path, raw, ""), end)
+    yield Document(decoded(path, raw, ""), end)
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[Document]:
@@ -75,18 +76,18 @@ def _json_lines(path: Path, text_key: str) -> Iterator[Document]:
         for line in stream:
             number += 1
             where = f"line {number}: "
-            text = _decoded(path, line, where)
+            text = decoded(path, line, where)
             if not text.isspace():
-                yield Document(_text_of(path, where, _parsed(path, text, where), text_key), position())
+                yield Document(_text_of(path, where, parsed(path, text, where), text_key), position())
 
 
 def _json(path: Path, text_key: str) -> Iterator[Document]:
     with opened(path) as (stream, position), damage_named(path, lambda: "while it was read"):
-        text = _decoded(path, stream.read(), "")
+        text = decoded(path, stream.read(), "")
         end = position()
     if not text or text.isspace():
         return
-    content = _parsed(path, text, "")
+    content = parsed(path, text, "")
     records = content if isinstance(content, list) else [content]
     for number, record in enumerate(records, start=1):
         yield Document(_text_of(path, f"record {number}: ", record, text_key), end * number // len(records))
@@ -115,11 +116,10 @@ def _arrow(path: Path, text_key: str) -> Iterator[Document]:
 
     row = 0
     with damage_named(path, lambda: f"row {row + 1}", pa.ArrowException), pa.memory_map(str(path)) as source:
-        is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-        source.seek(0)
+        is_file = is_arrow_file(source)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _check_column(path, reader.schema, text_key)
-        for batch, position in _arrow_batches(reader, source, is_file):
+        for batch, position in arrow_batches(reader, source, is_file):
             column = batch.column(text_key)
             for start in range(0, len(column), _ROWS):
                 for text in _texts(path, column.slice(start, _ROWS), row, text_key):
@@ -127,7 +127,28 @@ def _arrow(path: Path, text_key: str) -> Iterator[Document]:
                     yield Document(text, position)
 
 
-def _arrow_batches(reader: Any, source: "pa.NativeFile", is_file: bool) -> Iterator[tuple[Any, int]]:
+def is_arrow_file(source: "pa.NativeFile") -> bool:
+    """Whether this is Arrow's format for files, and not that for streams; goes back to its beginning."""
+    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+    source.seek(0)
+    return is_file
+
+
+def parquet_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple["pa.RecordBatch", int]]:
+    """Batches of those of the columns that there are, and about how far into the file each reaches."""
+    import pyarrow.parquet as pq
+
+    row, size = 0, path.stat().st_size
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
+        total = max(1, file.metadata.num_rows)
+        wanted = [name for name in file.schema_arrow.names if name in columns]
+        for group in range(file.num_row_groups):  # all at once, Arrow holds several of them
+            for batch in file.iter_batches(_ROWS, [group], wanted):
+                row += len(batch)
+                yield batch, size * row // total
+
+
+def arrow_batches(reader: Any, source: "pa.NativeFile", is_file: bool) -> Iterator[tuple[Any, int]]:
     """Batches, and how far into the file each reaches."""
     if not is_file:
         for batch in reader:
@@ -173,7 +194,8 @@ def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> I
         yield text
 
 
-def _parsed(path: Path, text: str, where: str) -> Any:
+def parsed(path: Path, text: str, where: str) -> Any:
+    """JSON, or a `ConfigError` that names the file and `where` in it."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -201,7 +223,8 @@ def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:
     return text
 
 
-def _decoded(path: Path, raw: bytes, where: str) -> str:
+def decoded(path: Path, raw: bytes, where: str) -> str:
+    """UTF-8, or a `ConfigError` that names the file and `where` in it."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

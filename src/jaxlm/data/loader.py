@@ -13,63 +13,53 @@ from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.base import Batches
+from jaxlm.data.mixture import Columns, Mixture
 from jaxlm.data.packing import Windows
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.data.shuffle import shuffled
 
 _PREFETCHED = 2
 _COLUMNS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
 
-Columns = dict[str, np.ndarray]
 
+def train_batches(mixture: Mixture, *, batch_size: int, num_microbatches: int, layout: Layout) -> "WindowBatches":
+    """Batches {microbatch, batch, position} of a mixture's examples.
 
-def train_batches(
-    windows: Windows, *, batch_size: int, num_microbatches: int, layout: Layout, seed: int, shuffle: bool
-) -> "WindowBatches":
-    """Batches {microbatch, batch, position} of windows, epoch after epoch."""
+    Where `batch_size` examples do not fill micro-batches that divide over the devices, padding without weight does.
+    """
+    ways = layout.ways(BATCH)
     axes = (
         hax.Axis(MICROBATCH, num_microbatches),
-        hax.Axis(BATCH, batch_size // num_microbatches),
-        hax.Axis(POSITION, windows.seq_len),
+        hax.Axis(BATCH, -(-batch_size // (num_microbatches * ways)) * ways),
+        hax.Axis(POSITION, mixture.seq_len),
     )
-    return WindowBatches(_Order(windows, axes, layout, seed, shuffle), batch_size)
+    return WindowBatches(_Order(mixture, axes, layout, batch_size), batch_size)
 
 
 @dataclass(frozen=True)
 class _Order:
-    """Example after example, epoch after epoch, on devices.
+    """Example after example, on devices.
 
     Attributes:
         axes: (microbatch, batch, position); row m x batch + j of a step is row j of micro-batch m.
+        batch_size: examples a step; rows beyond them are padding.
     """
 
-    windows: Windows
+    mixture: Mixture
     axes: tuple[hax.Axis, ...]
     layout: Layout
-    seed: int
-    shuffle: bool
+    batch_size: int
 
     def batch(self, first: int) -> TokenBatch:
         """The batch that begins with example `first`."""
 
         def read(rows: np.ndarray) -> Columns:
-            places = places_of(first + rows, len(self.windows), seed=self.seed, shuffle=self.shuffle)
-            return self.windows.read(places)
+            return _blanked(self.mixture.read(first + rows), rows >= self.batch_size)
 
         return _on_devices(read, self.axes, self.layout)
 
 
-def places_of(examples: np.ndarray, num_windows: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """int64: which windows the examples of a phase are, wherever in the endless order: in O(1).
-
-    Args:
-        examples: int64; those of step s, counted from 0 within the phase, are s x batch_size and following.
-    """
-    return shuffled(examples, num_windows, seed=seed) if shuffle else examples % num_windows
-
-
 class WindowBatches(Batches):
-    """Row r of batch b is example b x batch_size + r of an endless order that only the seed decides."""
+    """Row r of batch b is example b x batch_size + r of a mixture."""
 
     def __init__(self, order: _Order, batch_size: int):
         self._order = order
@@ -115,10 +105,14 @@ def eval_batches(windows: Windows, *, batch_size: int, layout: Layout, max_batch
 
 
 def _padded(windows: Windows, indices: np.ndarray) -> Columns:
-    columns = windows.read(np.minimum(indices, len(windows) - 1))
-    beyond = indices >= len(windows)
-    for column in columns.values():
-        column[beyond] = 0
+    return _blanked(windows.read(np.minimum(indices, len(windows) - 1)), indices >= len(windows))
+
+
+def _blanked(columns: Columns, beyond: np.ndarray) -> Columns:
+    """The same with zeros in some rows: padding that counts nothing."""
+    if beyond.any():
+        for column in columns.values():
+            column[beyond] = 0
     return columns
 
 

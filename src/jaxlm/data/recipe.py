@@ -28,7 +28,7 @@ def cache_recipe(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, 
     return made_from
 
 
-def tokenizer_recipe(files: Sequence[TextFile], vocab_size: int) -> Recipe:
+def tokenizer_recipe(files: Sequence[TextFile], vocab_size: int) -> dict[str, Any]:
     """Of a tokenizer that is trained here."""
     made_from = {"vocab_size": vocab_size, "files": content_of(files)}
     if any(file.has_records for file in files):

@@ -24,7 +24,21 @@ def shuffled(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray:
     return places[examples - first * _BLOCK]
 
 
-@functools.lru_cache(maxsize=4)
+def shuffled_in_eras(examples: np.ndarray, size: int, era_length: int, *, seed: int) -> np.ndarray:
+    """As `shuffled`, but each stretch of `era_length` places (the last one may be shorter) stays where it is."""
+    epoch, index = np.divmod(examples, size)
+    era, within = np.divmod(index, era_length)
+    places = np.empty_like(examples)
+    last = size // era_length
+    for lengths, mine in ((era_length, era < last), (size - last * era_length, era == last)):
+        if mine.any():
+            # Every era of every epoch has a permutation of its own.
+            number = epoch[mine] * (last + 1) + era[mine]
+            places[mine] = era[mine] * era_length + permuted(within[mine], lengths, seed=seed, epoch=number)
+    return places
+
+
+@functools.lru_cache(maxsize=256)  # 8 MB: each source of a mixture has its own
 def _block(number: int, size: int, seed: int) -> np.ndarray:
     epoch, index = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), size)
     return permuted(index, size, seed=seed, epoch=epoch)

@@ -17,7 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data import hugging_face, stdlib
 from jaxlm.data.base import Show, Source
 from jaxlm.data.compression import COMPRESSIONS
-from jaxlm.data.formats import allowed_suffixes, format_of, has_records
+from jaxlm.data.formats import ARRAYS, allowed_suffixes, format_of, has_records
 from jaxlm.data.mirror import list_remote
 from jaxlm.data.patterns import before_wildcards, common_folder, expand_braces
 from jaxlm.data.text_file import TextFile
@@ -213,7 +213,7 @@ def _without_cache(paths: Sequence[Path], root: Path, cache: Path, url: str, key
 
 def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:
     for path in map(Path, paths):
-        if format_of(path.name) is None:
+        if format_of(path.name) is None and path.suffix != ARRAYS:
             ending = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSIONS else path.suffix
             raise ConfigError(f"{key}: '{path}' ends in '{ending}'. Allowed: {allowed_suffixes()}")
 

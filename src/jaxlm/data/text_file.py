@@ -2,11 +2,12 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.data.formats import Document, has_records, read_documents
+from jaxlm.data.record_files import Record, read_records
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class TextFile:
             ConfigError: what cannot be read; names the file and its byte, line, record or row.
         """
         return (document for document in read_documents(self.path, self.text_key) if document.text)
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """Its records; of a table, these columns. Raises as `read` does."""
+        return read_records(self.path, keys)
 
     def documents(self) -> Iterator[str]:
         """The texts alone. Raises as `read` does."""

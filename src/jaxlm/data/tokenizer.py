@@ -1,5 +1,6 @@
 """Text to token ids and back."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -22,8 +23,9 @@ _USUAL_NAMES = {
     "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
 }
 _SETTINGS = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
 # What a Hugging Face folder may hold for those who use the tokenizer in other ways.
-_BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json")
 _LONG_TEXT = 1 << 20  # characters; longer texts are cut, so that all cores work on one, and in bounded memory
 _ENCODED_AT_ONCE = 1 << 23  # characters
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -66,6 +68,46 @@ class Tokenizer:
         encoded = self._encode(itertools.chain.from_iterable(parts))
         return [np.concatenate(list(itertools.islice(encoded, len(own)))) for own in parts]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Ids of each text, and the characters at which each token begins and ends: int32 [tokens] each.
+
+        Here, text that looks like a special token is one: chat templates write them so.
+        """
+        encoded = self._marking.encode_batch(texts, add_special_tokens=False)
+        pairs = [np.array(e.offsets, np.int32).reshape(-1, 2) for e in encoded]
+        return [(np.asarray(e.ids, np.int32), p[:, 0], p[:, 1]) for e, p in zip(encoded, pairs, strict=True)]
+
+    @functools.cached_property
+    def _marking(self) -> "tokenizers.Tokenizer":
+        import tokenizers
+
+        # A post-processor would take white space out of the offsets.
+        made = json.loads(self._json()) | {"post_processor": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(made))
+
+    @property
+    def chat_template(self) -> str | None:
+        """Of `chat_template.jinja` beside it, or of its settings; of several, the one named default; None without any."""
+        if _CHAT_TEMPLATE in self._beside:
+            return self._beside[_CHAT_TEMPLATE].decode("utf-8")
+        found = self._settings.get("chat_template")
+        if isinstance(found, list):
+            found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+        return found
+
+    @property
+    def template_names(self) -> dict[str, str]:
+        """What a chat template calls the special tokens -> how they are written."""
+        settings = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._settings.items()}
+        named = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
+        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        known = {k: self._backend.id_to_token(i) for k, i in numbers.items() if i is not None}
+        return named | {name: token for name, token in known.items() if token is not None}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return json.loads(self._beside.get(_SETTINGS, b"{}"))
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids; special tokens are left out unless `special`."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
@@ -106,8 +148,7 @@ class Tokenizer:
     def _own_files(self, defaults: Mapping[str, Any]) -> dict[str, bytes]:
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         names = {key: None if i is None else self._backend.id_to_token(i) for key, i in numbers.items()}
-        kept = json.loads(self._beside.get(_SETTINGS, b"{}"))
-        settings = json.dumps({**defaults, **names, **kept})
+        settings = json.dumps({**defaults, **names, **self._settings})
         return {_SETTINGS: settings.encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
@@ -170,6 +211,22 @@ def load_tokenizer(path: str) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(file))
     beside = {name: file.with_name(name).read_bytes() for name in _BESIDE if file.with_name(name).is_file()}
     return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), beside)
+
+
+def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The ids in front of and behind every document.
+
+    Raises:
+        ConfigError: one is asked for that the tokenizer does not have.
+    """
+    ends = []
+    for name, number, enforced in (("bos", tokenizer.bos_id, bos), ("eos", tokenizer.eos_id, eos)):
+        if enforced and number is None:
+            raise ConfigError(
+                f"data.enforce_{name}: true, but the tokenizer has no {name.upper()} token. Set it to false"
+            )
+        ends.append(np.array([number] if enforced else [], np.int32))
+    return ends[0], ends[1]
 
 
 def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:

@@ -15,6 +15,21 @@ from jaxlm.models.base import LanguageModel
 
 
 @dataclass(frozen=True)
+class ValidationSet:
+    """Text to evaluate on that has a name.
+
+    Attributes:
+        name: of its source; empty where that is the only one.
+        tags: groups that it counts for.
+        batches: opens one pass over it.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    batches: Callable[[], Iterable[TokenBatch]]
+
+
+@dataclass(frozen=True)
 class EvalContext:
     """What evaluations may use beside the model.
 
@@ -23,7 +38,7 @@ class EvalContext:
         precision: the model is cast to its compute dtype first.
         tokenizer: encodes prompts and decodes samples.
         token_bytes: int32 [vocab], how many bytes of text each token stands for; 0 for special tokens.
-        validation: opens one pass over the validation batches; None where the run has no validation data.
+        validation: the validation data, source by source.
         show: prints a line for people.
     """
 
@@ -31,7 +46,7 @@ class EvalContext:
     precision: Precision
     tokenizer: Any
     token_bytes: np.ndarray
-    validation: Callable[[], Iterable[TokenBatch]] | None
+    validation: tuple[ValidationSet, ...]
     show: Callable[[str], None]
 
 

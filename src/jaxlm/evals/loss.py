@@ -1,8 +1,8 @@
 """Validation loss and bits per byte."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import equinox as eqx
 import haliax as hax
@@ -23,7 +23,8 @@ _MAX_IN_FLIGHT = 4
 @EvalConfig.register_subclass("loss")
 @dataclass(frozen=True)
 class LossEvalConfig(EvalConfig):
-    """Mean next-token loss in nats, and bits per byte, over one pass of the validation data.
+    """Mean next-token loss in nats, and bits per byte, over one pass of the validation data: over all of it, and by source
+    and tag where there are several, with the means over sources (`macro_loss`, `macro_bpb`).
 
     Bits per byte counts the tokens that stand for text (special tokens have no bytes and are left out of both sums) and
     divides by the bytes of the text itself, so models with different tokenizers can be compared.
@@ -59,6 +60,36 @@ class LossSums:
     def bits_per_byte(self) -> float:
         """Of the text; nan without any."""
         return self.text_nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        return LossSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+NOTHING = LossSums(0.0, 0.0, 0.0, 0.0)
+
+
+def by_group(sums: Mapping[str, LossSums], tags: Mapping[str, Sequence[str]]) -> dict[str, LossSums]:
+    """The sums of each source, and of each tag: those of all sources that carry it, every token counting the same.
+
+    Args:
+        sums: by the source's name.
+        tags: of each source. A tag that is named like a source is joined with it.
+    """
+    groups: dict[str, LossSums] = {}
+    for name, part in sums.items():
+        for group in dict.fromkeys((name, *tags.get(name, ()))):
+            groups[group] = groups.get(group, NOTHING) + part
+    return groups
+
+
+def macro(sums: Iterable[LossSums]) -> dict[str, float]:
+    """`macro_loss` and `macro_bpb`: means over sources, each counting the same however large; nan without any."""
+    parts = [part for part in sums if part.tokens]
+    bits = [part.bits_per_byte for part in parts if part.text_bytes]
+    return {
+        "macro_loss": math.fsum(part.loss for part in parts) / len(parts) if parts else math.nan,
+        "macro_bpb": math.fsum(bits) / len(bits) if bits else math.nan,
+    }
 
 
 class _Totals(eqx.Module):
@@ -124,15 +155,25 @@ class LossEval(Eval):
     """`loss` and `bpb` of the validation data."""
 
     def __init__(self, ctx: EvalContext):
-        self._validation = ctx.validation
+        self._sets = ctx.validation
         self._meter = LossMeter(ctx.precision, ctx.token_bytes)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """{} where the run has no validation data."""
-        if self._validation is None:
+        sums = {
+            one.name: self._meter.measure(model, ((batch, None) for batch in one.batches()))[0] for one in self._sets
+        }
+        if not sums:
             return {}
-        (sums,) = self._meter.measure(model, ((batch, None) for batch in self._validation()))
-        return {"loss": sums.loss, "bpb": sums.bits_per_byte}
+        found = _named("", sum(sums.values(), NOTHING))
+        groups = by_group(sums, {one.name: one.tags for one in self._sets})
+        for group in (group for group in groups if group):
+            found |= _named(f"{group}/", groups[group])
+        return found | macro(sums.values()) if len(sums) > 1 else found
+
+
+def _named(prefix: str, sums: LossSums) -> dict[str, float]:
+    return {f"{prefix}loss": sums.loss, f"{prefix}bpb": sums.bits_per_byte}
 
 
 def _fetched(totals: _Totals) -> np.ndarray:

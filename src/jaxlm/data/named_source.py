@@ -1,0 +1,190 @@
+"""One source of text: what its keys say, and its token caches."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.base import Show, Source
+from jaxlm.data.cache import read_about
+from jaxlm.data.cache_building import open_or_build
+from jaxlm.data.origins import Origins, make_origins
+from jaxlm.data.packing import Windows, describe_whole, whole_documents
+from jaxlm.data.recipe import cache_recipe, check_same, content_of
+from jaxlm.data.records.base import Encoder, FormatConfig
+from jaxlm.data.records.text import TextFormat
+from jaxlm.data.sources import find_files, list_sources
+from jaxlm.data.text_file import TextFile
+from jaxlm.data.tokenizer import Tokenizer
+
+TRAIN, VALIDATION = "train", "validation"
+USUAL_TEXT_KEY = "text"
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """A source of text.
+
+    Attributes:
+        train_urls: files, folders and globs of .txt, .py, .jsonl, .json, .parquet and .arrow, also compressed; the same
+            behind `s3://`, `https://` and whatever else fsspec reads; `hf:ID?name=..&split=..` for a dataset of the Hugging
+            Face hub; `stdlib:train` for Python's standard library.
+        validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
+        cache_dir: its token caches; null keeps them below `data.cache_dir`, under the source's name.
+        text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
+        format: what its records are: text, chats, prompts with completions, or token ids.
+        tags: groups that it is evaluated with, as `eval/<tag>/loss` and `eval/<tag>/bpb`.
+    """
+
+    train_urls: list[str] = field(default_factory=list)
+    validation_urls: list[str] = field(default_factory=list)
+    cache_dir: str | None = None
+    text_key: str = USUAL_TEXT_KEY
+    format: FormatConfig = field(default_factory=TextFormat)
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """A source, and where it stands.
+
+    Attributes:
+        name: under `data.configs`; empty where the data section is the one source itself.
+        key: of the section that configures it, for messages.
+        config: its keys.
+        folder: its caches are `<folder>/train` and `<folder>/validation`.
+        home: the run's `data.cache_dir`, which is no text; copies of remote files are kept in it.
+        bos, eos: whether every document begins and ends with the tokenizer's tokens for that.
+    """
+
+    name: str
+    key: str
+    config: SourceConfig
+    folder: Path
+    home: Path
+    bos: bool
+    eos: bool
+
+    @property
+    def mirror(self) -> Path:
+        """Where copies of remote files are kept."""
+        return self.home / "mirror"
+
+    def urls(self, split: str) -> list[str]:
+        """As they are configured."""
+        return {TRAIN: self.config.train_urls, VALIDATION: self.config.validation_urls}[split]
+
+    def check(self) -> None:
+        """Looks for its files, remote ones included, and writes and copies nothing.
+
+        Raises:
+            ConfigError: for what is not there, for a key that has no effect, and for caches that were made from other text
+                or with other options.
+        """
+        splits = {
+            split: [
+                s for some in list_sources(self.urls(split), self._key_of(split), self.mirror, self.home) for s in some
+            ]
+            for split in (TRAIN, VALIDATION)
+        }
+        self._check_records([source for sources in splits.values() for source in sources])
+        for split, sources in splits.items():
+            # Content is compared; what would have to be copied for that is compared when the cache is opened.
+            if sources and (self.folder / split).exists() and all(source.is_here(self.mirror) for source in sources):
+                self._check_cache(split)
+
+    def files(self, split: str, show: Show = print) -> list[TextFile]:
+        """Its files, remote ones copied first."""
+        return self._files(split, self.urls(split), show)
+
+    def documents(self, split: str) -> Iterator[str]:
+        """Their text."""
+        for file in self.files(split):
+            yield from self.config.format.texts(file)
+
+    def content(self) -> dict[str, Any]:
+        """What it trains on, by content: plain JSON."""
+        files = content_of(self.files(TRAIN))
+        return {
+            "train_files": len(files),
+            "train_content": hashlib.sha256("".join(files.values()).encode()).hexdigest(),
+            "text_key": self._text_key,
+            **self.config.format.recipe(),
+        }
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Its format, with the tokenizer."""
+        return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
+
+    def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False) -> Windows:
+        """Its windows; tokenized first where no cache is there.
+
+        Args:
+            apart: in a cache named by its content.
+        """
+        named = (lambda line: show(f"{self.name} {line}")) if self.name else show
+        how = self.config.format
+        encoder, files = self.encoder(tokenizer), self.files(split, show)
+        made_from = cache_recipe(files, tokenizer, bos=self.bos, eos=self.eos)
+        made_from = {**made_from, **how.recipe(), **encoder.recipe()}
+        apart_name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+        folder = self.folder / "evaluate" / apart_name if apart else self.folder
+        cache = open_or_build(folder / split, files, encoder, made_from, named)
+        if how.documents_a_window is None:
+            return Windows(cache, seq_len)
+        windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))
+        if not len(windows):
+            raise ConfigError(
+                f"{self.key}: no document has a token to learn from within model.seq_len ({seq_len}). Raise it"
+            )
+        named(f"{split}: {describe_whole(windows)}")
+        return windows
+
+    def origins(self, split: str, windows: Windows) -> Origins:
+        """Which of its URLs each token of an open cache is from."""
+        urls = list(dict.fromkeys(self.urls(split)))
+        return make_origins(windows.cache, urls, [len(self._files(split, urls[: n + 1])) for n in range(len(urls))])
+
+    def _files(self, split: str, urls: list[str], show: Show = print) -> list[TextFile]:
+        return find_files(urls, self._key_of(split), self._text_key, self.mirror, show, self.home)
+
+    @property
+    def _text_key(self) -> str:
+        own = self.config.format.text_key if isinstance(self.config.format, TextFormat) else None
+        return own or self.config.text_key
+
+    def _check_records(self, sources: list[Source]) -> None:
+        how = self.config.format
+        for source in sources:
+            if not how.can_read(source.name) and not (source.has_records and how.can_read("x.jsonl")):
+                raise ConfigError(
+                    f"{self.key}.format: {how.get_choice_name(type(how))} given, and '{source.name}' cannot hold that"
+                )
+        if self._text_key == USUAL_TEXT_KEY:
+            return
+        if not isinstance(how, TextFormat) or self._text_key != self.config.text_key != USUAL_TEXT_KEY:
+            raise ConfigError(
+                f"{self.key}.text_key: '{self.config.text_key}' has no effect beside this format. Leave it out"
+            )
+        if not any(source.has_records for source in sources):
+            raise ConfigError(
+                f"{self.key}.text_key: '{self._text_key}' given, but no file is .jsonl, .json, .parquet or .arrow,"
+                " and others have no keys. Leave it out"
+            )
+
+    def _key_of(self, split: str) -> str:
+        return f"{self.key}.{split}_urls"
+
+    def _check_cache(self, split: str) -> None:
+        """Compares what needs no tokenizer; opening the cache compares the rest."""
+        before = read_about(self.folder / split)["made_from"]
+        files = content_of(self.files(split))
+        now = {**before, "enforce_bos": self.bos, "enforce_eos": self.eos, "files": files}
+        if "text_key" in before:
+            now["text_key"] = self._text_key
+        now |= {"format": None} if "format" in before else {}
+        now |= self.config.format.recipe()
+        check_same("token cache", self.folder / split, before, now)

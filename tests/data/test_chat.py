@@ -1,0 +1,250 @@
+"""Conversations against transformers' rendering and masks, and what is said where they cannot be had."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.chat_template import ChatTemplate
+from jaxlm.data.config import DataConfig
+from jaxlm.data.records.chat import ChatEncoder, ChatFormat
+from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
+from tests.data.helpers import small_tokenizer, some_text
+
+PLAIN = """{%- for m in messages %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MARKED = """{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+<|im_start|>assistant
+{% generation %}{{ m.content }}<|im_end|>
+{% endgeneration %}
+    {%- else %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{%- endfor %}"""
+BEGINS = """{{ bos_token }}{% for m in messages %}{% if loop.index > 6 %}{% break %}{% endif %}
+[{{ m.role | upper }}]{% if m.tool is defined %}{{ m.tool | tojson }}{% endif %}
+{% if m.role == 'assistant' %} {% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    base = small_tokenizer(300)
+    base._backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(base._backend, base.bos_id, base.eos_id)
+
+
+def conversation(seed: int, turns: int = 3) -> list[dict]:
+    messages = [{"role": "system", "content": some_text(seed, 4)}] if seed % 2 else []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f" {some_text(100 * seed + turn, 6)} \n"})
+        messages.append(
+            {"role": "assistant", "content": some_text(100 * seed + turn + 50, 5 + seed), "tool": {"é": turn}}
+        )
+    return messages
+
+
+CONVERSATIONS = [conversation(seed, 1 + seed % 4) for seed in range(8)]
+
+
+def encoded(tokenizer: Tokenizer, template: str, messages, **keys):
+    config = ChatFormat(chat_template=template, **keys)
+    encoder = config.encoder(tokenizer, bos=True, eos=True, key="data.format")
+    assert isinstance(encoder, ChatEncoder)
+    rendered = encoder.template.render(messages, "here", mark=config.mask_user_turns)
+    return rendered, encoder.encode([rendered])[0]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, BEGINS], ids=["plain", "marked", "begins"])
+def test_tokens_and_masks_are_those_of_transformers(tokenizer, template):
+    transformers = pytest.importorskip("transformers")
+    names = tokenizer.template_names
+    # The text itself may hold special tokens here: transformers' own copy must not have our setting for plain text.
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._marking, **names)
+    for messages in CONVERSATIONS:
+        rendered, tokens = encoded(tokenizer, template, messages)
+        options = {"chat_template": template, "return_dict": True}
+        text = reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+        assert rendered.text == text
+        if template == PLAIN:
+            found = reference.apply_chat_template(messages, **options)
+            assert tokens.ids.tolist() == found["input_ids"]
+            continue
+        found = reference.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
+        assert tokens.ids.tolist() == found["input_ids"]
+        assert tokens.targets.astype(int).tolist() == found["assistant_masks"]
+
+
+def test_without_a_generation_block_each_answer_is_what_it_adds(tokenizer):
+    for messages in CONVERSATIONS:
+        (marked, by_block), (plain, by_difference) = (encoded(tokenizer, t, messages) for t in (MARKED, PLAIN))
+        assert marked.text == plain.text
+        np.testing.assert_array_equal(by_block.targets, by_difference.targets)
+        asked = tokenizer.decode(by_block.ids[by_block.targets].tolist(), special=True)
+        assert asked == "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
+
+
+def test_user_turns_can_be_asked_for_too(tokenizer):
+    for template in (MARKED, PLAIN):
+        rendered, tokens = encoded(tokenizer, template, CONVERSATIONS[3], mask_user_turns=False)
+        assert tokens.targets.all()
+        assert rendered.text == encoded(tokenizer, template, CONVERSATIONS[3])[0].text
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", CONVERSATIONS[0], "roles must alternate"),
+        ("{{ messages | tojson(1, 2, 3) }}", CONVERSATIONS[0], "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", CONVERSATIONS[0], "SecurityError"),
+        ("{{ messages[-1].content }}{{ messages | length }}", CONVERSATIONS[0], "in message 2 cannot be told"),
+        (PLAIN, [{"role": "user", "content": "\ufdd0"}], "no characters"),
+    ],
+)
+def test_what_a_template_does_not_take(tokenizer, template, messages, said):
+    with pytest.raises(ConfigError, match=said):
+        encoded(tokenizer, template, messages)
+
+
+def test_templates_that_are_none(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="brings no chat template"):
+        ChatTemplate.load(None, tokenizer, "k")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ChatTemplate.load(f"{tmp_path}/x.jinja", tokenizer, "k")
+    with pytest.raises(ConfigError, match=r"\(k\), line 2"):
+        ChatTemplate.load("a\n{% if %}", tokenizer, "k")
+
+
+def test_the_tokenizers_own_template_goes_with_it(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "a")
+    settings = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
+    pad = {"content": "<|im_end|>"}
+    (tmp_path / "a" / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": named, "pad_token": pad})
+    )
+    loaded = load_tokenizer(str(tmp_path / "a"))
+    assert loaded.chat_template == MARKED
+    loaded.save(tmp_path / "b")
+    again = load_tokenizer(str(tmp_path / "b"))
+    assert (again.chat_template, again.template_names) == (MARKED, loaded.template_names)
+    assert again.template_names["pad_token"] == "<|im_end|>"
+    assert again.fingerprint == loaded.fingerprint == tokenizer.fingerprint
+    (tmp_path / "b" / "chat_template.jinja").write_text(PLAIN)
+    assert load_tokenizer(str(tmp_path / "b")).chat_template == PLAIN
+
+
+@pytest.fixture
+def config(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in CONVERSATIONS))
+    return DataConfig(
+        train_urls=[f"{tmp_path}/a.jsonl"],
+        cache_dir=f"{tmp_path}/cache",
+        tokenizer=f"{tmp_path}/tokenizer",
+        format=ChatFormat(chat_template=MARKED),
+    )
+
+
+def windows_of(config: DataConfig, seq_len: int, show=lambda _: None):
+    config.check()
+    return config.open(config.load_tokenizer(show), seq_len, show).train[""]
+
+
+def test_masks_reach_the_batch_and_conversations_stay_whole(config, tokenizer):
+    said: list[str] = []
+    windows = windows_of(config, 512, said.append)
+    columns = windows.read(np.arange(len(windows)))
+    asked = []
+    for row in range(len(windows)):
+        for segment in range(1, columns["segment_ids"][row].max() + 1):
+            inside = columns["segment_ids"][row] == segment
+            assert columns["positions"][row][inside].tolist() == list(range(inside.sum()))
+            asked.append(columns["targets"][row][inside & (columns["loss_mask"][row] > 0)])
+    expected = [encoded(tokenizer, MARKED, messages)[1] for messages in CONVERSATIONS]
+    assert [ids.tolist() for ids in asked] == [t.ids[1:][t.targets[1:]].tolist() for t in expected]
+    assert any("windows of 512 tokens" in line for line in said)
+    alone = windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=MARKED, pack=False)), 512)
+    assert len(alone) == len(CONVERSATIONS) > len(windows)
+
+
+def test_truncation_is_counted_and_said(config, tokenizer):
+    said: list[str] = []
+    windows = windows_of(config, 64, said.append)
+    lengths = [len(encoded(tokenizer, MARKED, messages)[1].ids) for messages in CONVERSATIONS]
+    lost = sum(max(0, length - 65) for length in lengths)
+    assert windows.whole is not None
+    assert (windows.whole.num_truncated, windows.whole.num_lost) == (sum(n > 65 for n in lengths), lost)
+    assert f"are longer, and lose {lost:,} of {sum(lengths):,} tokens" in said[-1]
+    with pytest.raises(ConfigError, match=r"within model\.seq_len"):
+        windows_of(config, 4)
+
+
+def test_a_template_that_gives_no_assistant_tokens_is_an_error(config, tmp_path):
+    """Levanter and transformers go on with masks of zeros: nothing would be learned, silently."""
+    never = MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
+    with pytest.raises(ConfigError, match=r"no assistant tokens at all.*generation.* block marks nothing"):
+        windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)
+    others = [[{"role": "gpt", "content": "a"}]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in others))
+    with pytest.raises(ConfigError, match="none of their messages has the role 'assistant'"):
+        windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=PLAIN)), 64)
+
+
+def test_some_conversations_without_answers_are_left_out_and_counted(config, tmp_path):
+    said: list[str] = []
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write(json.dumps({"messages": [{"role": "user", "content": "anybody?"}]}) + "\n")
+    windows = windows_of(config, 64, said.append)
+    assert len(windows.cache.offsets) - 1 == len(CONVERSATIONS)
+    assert "train: 1 documents are left out: there is nothing to learn from them" in said
+
+
+def test_another_template_is_another_cache(config):
+    windows_of(config, 64)
+    changed = dataclasses.replace(config, format=ChatFormat(chat_template=MARKED.replace("user", "User") + " "))
+    with pytest.raises(ConfigError, match=r"made from something else(.|\n)*chat_template"):
+        windows_of(changed, 64)
+    assert dataclasses.replace(config, format=ChatFormat(chat_template=PLAIN)).identity() != config.identity()
+
+
+def test_tables_give_the_same_tokens(config, tmp_path):
+    first = windows_of(config, 64).cache.fingerprint
+    plain = [[{k: v for k, v in m.items() if k != "tool"} for m in messages] for messages in CONVERSATIONS]
+    pq.write_table(pa.table({"chat": plain, "other": list(range(8))}), tmp_path / "a.parquet", row_group_size=3)
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.table({"chat": plain}).schema) as writer:
+        writer.write_table(pa.table({"chat": plain}))
+    (tmp_path / "a.json").write_text(json.dumps([{"chat": m} for m in plain]))
+    for kind in ("parquet", "arrow", "json"):
+        changed = dataclasses.replace(
+            config,
+            train_urls=[f"{tmp_path}/a.{kind}"],
+            cache_dir=f"{tmp_path}/{kind}",
+            format=ChatFormat("chat", chat_template=MARKED),
+        )
+        assert windows_of(changed, 64).cache.fingerprint == first
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": "hello"}, "line 1: no messages under 'messages'.*'hello' given"),
+        ({"chat": []}, "line 1: no messages under 'messages'.*Keys: chat"),
+        ({"messages": [{"content": "x"}]}, "line 1: no messages"),
+        ([1], "line 1: a record with keys expected"),
+    ],
+)
+def test_records_that_are_no_conversations(config, tmp_path, record, said):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=said):
+        windows_of(config, 64)

@@ -1,0 +1,76 @@
+"""Losses by source and tag, against sums over the same batches by hand."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
+from jaxlm.core.sharding import Layout
+from jaxlm.data.loader import eval_batches
+from jaxlm.data.packing import Windows
+from jaxlm.evals.base import EvalContext, ValidationSet
+from jaxlm.evals.loss import LossEval, LossMeter, LossSums, by_group, macro
+from jaxlm.models.base import vocab_axis
+from tests.data.helpers import cache_of
+from tests.engine.helpers import F32, MODEL, VOCAB
+
+TOKEN_BYTES = np.arange(VOCAB, dtype=np.int32) % 5
+
+
+def windows(seed: int, num_documents: int) -> Windows:
+    rng = np.random.default_rng(seed)
+    return Windows(cache_of([rng.integers(0, VOCAB, 30).tolist() for _ in range(num_documents)], VOCAB), MODEL.seq_len)
+
+
+def test_sources_tags_the_total_and_the_means_over_sources():
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    layout = Layout(mesh, {}, {BATCH: (REPLICA, DATA)})
+    data = {"prose": windows(0, 9), "code": windows(1, 2), "chat": windows(2, 4)}
+    tags = {"prose": ("en",), "code": (), "chat": ("en", "sft")}
+
+    cap: dict[str, int | None] = {"max_batches": None}
+
+    def batches(name: str):
+        return eval_batches(data[name], batch_size=4, layout=layout, **cap)
+
+    sets = tuple(ValidationSet(name, tags[name], functools.partial(batches, name)) for name in data)
+    with layout.use():
+        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
+        tested, meter = LossEval(EvalContext(layout, F32, None, TOKEN_BYTES, sets, print)), LossMeter(F32, TOKEN_BYTES)
+
+        def alone() -> dict[str, LossSums]:
+            return {name: meter.measure(model, ((batch, None) for batch in batches(name)))[0] for name in data}
+
+        found, whole = tested.run(model), alone()
+        cap["max_batches"] = 1
+        capped, first = tested.run(model), alone()
+    tokens = {name: float(w.read(np.arange(len(w)))["loss_mask"].sum()) for name, w in data.items()}
+    loss = {name: part.loss for name, part in whole.items()}
+    assert set(found) == {"macro_loss", "macro_bpb"} | {
+        f"{group}{kind}" for group in ("", "prose/", "code/", "chat/", "en/", "sft/") for kind in ("loss", "bpb")
+    }
+
+    def mean(names) -> float:
+        return math.fsum(loss[n] * tokens[n] for n in names) / math.fsum(tokens[n] for n in names)
+
+    for name in data:
+        assert found[f"{name}/loss"] == loss[name]
+        assert found[f"{name}/bpb"] == whole[name].bits_per_byte
+    assert found["loss"] == pytest.approx(mean(data), rel=1e-12)
+    assert found["en/loss"] == pytest.approx(mean(["prose", "chat"]), rel=1e-12)
+    assert found["sft/loss"] == loss["chat"]
+    assert found["macro_loss"] == pytest.approx(sum(loss.values()) / 3, rel=1e-12)
+    assert found["macro_bpb"] == pytest.approx(sum(part.bits_per_byte for part in whole.values()) / 3, rel=1e-12)
+    # At most so many batches of each source: the small one is not crowded out.
+    assert {name: capped[f"{name}/loss"] for name in data} == {name: part.loss for name, part in first.items()}
+
+
+def test_without_tokens_there_is_no_mean():
+    nothing, some = LossSums(0, 0, 0, 0), LossSums(6, 3, 4, 2)
+    assert macro([some, nothing]) == {"macro_loss": 2.0, "macro_bpb": 2 / math.log(2)}
+    assert math.isnan(macro([nothing])["macro_loss"])
+    assert by_group({"a": some, "b": some}, {"a": ["b"]}) == {"a": some, "b": LossSums(12, 6, 8, 4)}

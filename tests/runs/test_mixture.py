@@ -1,0 +1,56 @@
+"""A mixture whose weights change, evaluated by source and tag: killed and gone on with, it ends as if it had not been."""
+
+import json
+import signal
+
+import pytest
+
+from tests.runs.commands import Workplace
+
+MIXED = """
+  configs:
+    ast: {{train_urls: ["{train}/ast.py"], validation_urls: ["{held_out}/bisect.py"], tags: [code, syntax]}}
+    rest:
+      train_urls: ["{train}/argparse.py", "{train}/inspect.py", "{train}/textwrap.py"]
+      validation_urls: ["{held_out}/heapq.py"]
+      tags: [code]
+  train_weights: [[0, {{ast: 3, rest: 1}}], [7, {{ast: 1, rest: 3}}], [15, {{ast: 1, rest: 1}}]]
+  mixture_block_size: 10
+"""
+
+
+def write(place: Workplace) -> None:
+    path = place.write()
+    head, model = path.read_text().split("model:")
+    kept = [line for line in head.splitlines() if "_urls" not in line]
+    mixed = MIXED.format(train=place.corpus / "train", held_out=place.corpus / "validation")
+    path.write_text("\n".join(kept).replace(str(place.cache), "cache") + mixed + "model:" + model)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_stage_it_ends_the_same(workplace):
+    whole, killed = workplace(), workplace()
+    for place in (whole, killed):
+        write(place)
+    result = whole.run("--config_path", "run.yaml")
+    assert result.code == 0, result.err
+    process = killed.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT="first phase")
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    result = killed.run("--config_path", "run.yaml")
+    assert result.code == 0, result.err
+    assert killed.losses() == whole.losses()
+    assert killed.digest("step-24") == whole.digest("step-24")
+
+    records = [json.loads(line) for line in (whole.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    logged = next(record for record in reversed(records) if "eval/loss" in record)
+    found = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
+    assert found.code == 0, found.err
+    numbers = json.loads(found.out.splitlines()[-1])
+    assert numbers["loss"] == pytest.approx(logged["eval/loss"], rel=1e-6)
+    assert numbers["macro_bpb"] == pytest.approx(logged["eval/macro_bpb"], rel=1e-6)
+    for kind, names in {"sources": ["ast", "rest"], "tags": ["code", "syntax"]}.items():
+        assert list(numbers[kind]) == names
+        for name in names:
+            assert numbers[kind][name]["loss"] == pytest.approx(logged[f"eval/{name}/loss"], rel=1e-6)
+    assert "data of train" in whole.run("--config_path", "run.yaml", "--dry_run", "true").out

@@ -1,0 +1,76 @@
+"""How long a run is where its data decides."""
+
+import pytest
+
+from jaxlm.config import decode_run
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.length import check_length, with_length_of_data
+from jaxlm.plan import plan_phases
+
+MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+
+
+@pytest.fixture
+def resolved(tmp_path):
+    for name, size in {"a": 300, "b": 100}.items():
+        (tmp_path / f"{name}.txt").write_text("some words " * size)
+
+    def resolve(data=None, said=None, **sections):
+        own = {"train_urls": [f"{tmp_path}/a.txt"]} if data is None else data
+        own = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 260, **own}
+        config = decode_run(Source({"model": dict(MODEL), "data": own, **sections}), None)
+        tokenizer = config.data.load_tokenizer(show=lambda _: None)
+        show = (lambda _: None) if said is None else said.append
+        return with_length_of_data(config, 8, tokenizer, show), tokenizer
+
+    resolve.folder = tmp_path
+    return resolve
+
+
+def steps(config) -> list[int]:
+    return [phase.num_steps for phase in plan_phases(config)[0]]
+
+
+def test_epochs_are_as_many_steps_as_they_take(resolved):
+    config, tokenizer = resolved(epoch=3)
+    windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
+    assert steps(config) == [-(-3 * len(windows) // 8)]
+    assert with_length_of_data(config, 8, tokenizer, print) == config  # as a run that goes on does it
+    own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
+    assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]
+    assert steps(resolved(trainer={"num_train_steps": 5})[0]) == [5]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"epoch": -1}, "epoch: -1 given"),
+        (
+            {"epoch": 2, "trainer": {"num_train_steps": 5}},
+            "epoch: 2 means .* steps .* trainer.num_train_steps: 5 is given",
+        ),
+        ({"epoch": 2, "phases": [{"name": "p", "num_train_steps": 3}]}, "epoch: has no effect"),
+    ],
+)
+def test_contradictions_are_said(resolved, sections, said):
+    with pytest.raises(ConfigError, match=said):
+        resolved(**sections)
+
+
+def test_a_mixture_ends_when_its_stop_strategy_says(resolved):
+    configs = {name: {"train_urls": [f"{resolved.folder}/{name}.txt"]} for name in "ab"}
+    mixed = {"configs": configs, "train_weights": {"a": 1, "b": 1}, "mixture_block_size": 4}
+    ends, said = {}, []
+    for strategy in ("first_exhausted", "all_exhausted", "restart"):
+        config, tokenizer = resolved({**mixed, "stop_strategy": strategy}, said)
+        (ends[strategy],) = steps(config)
+    sizes = [len(windows) for windows in config.data.open(tokenizer, 16, lambda _: None).train.values()]
+    # Half of each block is of each source, so both are read to the end within a block of twice their windows.
+    assert abs(ends["first_exhausted"] * 8 - 2 * min(sizes)) <= 8 + 4
+    assert abs(ends["all_exhausted"] * 8 - 2 * max(sizes)) <= 8 + 4
+    assert ends["restart"] == 400_000
+    assert sum("steps instead of 400000: then the data is read" in line for line in said) == 2
+    assert steps(resolved({**mixed, "stop_strategy": "all_exhausted"}, trainer={"num_train_steps": 3})[0]) == [3]
+    with pytest.raises(ConfigError, match="epoch: 1 given, but phase 'train' trains on several sources"):
+        check_length(decode_run(Source({"data": mixed, "epoch": 1}), None))
