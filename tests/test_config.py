@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm import train
-from jaxlm.config import decode_run, read_config
+from jaxlm.config import decode_run, read_config, run_id_of
 from jaxlm.core.decode import dump
 from jaxlm.core.yaml_source import Source, load_yaml
 
@@ -60,6 +60,7 @@ MISTAKES = {
         ("--data.train_urls", "[nowhere/*.txt]"),
         ["data.train_urls[0]", "nowhere/*.txt"],
     ),
+    "remote cache": (GOOD, ("--data.cache_dir", "gs://bucket/cache"), ["data.cache_dir", "gs://bucket/cache", "local"]),
     "no data": (GOOD, ("--data.train_urls", "[]"), ["data.train_urls", "empty"]),
     "bad duration": (GOOD, ("--trainer.checkpointer.save_interval", "soon"), ["save_interval", "'soon'", "15m"]),
     "bad keep": (GOOD, ("--trainer.checkpointer.keep", "[{every: 5}, {every: 10}]"), ["keep.0.until"]),
@@ -72,7 +73,7 @@ MISTAKES = {
     ),
     "two phases of one name": (GOOD + "phases: [{name: a}, {name: a}]\n", (), ["phases", "a, a"]),
     "bad precision": (GOOD, ("--trainer.mp", "p=f32,c=bf17"), ["trainer.mp", "bf17", "bfloat16"]),
-    "float16": (GOOD, ("--trainer.mp", "f16"), ["trainer.mp", "loss scaling"]),
+    "float16": (GOOD, ("--trainer.mp", "f16"), ["trainer.mp", "p=f32,c=float16"]),
     "bad warmup": (GOOD, ("--optimizer.warmup", "1.5"), ["optimizer.warmup", "1.5"]),
     "bad schedule": (GOOD, ("--optimizer.lr_schedule", "cosin"), ["lr_schedule", "'cosin'", "cosine"]),
     "missing tokenizer": (GOOD, ("--data.tokenizer", "gone.json"), ["data.tokenizer", "gone.json"]),
@@ -162,3 +163,15 @@ def test_included_files_and_overrides_merge_deeply(here):
     (here / "run.yaml").write_text("<<: !include base.yaml\ntrainer: {seed: 3}\n")
     config = decode_run(load_yaml("run.yaml"), "run")
     assert (config.trainer.seed, config.trainer.num_train_steps) == (3, 4)
+
+
+def test_t4_where_a_runs_name_comes_from(monkeypatch):
+    """Trap T4: in the reference it is random unless it is written, so that nothing is ever resumed."""
+    monkeypatch.delenv("RUN_ID", raising=False)
+    tracked = {"trainer": {"tracker": {"type": "wandb", "id": "tracked"}}}
+    assert run_id_of(decode_run(Source({}), None)) == "run"
+    assert run_id_of(decode_run(Source({}), "stem")) == "stem"
+    assert run_id_of(decode_run(Source(tracked), "stem")) == "tracked"
+    monkeypatch.setenv("RUN_ID", "environment")
+    assert run_id_of(decode_run(Source(tracked), "stem")) == "environment"
+    assert run_id_of(decode_run(Source({"trainer": {"id": "written"}}), "stem")) == "written"

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,14 +19,16 @@ import pytest
 
 from jaxlm.compiling import keep_compiled_programs, lower_step
 from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
+from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import DistributedConfig
+from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import train_batches
 from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.trackers import RunFacts, TrackerConfig, environment
+from jaxlm.engine.watch import WatchConfig
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.rotary import RotaryConfig
@@ -53,6 +56,9 @@ for name, base in ROPES.items():
 LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2}]}])
 PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"})
 
+WATCHED = tree()
+WATCHED["trainer"]["watch"] = {"interval": 2, "watch_targets": ["grads"]}
+
 # What to change each field to, where twice a number or the opposite would not do. A dictionary goes over the whole tree.
 CHANGES: dict[str, Any] = {
     "model.gradient_checkpointing": "full",
@@ -71,6 +77,24 @@ CHANGES: dict[str, Any] = {
     "trainer.id": "y",
     "trainer.train_batch_size": 32,
     "trainer.per_device_parallelism": 1,
+    "trainer.per_device_train_parallelism": 1,
+    "trainer.allow_nondivisible_batch_size": {
+        "trainer": {"train_batch_size": 12, "allow_nondivisible_batch_size": True}
+    },
+    "trainer.compute_axis_resources": {"trainer": {"compute_axis_resources": {"mlp": "data"}}},
+    "trainer.mesh": {"trainer": {"mesh": {"axes": {"data": -1, "replica": 2}}}},
+    "trainer.mesh.axes": {"trainer": {"mesh": {"axes": {"data": 4, "replica": 2}}}},
+    "trainer.mesh.dcn_axes": {"trainer": {"mesh": {"dcn_axes": {"data": 2}}}},
+    "trainer.mesh.shared_mapping": {"trainer": {"mesh": {"shared_mapping": {"mlp": "model"}}}},
+    "trainer.mesh.compute_mapping": {"trainer": {"mesh": {"compute_mapping": {"position": "data"}}}},
+    "trainer.mesh.param_mapping": {"trainer": {"mesh": {"param_mapping": {"mlp": "data"}}}},
+    "trainer.load_checkpoint": True,
+    "trainer.load_checkpoint_path": "elsewhere",
+    "trainer.initialize_from": "elsewhere",
+    "trainer.initialize_from_state": "elsewhere",
+    "trainer.watch": {"trainer": {"watch": {"interval": 1}}},
+    "trainer.watch.watch_targets": ["updates"],
+    "trainer.checkpointer.staging_dir": {"trainer": {"checkpointer": {"base_path": "memory://m", "staging_dir": "s"}}},
     "trainer.per_device_eval_parallelism": 4,
     "trainer.max_eval_batches": 3,
     "trainer.mp": "p=f32,c=bfloat16",
@@ -90,6 +114,15 @@ CHANGES: dict[str, Any] = {
     "optimizer.weight_decay": 0.1,
     "optimizer.warmup": 10,
     "optimizer.decay": 10,
+    "optimizer.rewarmup": {"optimizer": {"rewarmup": 0.2, "cycles": 2}},
+    "optimizer.cycles": 2,
+    "optimizer.cycle_length": 30,
+    "optimizer.default_weight_decay_mask": {"optimizer": {"weight_decay": 0.1, "default_weight_decay_mask": False}},
+    "optimizer.skip_bad_steps": True,
+    "optimizer.update_rms_clipping": 1.0,
+    "optimizer.clip_update_norm": {"optimizer": {"clip_update_norm": {"sigma_factor": 2.0}}},
+    "optimizer.adamc_weight_decay": {"optimizer": {"weight_decay": 0.1, "adamc_weight_decay": True}},
+    "trainer.model_averaging": {"trainer": {"model_averaging": {"type": "ema"}}},
     "optimizer.weight_decay_modules": {"optimizer": {"weight_decay": 0.1, "weight_decay_modules": ["norm"]}},
     "objective.z_loss_weight": 1e-4,
     "objective.label_smoothing": 0.1,
@@ -105,6 +138,12 @@ CHANGES: dict[str, Any] = {
 SHOWN_ELSEWHERE = {
     "trainer.compilation_cache_dir": "test_compiled_programs_are_kept_where_the_field_says",
     "trainer.strict_performance": "test_strict_performance_refuses_what_falls_back",
+    "trainer.require_accelerator": "tests/test_startup.py",
+    "trainer.crash_on_nan": "tests/engine/test_hooks.py",
+    "trainer.crash_on_inf": "tests/engine/test_hooks.py",
+    "trainer.jax_config": "tests/test_startup.py",
+    "trainer.log_jaxprs": "tests/test_origin.py",
+    "trainer.log_xla_hlo": "tests/test_origin.py",
     "trainer.tracker": "test_tracker_fields",
     "trainer.profiler": "test_profiler_fields",
     "trainer.distributed": "test_distributed_fields",
@@ -137,9 +176,11 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     keep["trainer"]["checkpointer"] = {"keep": [{"every": 10}]}
     found += [(path, tree()) for path in fields("trainer", TrainerConfig)]
     found += [(path, tree()) for path in fields("trainer.checkpointer", CheckpointerConfig)]
+    found += [(path, tree()) for path in fields("trainer.mesh", MeshConfig)]
+    found += [(path, WATCHED) for path in fields("trainer.watch", WatchConfig)]
     found += [(path, keep) for path in fields("trainer.checkpointer.keep.0", KeepRule)]
-    for name, kind in OptimizerConfig.get_known_choices().items():
-        found += [(path, tree(optimizer={"type": name})) for path in fields("optimizer", kind)]
+    # Of the other optimizers, what each computes: tests/optim/test_family.py.
+    found += [(path, tree()) for path in fields("optimizer", OptimizerConfig.get_known_choices()["adam"])]
     for name, kind in ObjectiveConfig.get_known_choices().items():
         found += [(path, tree(objective={"type": name})) for path in fields("objective", kind)]
     assert list(SurgeryConfig.get_known_choices()) == ["lora"]
@@ -395,7 +436,13 @@ def test_distributed_fields(monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: seen.append((args, kwargs)))
     DistributedConfig("host:1", 2, 1, [0, 3]).join()
-    assert seen == [(("host:1", 2, 1), {"local_device_ids": [0, 3]})]
+    times = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 100, "shutdown_timeout_seconds": 300}
+    assert seen.pop() == (("host:1", 2, 1), {"local_device_ids": [0, 3], **times})
+    DistributedConfig("host:1", 2, 1, 3, *(timedelta(seconds=s) for s in (7, 8, 9))).join()
+    times = {"initialization_timeout": 7, "heartbeat_timeout_seconds": 8, "shutdown_timeout_seconds": 9}
+    assert seen == [(("host:1", 2, 1), {"local_device_ids": [3], **times})]
+    with pytest.raises(ConfigError, match="heartbeat_timeout"):
+        DistributedConfig(heartbeat_timeout=timedelta(0)).join()
     for partial in (DistributedConfig("host:1"), DistributedConfig(num_processes=2), DistributedConfig(process_id=0)):
         with pytest.raises(ConfigError, match="go together"):
             partial.join()

@@ -26,6 +26,7 @@ from jaxlm.config import load_config, refuse_dry_run, run_id_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.programs import collectives_a_run, kernels
+from jaxlm.core.runtime import configure_jax
 from jaxlm.core.topologies import parse_topology
 from jaxlm.core.types import TokenBatch
 from jaxlm.dry_run import assumed_vocabulary
@@ -111,6 +112,7 @@ def _main(arguments: Sequence[str]) -> int:
         simulate_devices(topologies)
         forecast_all(config, topologies, Console())
         return 0
+    configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.engine.checkpoint import SaveError
+from jaxlm.engine.hooks import NonFiniteError
 from jaxlm.engine.restore import NothingUsableError
 
 EXIT_FAILED = 1
@@ -16,16 +17,16 @@ EXIT_INTERRUPTED = 130
 def run_command(body: Callable[[], int]) -> int:
     """Runs a command's body and turns what it raises into an exit code.
 
-    2: the configuration or its data is wrong. 1: a checkpoint could not be saved, none could be loaded, or another
-    process of the run failed. 130: Ctrl-C before training began. Anything else is a defect, or a failure that only its
-    traceback explains, and stays one.
+    2: the configuration or its data is wrong. 1: a checkpoint could not be saved, none could be loaded, another process
+    of the run failed, or a number was not finite where the configuration says to stop then. 130: Ctrl-C before training
+    began. Anything else is a defect, or a failure that only its traceback explains, and stays one.
     """
     try:
         return body()
     except ConfigError as error:
         code = EXIT_CONFIG
         message = f"error: {error}"
-    except (NothingUsableError, PeerError) as error:
+    except (NothingUsableError, NonFiniteError, PeerError) as error:
         code = EXIT_FAILED
         message = f"error: {error}"
     except SaveError as error:

@@ -46,6 +46,7 @@ class CompiledStep:
 
     Attributes:
         call: (state, batch, ballot) -> (state, report).
+        traced: what it was compiled from.
         keep: the recomputation policy, the one that was found to fit where it was to be chosen.
         seconds: tracing and compiling took.
         num_bytes: memory of a device while it runs; None where the compiler does not say.
@@ -53,6 +54,7 @@ class CompiledStep:
     """
 
     call: jax.stages.Compiled
+    traced: jax.stages.Traced
     keep: str
     seconds: float
     num_bytes: int | None
@@ -69,16 +71,21 @@ class CompiledStep:
         return f"compiled in {self.seconds:.1f} s; memory a device {memory}{there}"
 
 
-def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowered:
+def trace_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Traced:
     """The traced training step of a phase, from shapes alone. Call it inside `plan.layout.use()`.
 
     Args:
         keep: what `model.gradient_checkpointing: auto` stands for.
     """
     abstract = plan.recipe.abstract_state(phase)
-    step = make_train_step(phase, plan.layout, plan.precision, abstract)
+    step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     with auto_is(keep):
-        return step.lower(_placed(abstract, plan.layout), abstract_batch(plan), Ballot.abstract(plan.layout))
+        return step.trace(_placed(abstract, plan.layout), abstract_batch(plan), Ballot.abstract(plan.layout))
+
+
+def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowered:
+    """The same, as a program that can be compiled."""
+    return trace_step(plan, phase, keep).lower()
 
 
 def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit: int | None = None) -> CompiledStep:
@@ -129,7 +136,8 @@ def _attempt(plan: Plan, phase: Phase, keep: str, limit: int | None) -> tuple[Co
 def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> CompiledStep:
     began = time.perf_counter()
     options: Any = compiler_options(plan.layout.platform)  # jax declares what it takes by the default, None
-    call = lower_step(plan, phase, keep).compile(options)
+    traced = trace_step(plan, phase, keep)
+    call = traced.lower().compile(options)
     memory = call.memory_analysis()
     needed = memory and (
         memory.argument_size_in_bytes
@@ -139,7 +147,7 @@ def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> Compiled
     )
     asked = parse_keep(plan.config.model.gradient_checkpointing)
     policy = keep if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
-    return CompiledStep(call, policy, time.perf_counter() - began, needed, limit)
+    return CompiledStep(call, traced, policy, time.perf_counter() - began, needed, limit)
 
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"

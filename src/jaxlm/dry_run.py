@@ -1,13 +1,19 @@
-"""`--dry_run true`: everything but training. No data, tokenizer or writable folder is needed."""
+"""`--dry_run true`: everything but training. No data, tokenizer or writable folder is needed.
+
+The one thing that it writes is the picture of the schedule, where the run itself will put it; where that cannot be
+written, a line says so.
+"""
 
 from jaxlm.compiling import compile_step, gib
 from jaxlm.config import RunConfig
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.pictures import schedule_curve
 from jaxlm.plan import Plan
 from jaxlm.startup import describe
 
 _COMMON_VOCABULARY = 50_257  # GPT-2's
+_MOST_CORNERS = 16  # of a schedule that are listed
 
 
 def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
@@ -21,12 +27,24 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
 def dry_run(plan: Plan, console: Console) -> None:
     """Traces and compiles the step of every phase, and shows the plan and the memory."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1])]
-    console.show(table("plan (dry run: nothing is read, written or trained)", rows))
+    console.show(table("plan (dry run: no data is read, nothing is trained)", rows))
     with plan.layout.use():
         for phase in plan.phases:
             memory = compile_step(plan, phase, console.show).call.memory_analysis()
             console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *_memory_rows(memory)]))
+    console.show(f"schedule: {_picture(plan)}")
     console.show("dry run complete: the step compiles")
+
+
+def _picture(plan: Plan) -> str:
+    """Draws the schedule into the log folder, and says where; or why it is not there."""
+    path = plan.log_folder / "schedule.png"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        schedule_curve(plan.phases, path, f"{plan.run_id}: {plan.num_steps} steps")
+    except OSError as error:
+        return f"not drawn: {error}"
+    return str(path)
 
 
 def _memory_rows(memory) -> list[tuple[str, str]]:
@@ -40,4 +58,7 @@ def _memory_rows(memory) -> list[tuple[str, str]]:
 
 def _corners(phase: Phase) -> str:
     corners = phase.optimizer.schedule(phase.num_steps).corner_points()
-    return ", ".join(f"step {phase.start + step} {name} {rate:.3g}" for step, rate, name in corners)
+    texts = [f"step {phase.start + step} {name} {rate:.3g}" for step, rate, name in corners]
+    if len(texts) > _MOST_CORNERS:
+        texts = [*texts[: _MOST_CORNERS - 2], f"... {len(texts) - _MOST_CORNERS + 1} more", texts[-1]]
+    return ", ".join(texts)

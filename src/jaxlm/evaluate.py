@@ -15,7 +15,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ import numpy as np
 
 from jaxlm.commands import run_command
 from jaxlm.compiling import keep_compiled_programs
+from jaxlm.core.axes import BATCH
 from jaxlm.core.cli import override
 from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
@@ -63,7 +63,7 @@ def _main(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
     for_data = {name: value for name, value in keys.items() if name.startswith(_DATA)}
     others = {name: value for name, value in keys.items() if name not in for_data}
-    trained = open_trained(Path(options.checkpoint), others, also=_EFFECTIVE)
+    trained = open_trained(options.checkpoint, others, also=_EFFECTIVE)
     keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
     data = data_with(trained, for_data)
     sums = evaluate(trained, data, options.batch_size, _most(trained.plan, options.max_batches))
@@ -124,7 +124,7 @@ def evaluate(
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
-    ways = plan.mesh.batch_ways
+    ways = plan.layout.ways(BATCH)
     if size < 1 or size % ways:
         raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
     other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data

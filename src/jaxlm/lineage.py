@@ -8,8 +8,9 @@ from typing import Any
 from jaxlm.config import RunConfig, read_config
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.checkpoint import Cursor, find_checkpoints
+from jaxlm.engine.checkpoint import Cursor
 from jaxlm.engine.integrity import DamagedError, verify
+from jaxlm.engine.naming import find_checkpoints
 from jaxlm.engine.phases import Phase
 from jaxlm.plan import Plan, plan_phases
 

@@ -1,6 +1,6 @@
 """Everything about a run that can be known before its data is opened: computed once, checked, and shown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,17 @@ import haliax as hax
 import jax
 
 from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig
+from jaxlm.core import tree
+from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
-from jaxlm.core.runtime import AxisMappings, MeshShape, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.data.config import DataConfig
 from jaxlm.engine.phases import Phase, Recipe
+from jaxlm.engine.remote import is_url
+from jaxlm.engine.staging import Staging, staging_folder
+from jaxlm.meshing import plan_mesh
 from jaxlm.models.base import ModelConfig, vocab_axis
 
 
@@ -23,7 +28,7 @@ class BatchPlan:
     """How a step's sequences are divided.
 
     Attributes:
-        train: sequences a step.
+        train: sequences a step. Where they do not fill the micro-batches, empty ones do.
         num_microbatches: parts that the step works on one after another.
         microbatch: sequences of one part, over all devices.
         eval: sequences of an evaluation batch.
@@ -41,7 +46,8 @@ def plan_batches(trainer: TrainerConfig, ways: int) -> BatchPlan:
     Raises:
         ConfigError: the sizes do not divide; says which would.
     """
-    size, per_device = trainer.train_batch_size, trainer.per_device_parallelism
+    per_device = trainer.parallelism
+    size = trainer.train_batch_size
     for name, value in (("train_batch_size", size), ("per_device_parallelism", per_device)):
         if value != -1 and value < 1:
             raise ConfigError(f"trainer.{name}: {value} given, -1 or 1 and more expected")
@@ -49,29 +55,36 @@ def plan_batches(trainer: TrainerConfig, ways: int) -> BatchPlan:
         if per_device == -1:
             raise ConfigError("trainer.train_batch_size: -1 needs trainer.per_device_parallelism to be given")
         size = per_device * ways
+    share = -(-size // ways)
+    if per_device == -1:
+        per_device = share
+    if not trainer.allow_nondivisible_batch_size:
+        _check_divides(size, ways, per_device)
+    for_eval = trainer.per_device_eval_parallelism
+    if for_eval != -1 and for_eval < 1:
+        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, -1 or 1 and more expected")
+    return BatchPlan(
+        train=size,
+        num_microbatches=-(-size // (per_device * ways)),
+        microbatch=per_device * ways,
+        eval=(per_device if for_eval == -1 else for_eval) * ways,
+    )
+
+
+def _check_divides(size: int, ways: int, per_device: int) -> None:
     if size % ways:
         raise ConfigError(
             f"trainer.train_batch_size: {size} sequences do not divide over the {ways} devices that share the batch"
-            f" (replica x data). Nearest that do: {_multiples_near(size, ways)}"
+            f" (replica x data). Nearest that do: {_multiples_near(size, ways)}. Or pad each batch with empty sequences:"
+            " trainer.allow_nondivisible_batch_size true"
         )
     share = size // ways
-    if per_device == -1:
-        per_device = share
     if share % per_device:
         divisors = [d for d in range(1, share + 1) if share % d == 0]
         raise ConfigError(
             f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the {ways}"
             f" devices gets of train_batch_size {size}. Allowed: {', '.join(map(str, divisors))}"
         )
-    for_eval = trainer.per_device_eval_parallelism
-    if for_eval != -1 and for_eval < 1:
-        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, -1 or 1 and more expected")
-    return BatchPlan(
-        train=size,
-        num_microbatches=share // per_device,
-        microbatch=per_device * ways,
-        eval=(per_device if for_eval == -1 else for_eval) * ways,
-    )
 
 
 def _multiples_near(size: int, ways: int) -> str:
@@ -88,6 +101,7 @@ class Plan:
         run_id: the run's name.
         mesh: sizes of the mesh axes.
         layout: devices and axis mappings.
+        warnings: what the configuration wastes or overrides.
         recipe: the model, its precision and the phases.
         data: of each phase.
         batches: how a step's sequences are divided.
@@ -97,6 +111,7 @@ class Plan:
     run_id: str
     mesh: MeshShape
     layout: Layout
+    warnings: tuple[str, ...]
     recipe: Recipe
     data: tuple[DataConfig, ...]
     batches: BatchPlan
@@ -128,10 +143,29 @@ class Plan:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Checkpoints of the run."""
+        """Checkpoints of the run; where they lie behind a URL, the local folder that stands for it."""
         policy = self.config.trainer.checkpointer
+        if self.checkpoint_url is not None:
+            return staging_folder(Path(policy.staging_dir), self.checkpoint_url)
         base = Path(policy.base_path)
         return base / self.run_id if policy.append_run_id_to_base_path else base
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        """Where the checkpoints of the run go if that is no local folder."""
+        policy = self.config.trainer.checkpointer
+        if not is_url(policy.base_path):
+            return None
+        base = policy.base_path.rstrip("/")
+        return f"{base}/{self.run_id}" if policy.append_run_id_to_base_path else base
+
+    @property
+    def staging(self) -> Staging | None:
+        """Between the two, if there is a URL."""
+        if self.checkpoint_url is None:
+            return None
+        delete = self.config.trainer.checkpointer.delete_old_temp_checkpoints
+        return Staging(self.checkpoint_url, self.checkpoint_folder, delete_temporary=delete)
 
 
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
@@ -145,33 +179,24 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     """
     trainer = config.trainer
     config.model.check()
-    trainer.checkpointer.check()
-    if trainer.profiler is not None:
-        trainer.profiler.check()
+    trainer.check()
     precision = parse_precision(trainer.mp)
     devices = jax.devices() if devices is None else devices
-    mesh = mesh_shape(len(devices), replica=trainer.replica_ici_axis_size, model=trainer.model_axis_size)
     Vocab = vocab_axis(vocab_size)
-    mappings = AxisMappings(
-        batch=trainer.batch_axis,
-        fsdp=_names(trainer.fsdp_axis),
-        tensor_parallel=_names(trainer.tensor_parallel_axes),
-        shared=_targets(trainer.axis_resources),
-        parameter=_targets(trainer.parameter_axis_resources),
-    )
-    if trainer.steps_per_eval < 1:
-        raise ConfigError(f"trainer.steps_per_eval: {trainer.steps_per_eval} given, 1 or more steps expected")
-    if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
-        raise ConfigError(f"trainer.max_eval_batches: {trainer.max_eval_batches} given, null or 1 and more expected")
+    arrays = _parameter_axes(config.model, Vocab)
+    sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
+    names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
+    meshing = plan_mesh(trainer, sizes, names, devices)
     phases, data = plan_phases(config)
     plan = Plan(
         config=config,
         run_id=run_id,
-        mesh=mesh,
-        layout=make_layout(mesh, mappings, _parameter_axes(config.model, Vocab), devices),
+        mesh=meshing.shape,
+        layout=meshing.layout,
+        warnings=meshing.warnings,
         recipe=Recipe(config.model, Vocab, trainer.seed, precision, phases),
         data=data,
-        batches=plan_batches(trainer, mesh.batch_ways if trainer.batch_axis is not None else 1),
+        batches=plan_batches(trainer, meshing.layout.ways(BATCH)),
     )
     for phase in phases:
         plan.recipe.abstract_state(phase)  # surgeries that do not apply and patterns that match nothing fail here
@@ -185,6 +210,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     if len(set(names)) != len(names):
         raise ConfigError(f"phases: names must differ, given {', '.join(names)}")
     phases: list[Phase] = []
+    averaging = config.trainer.model_averaging
     for index, phase in enumerate(written):
         if not phase.name.replace("_", "").replace(".", "").isalnum():
             raise ConfigError(f"phases.{index}.name: '{phase.name}' given; letters, digits, '_' and '.' are allowed")
@@ -203,6 +229,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 optimizer=phase.optimizer or config.optimizer,
                 start=start,
                 end=start + steps,
+                averages={} if averaging is None else {"ema": averaging},
             )
         )
     data = tuple(phase.data or config.data for phase in written)
@@ -215,17 +242,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     return tuple(phases), data
 
 
-def _parameter_axes(model: ModelConfig, Vocab: hax.Axis) -> dict[str, int]:
+def _parameter_axes(model: ModelConfig, Vocab: hax.Axis) -> dict[str, tuple[hax.Axis, ...]]:
+    """Path of each named parameter -> its axes."""
     built = jax.eval_shape(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
-    leaves = jax.tree.leaves(built, is_leaf=lambda x: isinstance(x, hax.NamedArray))
-    return {axis.name: axis.size for leaf in leaves if isinstance(leaf, hax.NamedArray) for axis in leaf.axes}
-
-
-def _names(axes: str | list[str] | None) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _targets(mapping: Mapping[str, str | list[str]]) -> dict[str, str | tuple[str, ...]]:
-    return {axis: target if isinstance(target, str) else tuple(target) for axis, target in mapping.items()}
+    return {path: leaf.axes for path, leaf in tree.leaves(built) if tree.is_named(leaf)}

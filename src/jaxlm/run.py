@@ -5,12 +5,13 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxlm.compiling import CompiledStep
 from jaxlm.config import as_run_config
 from jaxlm.core import tree
 from jaxlm.core.decode import choice_name, dump, encode
@@ -21,12 +22,14 @@ from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import EvalHook
+from jaxlm.engine.hooks import CrashListener, EvalHook, HistogramListener, ProgressListener, TrackerListener
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.profiler import ProfileHook
-from jaxlm.engine.reports import Totals, Workload
+from jaxlm.engine.reports import Listener, Totals, Workload
+from jaxlm.engine.restore import Found
 from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext, ValidationSet
@@ -83,7 +86,7 @@ class Run:
             show=self.console.show,
         )
         evals = [config.open(context) for config in plan.config.evals]
-        return EvalHook(evals, trainer.steps_per_eval, phase.end, self.trackers, self.console)
+        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[], str]) -> list[ProfileHook]:
         """The profiler, where one is configured. Args: program: the text of the phase's compiled step."""
@@ -92,6 +95,32 @@ class Run:
             return []
         folder = self.plan.log_folder / "profile" / phase.name
         return [ProfileHook(config, folder, phase, first_step=first_step, program=program, show=self.console.show)]
+
+    def listeners(self, phase: Phase, state: RunState) -> tuple[Listener, ...]:
+        """Who is told of every step."""
+        trainer = self.plan.config.trainer
+        return (
+            TrackerListener(self.trackers),
+            ProgressListener(self.console, phase, skipped=int(state.guard.skipped)),
+            HistogramListener(self.plan.log_folder / "histograms.jsonl"),
+            CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
+        )
+
+    def keep_programs(self, phase: Phase, step: CompiledStep) -> None:
+        """Writes the phase's program to the log folder, in the forms that are asked for."""
+        trainer = self.plan.config.trainer
+        wanted = {"jaxpr": trainer.log_jaxprs, "hlo": trainer.log_xla_hlo}
+        texts = {"jaxpr": lambda: str(step.traced.jaxpr), "hlo": lambda: step.call.as_text() or ""}
+        folder = self.plan.log_folder / "artifacts"
+        for form in (form for form in texts if wanted[form] and is_main_process()):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{phase.name}.{form}.txt").write_text(texts[form]())
+
+    def adopt(self, state: RunState, found: Found) -> None:
+        """Saves another run's state as this run's first checkpoint, and waits until that is done."""
+        complete = found.cursor.step == self.plan.num_steps
+        self.writer.save(state, replace(found.cursor, temporary=not complete), found.position())
+        self.writer.wait()
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""
@@ -128,7 +157,13 @@ def open_run(
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
     }
-    writer = CheckpointWriter(plan.checkpoint_folder, files)
+    staging = plan.staging
+    writer = CheckpointWriter(
+        plan.checkpoint_folder,
+        files,
+        delete_temporary=plan.config.trainer.checkpointer.delete_old_temp_checkpoints,
+        publish=(lambda _: None) if staging is None else staging.publish,
+    )
     writer.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:

@@ -7,7 +7,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -40,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
-    trained = open_trained(Path(options.checkpoint), keys)
+    trained = open_trained(options.checkpoint, keys)
     plan, tokenizer = trained.plan, trained.tokenizer
     with plan.layout.use():
         model = jax.jit(plan.precision.to_compute)(trained.load_model())

@@ -3,6 +3,7 @@
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.decays import name_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import axis_mapping_table
@@ -32,6 +33,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
+        *[("warning", text) for text in plan.warnings],
         ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
@@ -44,6 +46,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
+        ("begins with", _beginning(plan)),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
@@ -115,15 +118,42 @@ def _phase(phase: Phase) -> str:
     )
     return (
         f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
-        f" {type(optimizer).__name__.removesuffix('Config')}, {optimizer.lr_schedule} to {optimizer.learning_rate:g}"
+        f" {type(optimizer).__name__.removesuffix('Config')}, {name_of(optimizer.lr_schedule)} from"
+        f" {optimizer.learning_rate:g}"
     )
+
+
+def _beginning(plan: Plan) -> str:
+    trainer = plan.config.trainer
+    own = {True: "a checkpoint, or not at all", False: "no checkpoint", None: "its own checkpoint, if there is one"}
+    others = {
+        "else the state at": trainer.load_checkpoint_path or trainer.initialize_from_state,
+        "else the model of": trainer.initialize_from,
+    }
+    parts = [own[trainer.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
+    return "; ".join(parts) + (" (what is missing begins anew)" if trainer.allow_partial_checkpoint else "")
+
+
+def check_accelerator(plan: Plan) -> None:
+    """With `trainer.require_accelerator`, raises `ConfigError` where there is none."""
+    if plan.config.trainer.require_accelerator and plan.layout.platform == "cpu":
+        raise ConfigError(
+            "trainer.require_accelerator: true, but jax finds only CPUs. Install jax for the accelerator (extras `gpu`,"
+            " `tpu`), look at JAX_PLATFORMS, or leave the key out"
+        )
 
 
 def _checkpoints(plan: Plan) -> str:
     policy = plan.config.trainer.checkpointer
     kept = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
     interval = duration(policy.save_interval.total_seconds())
-    return f"{plan.checkpoint_folder}: every {interval} (temporary), kept {kept or 'only at the end'}"
+    where = (
+        plan.checkpoint_folder
+        if plan.checkpoint_url is None
+        else f"{plan.checkpoint_url} (by {plan.checkpoint_folder})"
+    )
+    replaced = "temporary" if policy.delete_old_temp_checkpoints else "all of them kept"
+    return f"{where}: every {interval} ({replaced}), kept {kept or 'only at the end'}"
 
 
 def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:

@@ -15,25 +15,27 @@ from pathlib import Path
 from jaxlm.commands import run_command
 from jaxlm.compiling import compile_step, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
-from jaxlm.core.runtime import is_main_process, main_first
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
 from jaxlm.data.loader import train_batches
 from jaxlm.dry_run import assumed_vocabulary, dry_run
-from jaxlm.engine.checkpoint import find_checkpoints
 from jaxlm.engine.console import Console, table
-from jaxlm.engine.hooks import ProgressListener, TrackerListener
 from jaxlm.engine.loop import run_phase
+from jaxlm.engine.naming import find_checkpoints
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.reports import Reports
-from jaxlm.engine.restore import Found, newest_good, restore
+from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.length import check_length, with_length_of_data
 from jaxlm.lineage import changes, check_cursor, check_same_run
+from jaxlm.models.base import LanguageModel
+from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
 from jaxlm.plan import Plan, make_plan
 from jaxlm.report import final_report
 from jaxlm.run import Run, open_run
-from jaxlm.startup import check_performance, describe, group_rows
+from jaxlm.startup import check_accelerator, check_performance, describe, group_rows
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,22 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         ConfigError: it cannot be run as asked. Nothing has been compiled or written then.
     """
     console = console or Console()
+    configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
-    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
+    run_id = run_id_of(config)
+    if not same_everywhere(run_id):
+        raise ConfigError(f"trainer.id: '{run_id}' here, another on another process. Let RUN_ID be the same for all")
+    plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
+    check_accelerator(plan)
     check_length(config)
     for tracker in config.trainer.trackers:
         tracker.check()
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
+    main_only(lambda: plan.staging and plan.staging.synchronise(console.show))
+    check_origin(plan)
     before = check_same_run(plan)
     for data in plan.data:
         data.check()
@@ -90,16 +99,16 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
     console.log_to(plan.log_folder / "train.log")
     console.show(table("run", describe(plan)))
-    found = newest_good(plan.checkpoint_folder, console.show)
-    for line in changes(before, config, found.cursor.step) if before and found else []:
+    origin = find_origin(plan, console.show)
+    check_tokenizer(origin, tokenizer.fingerprint, console.show)
+    for line in changes(before, config, origin.resume_step) if before and origin.resume_step else []:
         console.show(f"changed since the last start: {line}")
-    resume_step = found.cursor.step if found else None
     with (
         plan.layout.use(),
         stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, resume_step=resume_step) as run,
+        open_run(plan, tokenizer, console, stop, resume_step=origin.resume_step) as run,
     ):
-        state, outcome = _train_phases(run, found)
+        state, outcome = _train_phases(run, origin)
     newest = find_checkpoints(plan.checkpoint_folder)[-1]
     if isinstance(outcome, Interrupted):
         console.show(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
@@ -109,29 +118,38 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     return TrainResult(state, outcome, newest, plan)
 
 
-def _train_phases(run: Run, found: Found | None) -> tuple[RunState, Outcome]:
+def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
     """Restores the state, or not, and runs every phase that is not done yet."""
-    plan, outcome = run.plan, Done()
+    plan, outcome, found = run.plan, Done(), origin.state
     state = None
     if found is not None:
         current = check_cursor(found.cursor, plan)
-        state = restore(found, plan.recipe.abstract_state(current), plan.layout)
+        state = origin.load_state(plan, current, run.console.show)
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
         run.console.show(f"{done}, from {found.path}")
+        if not origin.is_own:
+            run.adopt(state, found)
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
         resumed = found if found is not None and found.cursor.phase == phase.index else None
         if resumed is not None and resumed.cursor.step == phase.end:
             continue
-        state, outcome = _train_phase(run, phase, state, resumed)
+        weights = origin.load_weights(plan, run.console.show) if state is None else None
+        state, outcome = _train_phase(run, phase, state, resumed, weights)
         if isinstance(outcome, Interrupted):
             break
     assert state is not None
     return state, outcome
 
 
-def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found | None) -> tuple[RunState, Outcome]:
-    """Enters a phase, or goes on in the middle of it, and trains to its end."""
+def _train_phase(
+    run: Run, phase: Phase, state: RunState | None, resumed: Found | None, weights: LanguageModel | None
+) -> tuple[RunState, Outcome]:
+    """Enters a phase, or goes on in the middle of it, and trains to its end.
+
+    Args:
+        weights: the model to begin the run with, where that is not one from the seed.
+    """
     plan = run.plan
     data = run.open_data(phase)
     saver = run.saver(phase)
@@ -144,17 +162,15 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if resumed is None:
-            state = enter_phase(plan.recipe, phase, plan.layout, state)
+            state = enter_phase(plan.recipe, phase, plan.layout, state, weights)
             saver.save_entry(state, batches.state())
         else:
             batches.restore(resumed.position())
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
-        listeners = (
-            TrackerListener(run.trackers),
-            ProgressListener(run.console, phase, skipped=int(state.guard.skipped)),
-        )
+        listeners = run.listeners(phase, state)
         step = compile_step(plan, phase, run.console.show)
+        run.keep_programs(phase, step)
         # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, int(state.step), lambda: step.call.as_text() or "")
         for hook in profiling:
@@ -164,7 +180,7 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, resumed: Found 
             phase,
             step.call,
             batches,
-            reports=Reports(phase.name, run.workload(), listeners),
+            reports=Reports(phase.name, run.workload(), listeners, plan.config.trainer.watch),
             hooks=[*profiling, run.eval_hook(phase, data)],
             saver=saver,
             ballot=run.ballot,

@@ -13,9 +13,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import load_yaml
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint import find_checkpoints, read_cursor
+from jaxlm.engine.checkpoint import read_cursor
 from jaxlm.engine.integrity import DamagedError, verify
+from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.remote import is_url
 from jaxlm.engine.restore import Found, restore
+from jaxlm.engine.save_policy import CheckpointerConfig
+from jaxlm.engine.staging import staged
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan, make_plan
 
@@ -89,7 +93,7 @@ def parse_with_keys(
     return options, parsed.options
 
 
-def open_trained(path: Path, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()) -> Trained:
+def open_trained(path: Path | str, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()) -> Trained:
     """The checkpoint that a path names, or the newest in a run's folder.
 
     Args:
@@ -121,17 +125,21 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield f"{path}{key}"
 
 
-def find_checkpoint(path: Path) -> Found:
-    """The checkpoint that a path names: itself, or the newest in a run's folder. Its files are checked.
+def find_checkpoint(place: Path | str) -> Found:
+    """The checkpoint that a path or URL names: itself, or the newest in a run's folder. Its files are checked.
 
     Raises:
         ConfigError: there is none, or its files are not what was saved.
     """
-    candidates = [path] if (path / "run" / "cursor.json").is_file() else find_checkpoints(path)
+    if isinstance(place, str) and is_url(place):
+        candidates, path = staged(place, Path(CheckpointerConfig.staging_dir)), Path(place)
+    else:
+        path = Path(place)
+        candidates = [path] if (path / "run" / "cursor.json").is_file() else find_checkpoints(path)
     if not candidates:
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         there = f" There are: {', '.join(dict.fromkeys(near))}" if near else ""
-        raise ConfigError(f"--checkpoint {path}: no checkpoint there (step-N, or a folder of them).{there}")
+        raise ConfigError(f"--checkpoint {place}: no checkpoint there (step-N, or a folder of them).{there}")
     newest = candidates[-1]
     try:
         verify(newest)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, MICROBATCH, POSITION, REPLICA
-from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache import DamagedCacheError
@@ -276,3 +276,14 @@ class TestEvaluation:
     @pytest.mark.parametrize(("most", "expected"), [(None, 5), (2, 2), (5, 5), (99, 5)])
     def test_at_most_so_many(self, windows, most, expected):
         assert len(list(eval_batches(windows, batch_size=8, layout=layout_of(), max_batches=most))) == expected
+
+
+def test_a_batch_that_does_not_divide_is_filled_up_with_padding(windows):
+    """Twelve examples over eight devices in two micro-batches: four rows count nothing, and no example is lost."""
+    plain = take(open_batches(windows, batch_size=12, layout=layout_of(data=4)), 3)
+    padded = take(open_batches(windows, batch_size=12, num_microbatches=2, layout=layout_of(data=8)), 3)
+    for one, two in zip(plain, padded, strict=True):
+        assert {name: column.shape[0] for name, column in two.items()} == dict.fromkeys(NAMES, 16)
+        for name in NAMES:
+            np.testing.assert_array_equal(two[name][:12], one[name])
+            assert not two[name][12:].any()

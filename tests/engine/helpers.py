@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import MESH_AXES
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
-from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.agreement import Ballot, Wishes
@@ -76,7 +76,7 @@ def one_device() -> Layout:
 
 
 # Compiled once for all tests that take the same step; layouts are cached above, so that `id` tells them apart.
-_PROGRAMS: dict[tuple[int, Phase, Precision], tuple[Any, ...]] = {}
+_PROGRAMS: dict[tuple[int, str, Precision], tuple[Any, ...]] = {}
 
 
 @dataclass
@@ -88,7 +88,7 @@ class TinyRun:
     precision: Precision = F32
 
     def __post_init__(self):
-        key = (id(self.where), self.phase, self.precision)
+        key = (id(self.where), repr(self.phase), self.precision)
         if key not in _PROGRAMS:
             recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))

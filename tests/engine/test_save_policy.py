@@ -1,8 +1,11 @@
 from datetime import timedelta
 
 import pytest
+import yaml
 
+from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
 from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
 
 RULES = [KeepRule(2, 10), KeepRule(5, 20), KeepRule(10)]
@@ -47,3 +50,29 @@ def test_the_clock_counts_from_the_last_save_of_any_kind():
     assert not clock.due()
     now[0] = 20.0
     assert clock.due()
+
+
+def test_t1_the_guides_own_keep_example_can_be_read():
+    """Trap T1: the reference fails at its documentation's example, whose last rule has no `until`."""
+    text = """
+    keep:
+      - every: 1000  # steps
+        until: 10000 # step
+      - every: 5000  # steps
+        until: 40000 # step
+      - every: 10000
+    """
+    config = decode(CheckpointerConfig, Source(yaml.safe_load(text)))
+    config.check()
+    assert config.keep == [KeepRule(1000, 10_000), KeepRule(5000, 40_000), KeepRule(10_000)]
+    assert [s for s in range(0, 60_001, 1000)[1:] if is_permanent(config.keep, s)][10:] == [
+        *range(15_000, 40_001, 5000),
+        50_000,
+        60_000,
+    ]
+
+
+@pytest.mark.parametrize("written", ["15m", "15min", "900s", "15 minutes", "0:15:00", 900, 900.0, "900", "0.25h"])
+def test_save_interval_in_every_way_of_writing_it(written):
+    """Deviation: the reference refuses numbers."""
+    assert decode(CheckpointerConfig, Source({"save_interval": written})).save_interval == timedelta(minutes=15)

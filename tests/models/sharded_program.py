@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.decode import generate

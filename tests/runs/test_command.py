@@ -179,7 +179,9 @@ def test_dry_run_needs_nothing(workplace):
     assert result.code == 0, result.err
     assert "memory a device" in result.out
     assert "schedule" in result.out
-    assert [path.name for path in place.folder.iterdir()] == ["run.yaml"]
+    assert "dry run complete" in result.out
+    written = [path.relative_to(place.folder) for path in place.folder.rglob("*") if path.is_file()]
+    assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # the picture, and nothing else
 
 
 def test_help_names_every_section(workplace):

@@ -20,8 +20,13 @@ MESHES = {
 PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2"}
 
 
+# What keeps a memory of its own beside weights and optimizer: it must be saved and restored like them.
+MEMORIES = ("--trainer.model_averaging", "{type: ema, beta: 0.9}", "--optimizer.skip_bad_steps", "24")
+
+
 def arguments(mesh: str) -> list[str]:
-    return ["--config_path", "run.yaml", "--trainer.per_device_parallelism", PARALLELISM[mesh], *MESHES[mesh][1]]
+    parallelism = ("--trainer.per_device_parallelism", PARALLELISM[mesh])
+    return ["--config_path", "run.yaml", *parallelism, *MEMORIES, *MESHES[mesh][1]]
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +65,8 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
     assert finished.code == 0, finished.err
     assert place.losses() == losses
     assert place.digest("step-24") == digest
+    assert any(path.startswith("slots.ema.") for path in digest)
+    assert '"eval/ema/loss"' in (place.folder / "logs" / "run" / "metrics.jsonl").read_text()
     assert all("unfinished" not in name for name in place.checkpoints())
 
 

@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from tests.runs.commands import Workplace
+
 RUN = ("--config_path", "run.yaml")
 
 
@@ -67,3 +69,17 @@ def test_two_processes_lose_what_one_does(uninterrupted, processes):
     assert alone.keys() == together.keys()
     for step, loss in alone.items():
         assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_t4_processes_that_call_the_run_by_two_names_are_refused(workplace):
+    """Trap T4, with several processes: the reference gives them process 0's name."""
+    place = workplace(1)
+    place.write()
+    names = iter(("one", "two"))
+    start = Workplace.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workplace, "start", lambda *a, **k: start(*a, **k, RUN_ID=next(names)))
+        results = [process_end(process) for process in place.start_all(2, *RUN)]
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert "trainer.id: 'two' here, another on another process" in results[1][2]

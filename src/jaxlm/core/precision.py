@@ -1,6 +1,6 @@
 """Which dtype parameters rest in and which they compute in (`trainer.mp`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import equinox as eqx
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.loss_scale import DynamicLossScale, LossScale, Unscaled
 
 T = TypeVar("T")
 
@@ -17,6 +18,9 @@ _DTYPES = {
     "full": jnp.float32,
     "bf16": jnp.bfloat16,
     "bfloat16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "float16": jnp.float16,
+    "half": jnp.float16,
     "f64": jnp.float64,
     "float64": jnp.float64,
 }
@@ -30,10 +34,12 @@ class Precision:
     Attributes:
         params: of parameters, gradients and optimizer state at rest.
         compute: of matrix products and activations. Norms, softmax and the loss are float32 in any case.
+        loss_scale: keeps small gradients from vanishing; float16 needs one.
     """
 
     params: jnp.dtype
     compute: jnp.dtype
+    loss_scale: LossScale = field(default_factory=Unscaled)
 
     def to_params(self, tree: T) -> T:
         """Floating-point leaves in the dtype that parameters rest in."""
@@ -44,7 +50,8 @@ class Precision:
         return _cast(tree, self.compute)
 
     def __str__(self) -> str:
-        return f"params {self.params.name}, compute {self.compute.name}"
+        scaled = "" if isinstance(self.loss_scale, Unscaled) else ", dynamic loss scale"
+        return f"params {self.params.name}, compute {self.compute.name}{scaled}"
 
 
 def _cast(tree: T, dtype) -> T:
@@ -54,11 +61,12 @@ def _cast(tree: T, dtype) -> T:
 def parse_precision(text: str) -> Precision:
     """Reads `f32`, `bf16` or `p=f32,c=bfloat16[,o=bfloat16]` (long names `params`, `compute`, `output` too).
 
-    Compute defaults to params. The output dtype may be written, as configurations of other programs do, but only as
-    the compute dtype: the loss reads hidden states in the compute dtype and works in float32.
+    Compute defaults to params; computing in float16 brings dynamic loss scaling with it. The output dtype may be
+    written, as configurations of other programs do, but only as the compute dtype: the loss reads hidden states in the
+    compute dtype and works in float32.
 
     Raises:
-        ConfigError: an unknown part or dtype, or an output dtype that would have no effect.
+        ConfigError: an unknown part or dtype, parameters in float16, or an output dtype that would have no effect.
     """
     parts = text.split(",") if "=" in text else [f"params={text}", f"compute={text}"]
     found: dict[str, jnp.dtype] = {}
@@ -76,14 +84,15 @@ def parse_precision(text: str) -> Precision:
             f"trainer.mp: '{text}' asks for another output than compute dtype, which would have no effect: hidden"
             f" states stay in the compute dtype and the loss works in float32. Leave `o=` out or set it to {compute.name}"
         )
-    return Precision(params, compute)
+    if params == jnp.float16:
+        raise ConfigError(
+            f"trainer.mp: '{text}' keeps parameters in float16, where small updates and the optimizer's epsilon vanish."
+            " Use 'p=f32,c=float16'"
+        )
+    return Precision(params, compute, DynamicLossScale() if compute == jnp.float16 else Unscaled())
 
 
 def _dtype(name: str, text: str) -> jnp.dtype:
-    if name in ("f16", "float16", "half"):
-        raise ConfigError(
-            f"trainer.mp: '{text}': float16 needs dynamic loss scaling, which is not built in. Use bfloat16"
-        )
     if name not in _DTYPES:
         raise ConfigError(f"trainer.mp: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
     dtype = jnp.dtype(_DTYPES[name])

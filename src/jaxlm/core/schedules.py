@@ -1,39 +1,46 @@
-"""Learning rate by step: [warmup] -> [stable] -> [decay].
+"""Learning rate by step: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} x more cycles.
 
-A schedule is a list of segments, each a formula on its own stretch of steps; looking a step up works the same for a
-Python integer and for a traced one. Source of the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.06395),
-section 4; of the cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5.
+A schedule is a table of segments with one look-up for all of them, the same for a Python integer and for a traced one.
+Source of the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4; of its cycles: Wen et al.
+2024 (arXiv:2410.05192), section 4.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxlm.core.cycles import low_points, num_of_steps
+from jaxlm.core.decays import Decay, Stretch, decay_of, name_of
 from jaxlm.core.errors import ConfigError
-
-# Inverse square root decays from its peak only after so many steps (Vaswani et al. 2017 use the warmup for it).
-_INV_SQRT_TIMESCALE = 10_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule looks like, in numbers.
+    """What a schedule looks like, in numbers. Lengths are steps, or fractions of their cycle.
 
     Attributes:
         peak: the highest value.
-        warmup: steps, or fraction of the run, from 0 up to the peak.
-        decay: steps, or fraction of the run, from the peak down; None decays over all that warmup leaves.
-        kind: constant, linear, cosine, inv_sqrt or inv.
-        min_ratio: the last value as a fraction of the peak.
+        warmup: from 0 up to the peak, in the first cycle.
+        decay: from the peak down; None decays over all that warmup leaves.
+        kind: the way down, or its name.
+        min_ratio: the last value of a cycle as a fraction of the peak.
+        rewarmup: from the last value of a cycle up to the peak of the next; 0 jumps.
+        cycles: how many, or the low points between them.
+        cycle_length: of each: steps, a fraction of the whole, or a list.
     """
 
     peak: float
     warmup: int | float
     decay: int | float | None
-    kind: str
+    kind: str | Decay
     min_ratio: float
+    rewarmup: int | float = 0.0
+    cycles: int | Sequence[int] | None = None
+    cycle_length: int | float | Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,108 +48,103 @@ class Segment:
     """One stretch of a schedule.
 
     Attributes:
-        name: warmup, stable or decay.
+        name: warmup, rewarmup, stable or decay.
         start: its first step.
         length: its steps.
-        value: from steps since `start` (float32) to the value.
+        first, last: its values at both ends; a decay's way between them is its formula's, the others' a straight line.
+        warmup: steps of its cycle's warmup.
     """
 
     name: str
     start: int
     length: int
-    value: Callable[[jax.Array], jax.Array]
+    first: float
+    last: float
+    warmup: int
+
+    @property
+    def end(self) -> int:
+        """The step after its last."""
+        return self.start + self.length
 
 
 class Schedule:
     """Step to value. Before step 0 and after the last segment the nearest end holds."""
 
-    def __init__(self, segments: Sequence[Segment]):
+    def __init__(self, segments: Sequence[Segment], decay: Decay, peak: float, low: float):
         self.segments = tuple(segments)
+        self._decay, self._peak, self._low = decay, peak, low
+        self._starts = np.array([s.start for s in segments], np.int32)
+        rows = [(s.length, s.first, s.last, s.warmup, s.name == "decay") for s in segments]
+        self._table = np.array(rows, np.float32).T
 
     def __call__(self, step: int | jax.Array) -> jax.Array:
         """The value for the update that follows `step` updates: float32, traceable."""
-        step = jnp.asarray(step, jnp.float32)
-        value = self._in(self.segments[0], step)
-        for segment in self.segments[1:]:
-            value = jnp.where(step >= segment.start, self._in(segment, step), value)
-        return value
+        step = jnp.asarray(step, jnp.int32)
+        row = jnp.maximum(jnp.searchsorted(self._starts, step, side="right") - 1, 0)
+        length, first, last, warmup, is_decay = (jnp.asarray(column)[row] for column in self._table)
+        since = jnp.clip((step - jnp.asarray(self._starts)[row]).astype(jnp.float32), 0, length)
+        line = first + (last - first) * since / length
+        value = jnp.where(is_decay > 0, self._decay.value(Stretch(since, length, warmup, self._peak, self._low)), line)
+        return jnp.minimum(value, self._peak)  # a formula may round to just above it
 
     def corner_points(self) -> list[tuple[int, float, str]]:
-        """(step, value, what begins or ends there), for people."""
-        points = [(s.start, float(self(s.start)), f"{s.name} from") for s in self.segments]
-        last = self.segments[-1]
-        return [*points, (last.start + last.length, float(self(last.start + last.length)), "end")]
-
-    @staticmethod
-    def _in(segment: Segment, step: jax.Array) -> jax.Array:
-        return segment.value(jnp.clip(step - segment.start, 0, segment.length))
+        """(step, value, what begins or ends there), for people; where a cycle jumps, the last value before it too."""
+        points: list[tuple[int, float, str]] = []
+        for before, segment in zip((None, *self.segments), self.segments, strict=False):
+            if before is not None and before.name == "decay" and segment.name != "rewarmup":
+                points.append((segment.start - 1, float(self(segment.start - 1)), "cycle's last"))
+            points.append((segment.start, float(self(segment.start)), f"{segment.name} from"))
+        end = self.segments[-1].end
+        return [*points, (end, float(self(end)), "end")]
 
 
 def make_schedule(shape: Shape, num_steps: int) -> Schedule:
     """The schedule of a run, or a phase, of `num_steps` steps.
 
-    Warmup is cut to the run and decay to what warmup leaves, so no part ever overwrites another.
+    Warmup is cut to its cycle and decay to what warmup leaves, so no part ever overwrites another.
 
     Raises:
-        ConfigError: an unknown kind, or a length that is neither a fraction from 0 to 1 nor a whole number of steps.
+        ConfigError: an unknown decay, low points that do not fit, or a length that is neither a fraction from 0 to 1
+            nor a whole number of steps.
     """
-    if shape.kind not in _DECAYS:
-        raise ConfigError(f"optimizer.lr_schedule: '{shape.kind}' given. Allowed: {', '.join(_DECAYS)}")
+    decay = decay_of(shape.kind)
     if not 0 <= shape.min_ratio <= 1:
         raise ConfigError(f"optimizer.min_lr_ratio: {shape.min_ratio} given, 0 to 1 expected")
-    warmup = min(num_of_steps("warmup", shape.warmup, num_steps), num_steps)
-    left = num_steps - warmup
-    decay = left if shape.decay is None else min(num_of_steps("decay", shape.decay, num_steps), left)
-    peak = shape.peak
-    segments = []
-    if warmup:
-        segments.append(Segment("warmup", 0, warmup, lambda t: peak * t / warmup))
-    if left > decay or not left:
-        segments.append(Segment("stable", warmup, left - decay, lambda t: jnp.full_like(t, peak)))
-    if decay:
-        segments.append(Segment("decay", num_steps - decay, decay, _DECAYS[shape.kind](shape, warmup, decay)))
-    return Schedule(segments)
-
-
-def num_of_steps(name: str, value: int | float, num_steps: int) -> int:
-    """Steps that a length stands for: up to 1 it is a fraction of `num_steps`, above it a number of steps.
-
-    So 1 means all steps, not one. Raises `ConfigError` below 0 and for broken numbers above 1.
-    """
-    if value < 0 or (value > 1 and value != int(value)):
+    if shape.min_ratio == 0 and not decay.reaches_zero:
         raise ConfigError(
-            f"optimizer.{name}: {value} given. Allowed: a fraction from 0 to 1 (1 means the whole run), or a whole number"
-            " of steps from 2"
+            f"optimizer.lr_schedule: {name_of(decay)} never reaches 0. Give optimizer.min_lr_ratio above 0"
         )
-    return int(value * num_steps) if value <= 1 else int(value)
+    segments: list[Segment] = []
+    points = low_points(shape.cycles, shape.cycle_length, num_steps)
+    for number, (start, end) in enumerate(itertools.pairwise(points)):
+        name, warmup = ("rewarmup", shape.rewarmup) if number else ("warmup", shape.warmup)
+        steps = min(num_of_steps(name, warmup, end - start), end - start)
+        low = segments[-1].last if segments else 0.0
+        segments += _cycle(shape, decay, Segment(name, start, steps, low, shape.peak, steps), end)
+    return Schedule(segments, decay, shape.peak, shape.min_ratio)
 
 
-def _constant(shape: Shape, warmup: int, length: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda t: jnp.full_like(t, shape.peak)
+def _cycle(shape: Shape, decay: Decay, warmup: Segment, end: int) -> Iterator[Segment]:
+    """A cycle from its warmup, which may be empty, to `end`; what is empty is left out."""
+    left = end - warmup.end
+    falling = left if shape.decay is None else _decay_steps(shape.decay, decay, end - warmup.start, left)
+    if warmup.length:
+        yield warmup
+    if left > falling:
+        yield Segment("stable", warmup.end, left - falling, shape.peak, shape.peak, warmup.length)
+    if falling:
+        at = Stretch(float(falling), float(falling), float(warmup.length), shape.peak, shape.min_ratio)
+        with jax.ensure_compile_time_eval():  # a schedule may be made while a program is traced
+            last = float(decay.value(at))
+        yield Segment("decay", end - falling, falling, shape.peak, last, warmup.length)
 
 
-def _linear(shape: Shape, warmup: int, length: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda t: shape.peak * (1 - (1 - shape.min_ratio) * t / length)
-
-
-def _cosine(shape: Shape, warmup: int, length: int) -> Callable[[jax.Array], jax.Array]:
-    low = shape.min_ratio
-    return lambda t: shape.peak * (low + (1 - low) * 0.5 * (1 + jnp.cos(jnp.pi * t / length)))
-
-
-def _inv_sqrt(shape: Shape, warmup: int, length: int) -> Callable[[jax.Array], jax.Array]:
-    def value(t: jax.Array) -> jax.Array:
-        falling = jnp.minimum(1.0, jax.lax.rsqrt(jnp.maximum(t + warmup, 1.0) / _INV_SQRT_TIMESCALE))
-        return shape.peak * jnp.maximum(falling, shape.min_ratio)
-
-    return value
-
-
-def _inv(shape: Shape, warmup: int, length: int) -> Callable[[jax.Array], jax.Array]:
-    if shape.min_ratio == 0:
-        raise ConfigError("optimizer.lr_schedule: inv never reaches 0. Give optimizer.min_lr_ratio above 0")
-    # The first update of the decay has already come down by one step's worth.
-    return lambda t: shape.peak / ((1 / shape.min_ratio - 1) * jnp.maximum(t, 1.0) / length + 1)
-
-
-_DECAYS = {"constant": _constant, "linear": _linear, "cosine": _cosine, "inv_sqrt": _inv_sqrt, "inv": _inv}
+def _decay_steps(length: int | float, decay: Decay, cycle: int, left: int) -> int:
+    steps = num_of_steps("decay", length, cycle)
+    if not steps and not decay.may_be_empty:
+        raise ConfigError(
+            f"optimizer.decay: {length} of a cycle of {cycle} steps is none at all, so that lr_schedule"
+            f" {name_of(decay)} has no effect. Give a longer one, or lr_schedule: constant"
+        )
+    return min(steps, left)

@@ -7,7 +7,8 @@ unit's parameters where it uses them, inside the scan over layers, so that only 
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ class Layout:
     """A device mesh with the parameter and the compute mapping.
 
     Attributes:
-        mesh: axes (replica, data, model).
+        mesh: axes replica, data and model, and those of `trainer.mesh`.
         parameter: logical axis -> mesh axis (or axes) for parameters, gradients and optimizer state at rest.
         compute: logical axis -> mesh axis (or axes) for activations.
     """
@@ -56,15 +57,41 @@ class Layout:
 
     def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """The resting place of a parameter with these axes."""
-        return NamedSharding(self.mesh, hax.partitioning.pspec_for_axis(axes, self.parameter))
+        return NamedSharding(self.mesh, spec_of(axes, self.parameter))
 
     def compute_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """The place of an activation or a batch column with these axes."""
-        return NamedSharding(self.mesh, hax.partitioning.pspec_for_axis(axes, self.compute))
+        return NamedSharding(self.mesh, spec_of(axes, self.compute))
+
+    def ways(self, logical_axis: str) -> int:
+        """Over how many devices computation spreads a logical axis."""
+        target = self.compute.get(logical_axis, ())
+        return math.prod(self.mesh.shape[name] for name in ((target,) if isinstance(target, str) else target))
 
     def replicated(self) -> NamedSharding:
         """A whole copy on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def spec_of(axes: Sequence[hax.Axis], mapping: ResourceMapping) -> PartitionSpec:
+    """Where an array with these axes lies.
+
+    Where two of its axes are mapped onto one mesh axis, the one that the mapping names first has it: with
+    `fsdp_axis: [embed, mlp]` a matrix over both is cut along `embed`, and a bias over `mlp` alone along `mlp`.
+    """
+    own = {axis.name for axis in axes}
+    taken: set[str] = set()
+    places: dict[str, tuple[str, ...]] = {}
+    for name in (name for name in mapping if name in own):
+        target = mapping[name]
+        free = tuple(t for t in ((target,) if isinstance(target, str) else target) if t not in taken)
+        taken.update(free)
+        places[name] = free
+    return PartitionSpec(*(_entry(places.get(axis.name, ())) for axis in axes))
+
+
+def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return names[0] if len(names) == 1 else names or None
 
 
 _current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxlm_layout", default=None)
@@ -121,8 +148,8 @@ def _constrained(tree, layout: Layout, mapping: ResourceMapping):
     def place(leaf):
         if not isinstance(leaf, hax.NamedArray):
             return leaf
-        spec = hax.partitioning.pspec_for_axis(leaf.axes, mapping)
-        array = jax.lax.with_sharding_constraint(leaf.array, NamedSharding(layout.mesh, spec))
+        place = NamedSharding(layout.mesh, spec_of(leaf.axes, mapping))
+        array = jax.lax.with_sharding_constraint(leaf.array, place)
         return hax.NamedArray(array, leaf.axes)
 
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))

@@ -30,15 +30,20 @@ def raw(leaf: Any) -> Any:
     return leaf.array if is_named(leaf) else leaf
 
 
+def dotted(path: Sequence[Any]) -> str:
+    """A path of jax's as one writes it: `transformer.layers.0.weight`."""
+    return ".".join(_part(entry) for entry in path)
+
+
 def leaves(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the tree's order."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
-    return [(_dotted(path), leaf) for path, leaf in found]
+    return [(dotted(path), leaf) for path, leaf in found]
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
     """The tree with `change(path, leaf)` in place of every leaf."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(_dotted(path), leaf), tree, is_leaf=is_named)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(dotted(path), leaf), tree, is_leaf=is_named)
 
 
 def replace_leaves(tree: T, arrays: Mapping[str, Any]) -> T:
@@ -99,12 +104,12 @@ def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]
     """
     compiled = _compiled(pattern)
     modules, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
-    paths = [_dotted(path) for path, module in modules if isinstance(module, kind)]
+    paths = [dotted(path) for path, module in modules if isinstance(module, kind)]
     if not any(compiled.search(path) for path in paths):
         raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {_near(pattern, paths)}")
 
     def changed(path: Any, node: Any) -> Any:
-        return change(node) if isinstance(node, kind) and compiled.search(_dotted(path)) else node
+        return change(node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
 
     return jax.tree_util.tree_map_with_path(changed, tree, is_leaf=lambda x: isinstance(x, kind))
 
@@ -119,10 +124,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _near(pattern: str, paths: Sequence[str]) -> str:
     near = difflib.get_close_matches(pattern, paths, n=_NEAR_SHOWN, cutoff=0.0)
     return f"There are, nearest first: {', '.join(near)}" if near else "There are none at all"
-
-
-def _dotted(path: Sequence[Any]) -> str:
-    return ".".join(_part(entry) for entry in path)
 
 
 def _part(entry: Any) -> str:

@@ -1,7 +1,7 @@
 """The values that travel between the parts: sums with their weights, token batches, what a step reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import equinox as eqx
 import haliax as hax
@@ -50,6 +50,20 @@ class TokenBatch(eqx.Module):
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Counts of an array's numbers in equal bins.
+
+    Attributes:
+        low, high: the ends of the first and the last bin: the least and the greatest number.
+        counts: from low to high.
+    """
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """What one finished step reports to the hooks.
 
@@ -57,8 +71,10 @@ class StepInfo:
         step: updates done in the whole run, this one included (`step-N` = N).
         phase: the phase's name.
         metrics: plain Python numbers by metric name.
+        histograms: by name, of the arrays that are watched.
     """
 
     step: int
     phase: str
     metrics: Mapping[str, float]
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)

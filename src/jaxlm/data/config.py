@@ -136,6 +136,11 @@ class DataConfig(SourceConfig):
             ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches that
                 were made from other text or with other options.
         """
+        if "://" in self.cache_dir:
+            raise ConfigError(
+                f"data.cache_dir: '{self.cache_dir}' is no folder of this machine. Caches are read from local files: name a"
+                " local or mounted folder; remote text is copied there once"
+            )
         self.check_mixture()
         if not self.trained_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"

@@ -22,13 +22,17 @@ _COLUMNS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
 
 
 def train_batches(mixture: Mixture, *, batch_size: int, num_microbatches: int, layout: Layout) -> "WindowBatches":
-    """Batches {microbatch, batch, position} of a mixture's examples."""
+    """Batches {microbatch, batch, position} of a mixture's examples.
+
+    Where `batch_size` examples do not fill micro-batches that divide over the devices, padding without weight does.
+    """
+    ways = layout.ways(BATCH)
     axes = (
         hax.Axis(MICROBATCH, num_microbatches),
-        hax.Axis(BATCH, batch_size // num_microbatches),
+        hax.Axis(BATCH, -(-batch_size // (num_microbatches * ways)) * ways),
         hax.Axis(POSITION, mixture.seq_len),
     )
-    return WindowBatches(_Order(mixture, axes, layout), batch_size)
+    return WindowBatches(_Order(mixture, axes, layout, batch_size), batch_size)
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,21 @@ class _Order:
 
     Attributes:
         axes: (microbatch, batch, position); row m x batch + j of a step is row j of micro-batch m.
+        batch_size: examples a step; rows beyond them are padding.
     """
 
     mixture: Mixture
     axes: tuple[hax.Axis, ...]
     layout: Layout
+    batch_size: int
 
     def batch(self, first: int) -> TokenBatch:
         """The batch that begins with example `first`."""
-        return _on_devices(lambda rows: self.mixture.read(first + rows), self.axes, self.layout)
+
+        def read(rows: np.ndarray) -> Columns:
+            return _blanked(self.mixture.read(first + rows), rows >= self.batch_size)
+
+        return _on_devices(read, self.axes, self.layout)
 
 
 class WindowBatches(Batches):
@@ -95,10 +105,14 @@ def eval_batches(windows: Windows, *, batch_size: int, layout: Layout, max_batch
 
 
 def _padded(windows: Windows, indices: np.ndarray) -> Columns:
-    columns = windows.read(np.minimum(indices, len(windows) - 1))
-    beyond = indices >= len(windows)
-    for column in columns.values():
-        column[beyond] = 0
+    return _blanked(windows.read(np.minimum(indices, len(windows) - 1)), indices >= len(windows))
+
+
+def _blanked(columns: Columns, beyond: np.ndarray) -> Columns:
+    """The same with zeros in some rows: padding that counts nothing."""
+    if beyond.any():
+        for column in columns.values():
+            column[beyond] = 0
     return columns
 
 

@@ -13,11 +13,10 @@ A checkpoint is written to a hidden folder, sealed with checksums, and only then
 import errno
 import json
 import os
-import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.integrity import seal
+from jaxlm.engine.naming import find_checkpoints
 from jaxlm.engine.orbax_noise import silence_repeated_errors
 from jaxlm.engine.state import RunState
 
-_NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
 _UNFINISHED = ".unfinished"
 
 
@@ -70,15 +69,6 @@ class SaveError(Exception):
         return cls(f"saving a checkpoint to {folder} failed: {error}.{advice}")
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints in `folder`, oldest first, by name alone."""
-    if not folder.is_dir():
-        return []
-    named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    # Without a suffix it is the end of a phase (or the middle); with one, the entry of the next: later at the same step.
-    return [path for _, path in sorted(named, key=lambda item: (int(item[0][1]), item[0][2] is not None))]
-
-
 def read_cursor(checkpoint: Path) -> Cursor:
     """The cursor that was saved with a checkpoint."""
     return Cursor(**json.loads((checkpoint / "run" / "cursor.json").read_text()))
@@ -108,12 +98,25 @@ class CheckpointWriter:
         folder: where the checkpoints of the run go.
     """
 
-    def __init__(self, folder: Path, run_files: Mapping[str, bytes]):
-        """Args: run_files: what goes into `run/` of every checkpoint (resolved config, tokenizer), by relative path."""
+    def __init__(
+        self,
+        folder: Path,
+        run_files: Mapping[str, bytes],
+        *,
+        delete_temporary: bool = True,
+        publish: Callable[[Path], None] = lambda _: None,
+    ):
+        """Args:
+        run_files: what goes into `run/` of every checkpoint (resolved config, tokenizer), by relative path.
+        delete_temporary: whether a new checkpoint replaces the temporary ones.
+        publish: called with each finished checkpoint, in the background.
+        """
         import orbax.checkpoint as ocp
 
         self.folder = folder.absolute()
         self._run_files = dict(run_files)
+        self._delete_temporary = delete_temporary
+        self._publish = publish
         silence_repeated_errors()
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
         self._save_args = ocp.args.PyTreeSave
@@ -194,12 +197,13 @@ class CheckpointWriter:
             if not is_main_process():
                 return
             seal(unfinished)
-            superseded = [path for path in find_checkpoints(self.folder) if _is_temporary(path)]
+            superseded = [p for p in find_checkpoints(self.folder) if self._delete_temporary and _is_temporary(p)]
             if final.exists():
                 self._remove(final)
             os.rename(unfinished, final)
             for path in superseded:
                 self._remove(path)
+            self._publish(final)
         except BaseException as error:
             self._error = error
 

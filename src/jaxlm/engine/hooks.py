@@ -1,14 +1,19 @@
 """What looks on while a phase trains."""
 
+import json
+import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from jaxlm.core.runtime import is_main_process
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.console import Console, duration
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import Tracker
 from jaxlm.evals.base import Eval
+from jaxlm.models.base import LanguageModel
 
 
 class TrackerListener:
@@ -20,6 +25,23 @@ class TrackerListener:
     def __call__(self, info: StepInfo) -> None:
         for tracker in self._trackers:
             tracker.log(info.step, info.metrics)
+
+
+class HistogramListener:
+    """Writes the histograms of the watched arrays, one JSON line each."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __call__(self, info: StepInfo) -> None:
+        if not info.histograms or not is_main_process():
+            return
+        lines = (
+            json.dumps({"step": info.step, "name": name, "low": h.low, "high": h.high, "counts": h.counts})
+            for name, h in info.histograms.items()
+        )
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 class ProgressListener:
@@ -61,27 +83,54 @@ class ProgressListener:
         skipped = int(info.metrics["train/skipped_steps"])
         if skipped > self._skipped:
             self._skipped = skipped
-            self._console.show(
-                f"step {info.step}: loss or gradient is not finite; its update was left out ({skipped} so far)"
-            )
+            self._console.show(f"step {info.step}: {_why_skipped(info)}; its update was left out ({skipped} so far)")
+
+
+def _why_skipped(info: StepInfo) -> str:
+    loss, norm = info.metrics["train/objective"], info.metrics["grad/norm/total"]
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "loss or gradient is not finite"
+    most_loss, most_norm = info.metrics["bad_steps/loss_limit"], info.metrics["bad_steps/grad_norm_limit"]
+    return f"loss {loss:.4g} (at most {most_loss:.4g}) or gradient norm {norm:.4g} (at most {most_norm:.4g}) stands out"
+
+
+class NonFiniteError(Exception):
+    """A step's loss or gradient is not finite, and the configuration says to stop there."""
+
+
+class CrashListener:
+    """Stops the run at the first number that it must not go on from. It hears of a step when its report has arrived."""
+
+    def __init__(self, *, on_nan: bool, on_inf: bool):
+        self._on_nan = on_nan
+        self._on_inf = on_inf
+
+    def __call__(self, info: StepInfo) -> None:
+        for name in ("train/objective", "grad/norm/total"):
+            value = info.metrics[name]
+            if (self._on_nan and math.isnan(value)) or (self._on_inf and math.isinf(value)):
+                raise NonFiniteError(
+                    f"step {info.step}: {name} is {value} (trainer.crash_on_{'nan' if math.isnan(value) else 'inf'})."
+                    " The update was left out; the newest checkpoint is from before"
+                )
 
 
 class EvalHook:
     """Runs the evaluations every so many steps and after the last step of the phase."""
 
     def __init__(
-        self, evals: Sequence[Eval], every_steps: int, last_step: int, trackers: Sequence[Tracker], console: Console
+        self, evals: Sequence[Eval], every_steps: int, phase: Phase, trackers: Sequence[Tracker], console: Console
     ):
         self._evals = evals
         self._every_steps = every_steps
-        self._last_step = last_step
+        self._phase = phase
         self._trackers = trackers
         self._console = console
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
         """Every so many steps, and at the end."""
-        return step % self._every_steps == 0 or step == self._last_step
+        return step % self._every_steps == 0 or step == self._phase.end
 
     def run(self, step: int, state: RunState) -> None:
         """Evaluates, logs and shows."""
@@ -93,5 +142,11 @@ class EvalHook:
             self._console.show(f"step {step}: {shown}")
 
     def measure(self, state: RunState) -> dict[str, float]:
-        """The numbers of all evaluations, without logging them."""
-        return {f"eval/{name}": value for run in self._evals for name, value in run.run(state.model).items()}
+        """The numbers of all evaluations, of the weights and of their averages, without logging them."""
+        found = self._of("eval", state.model)
+        for name, model in self._phase.averaged(state).items():
+            found |= self._of(f"eval/{name}", model)
+        return found
+
+    def _of(self, prefix: str, model: LanguageModel) -> dict[str, float]:
+        return {f"{prefix}/{name}": value for run in self._evals for name, value in run.run(model).items()}

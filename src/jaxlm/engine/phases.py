@@ -1,7 +1,7 @@
 """Entering a phase: surgery, then the choice of what trains, then fresh optimizer state. And the same again without
 numbers, to know what a checkpoint must look like."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
+from jaxlm.core.judge import Judge
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import RunState, create, first_guard
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -34,6 +36,7 @@ class Phase:
         surgeries: applied in order on entry.
         trainable: regular expressions on leaf paths; a leaf that none matches is frozen.
         start, end: steps of the whole run that are done before and after it.
+        averages: of the weights, by the name that they are evaluated under.
     """
 
     index: int
@@ -44,6 +47,7 @@ class Phase:
     optimizer: OptimizerConfig
     start: int
     end: int
+    averages: Mapping[str, AveragingConfig] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -57,6 +61,20 @@ class Phase:
     def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): the same tree twice, with None where the other has the leaf."""
         return tree.partition(model, self.mask(model))
+
+    def judges(self, precision: Precision) -> tuple[Judge, ...]:
+        """What looks at every step, and may have its update left out."""
+        return (*self.optimizer.judges, *precision.loss_scale.judges)
+
+    def averaged(self, state: RunState) -> dict[str, LanguageModel]:
+        """The model with each average in the place of what trains, by name; in the model's dtype."""
+        trainable, frozen = self.split(state.model)
+
+        def model(name: str) -> LanguageModel:
+            weights = jax.tree.map(lambda a, w: a.astype(w.dtype), state.slots[name].weights, trainable)
+            return eqx.combine(weights, frozen, is_leaf=tree.is_named)
+
+        return {name: model(name) for name in self.averages}
 
     def groups(self, model: LanguageModel) -> list[ParameterGroup]:
         """The parameter-group table, every trainable leaf in exactly one row."""
@@ -96,41 +114,49 @@ class Recipe:
         """A state at the very start of a phase, for a model that has been operated on. Traceable."""
         trainable, _ = phase.split(model)
         slot = phase.objective.init_slot(model)
+        slots = {} if slot is None else {"objective": slot}
+        slots |= {judge.name: judge.init_slot() for judge in phase.judges(self.precision)}
+        slots |= {name: average.init_slot(trainable) for name, average in phase.averages.items()}
         return RunState(
             step=jnp.asarray(phase.start, jnp.int32),
             key=self._key(_STEPS),
             model=model,
             opt_state=phase.transformation(model).init(trainable),
             guard=eqx.tree_at(lambda g: g.skipped, first_guard(), jnp.asarray(skipped, jnp.int32)),
-            slots={} if slot is None else {"objective": slot},
+            slots=slots,
         )
 
     def abstract_state(self, phase: Phase) -> RunState:
         """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers."""
+        return jax.eval_shape(lambda: self.fresh_state(phase))
 
-        def replay() -> RunState:
-            model = self.first_model()
-            for earlier in self.phases[: phase.index + 1]:
-                model = self.operate(model, earlier)
-            return self.state(model, phase)
-
-        return jax.eval_shape(replay)
+    def fresh_state(self, phase: Phase) -> RunState:
+        """The state at the start of a phase, had the ones before it not trained. Traceable."""
+        model = self.first_model()
+        for earlier in self.phases[: phase.index + 1]:
+            model = self.operate(model, earlier)
+        return self.state(model, phase)
 
     def _key(self, use: int) -> jax.Array:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
-def enter_phase(recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None) -> RunState:
+def enter_phase(
+    recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
+) -> RunState:
     """The state at the start of a phase, sharded from birth.
 
     Args:
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
+        weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
     """
-    if before is None:
+    if before is None and weights is None:
         return create(lambda: recipe.state(recipe.operate(recipe.first_model(), phase), phase), layout)
 
     def enter(model: LanguageModel, skipped: jax.Array) -> RunState:
         return recipe.state(recipe.operate(model, phase), phase, skipped)
 
+    if before is None:
+        return create(enter, layout, weights, jnp.zeros((), jnp.int32))
     return create(enter, layout, before.model, before.guard.skipped)

@@ -13,6 +13,7 @@ from jaxlm.engine.phases import Phase
 _AVERAGED_OVER = 0.02  # of the steps: width of the moving average
 _MOST_POINTS = 2000  # of a curve that is computed
 _NUM_BINS = 60
+_MOST_LABELS = 24  # of corner points; more would hide each other
 
 Records = Sequence[Mapping[str, float | None]]
 
@@ -46,7 +47,8 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
             color=f"C{phase.index % 10}",
             label=phase.name,
         )
-        for step, rate, name in schedule.corner_points():
+        corners = schedule.corner_points()
+        for step, rate, name in corners if len(corners) <= _MOST_LABELS else []:
             axes.plot(phase.start + step, rate, "o", color=f"C{phase.index % 10}", markersize=4)
             place, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
             axes.annotate(text, place, (4, 4), textcoords="offset points", fontsize=7)

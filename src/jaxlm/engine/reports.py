@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxlm.core.types import StepInfo
+from jaxlm.core.types import Histogram, StepInfo
 from jaxlm.engine.step import Report
+from jaxlm.engine.watch import WatchConfig, arrived
 
 # Beyond a handful nothing gets faster, and on CPU meshes jax deadlocks when dozens of steps with collectives are queued.
 MAX_IN_FLIGHT = 4
@@ -82,11 +83,13 @@ class Reports:
         tally: the processes' common decision in the newest report that was fetched.
     """
 
-    def __init__(self, phase: str, workload: Workload, listeners: Sequence[Listener]):
+    def __init__(self, phase: str, workload: Workload, listeners: Sequence[Listener], watch: WatchConfig | None = None):
+        """Args: watch: what the steps were compiled to look at."""
         self.tally: np.ndarray | None = None
         self._phase = phase
         self._workload = workload
         self._listeners = listeners
+        self._watch = watch
         self._flying: deque[tuple[int, Report, float]] = deque()
         self._last_arrival = time.perf_counter()
         self._hooks_s = 0.0
@@ -120,10 +123,14 @@ class Reports:
     def _land(self) -> None:
         step, report, loading_s = self._flying.popleft()
         metrics = {name: float(value) for name, value in jax.device_get(report.metrics).items()}
+        histograms: dict[str, Histogram] = {}
+        if self._watch is not None and self._watch.due(step):
+            scalars, histograms = arrived(jax.device_get(report.watched))
+            metrics |= scalars
         self.tally = np.asarray(report.tally)
         now = time.perf_counter()
         metrics |= self._workload.progress(step) | self._workload.throughput(now - self._last_arrival)
         metrics |= {"throughput/loading_time": loading_s, "throughput/hook_time": self._hooks_s}
         self._last_arrival, self._hooks_s = now, 0.0
         for listener in self._listeners:
-            listener(StepInfo(step, self._phase, metrics))
+            listener(StepInfo(step, self._phase, metrics, histograms))

@@ -14,8 +14,9 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import barrier, broadcast_from_main, is_main_process
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.checkpoint import Cursor, find_checkpoints, flat_arrays, manifest, read_cursor
+from jaxlm.engine.checkpoint import Cursor, flat_arrays, manifest, read_cursor
 from jaxlm.engine.integrity import DamagedError, verify
+from jaxlm.engine.naming import checkpoints_below, find_checkpoints
 from jaxlm.engine.state import shardings
 
 T = TypeVar("T")
@@ -69,14 +70,22 @@ def newest_good(folder: Path, show: Callable[[str], None]) -> Found | None:
 
 
 def _is_whole(checkpoint: Path, show: Callable[[str], None]) -> bool:
+    def put_aside(damage: DamagedError) -> None:
+        aside = _set_aside(checkpoint)
+        show(f"checkpoint {checkpoint.name} is damaged: {damage}. Set aside as {aside.name}; using the one before")
+
+    return _verified(checkpoint, put_aside)
+
+
+def _verified(checkpoint: Path, if_damaged: Callable[[DamagedError], None]) -> bool:
+    """Whether a checkpoint is whole; process 0 reads it, and does what is to be done where it is not."""
     whole = 1
     if is_main_process():
         try:
             verify(checkpoint)
         except DamagedError as damage:
             whole = 0
-            aside = _set_aside(checkpoint)
-            show(f"checkpoint {checkpoint.name} is damaged: {damage}. Set aside as {aside.name}; using the one before")
+            if_damaged(damage)
     whole = int(broadcast_from_main(np.asarray(whole)))
     barrier("checkpoint verified")
     return bool(whole)
@@ -91,26 +100,60 @@ def _set_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def restore(found: Found, abstract: T, layout: Layout, *, prefix: str = "") -> T:
+def newest_below(path: Path, show: Callable[[str], None]) -> Found:
+    """The newest whole checkpoint where a path points (`checkpoints_below`). It belongs to others: nothing is moved.
+
+    Every process calls this and gets the same answer; process 0 does the reading.
+
+    Raises:
+        NothingUsableError: none of those that are there is whole.
+    """
+    candidates = checkpoints_below(path)
+    for candidate in reversed(candidates):
+        if _verified(candidate, lambda damage, at=candidate: show(f"{at} is damaged: {damage}. Trying the one before")):
+            return Found(candidate, read_cursor(candidate))
+    raise NothingUsableError(f"all {len(candidates)} checkpoints at {path} are damaged. Nothing was loaded")
+
+
+def restore(
+    found: Found,
+    abstract: T,
+    layout: Layout,
+    *,
+    prefix: str = "",
+    fresh: Callable[[], T] | None = None,
+    show: Callable[[str], None] = print,
+    cast: bool = False,
+) -> T:
     """Reads the arrays of `abstract` from a checkpoint, each straight to where it rests on the current mesh.
 
     Args:
         abstract: shapes and dtypes, from `jax.eval_shape`: a whole state, or a part of one.
         prefix: where that part stands in the saved state (`model`).
+        fresh: makes what the checkpoint does not have; which that is, is shown, and so is what only the checkpoint has.
+            Without it, both must have the same.
+        cast: take other dtypes of floating-point numbers, too.
 
     Raises:
         ConfigError: the checkpoint's arrays are not those of `abstract`; names the first of them, with both shapes.
     """
     import orbax.checkpoint as ocp
 
-    saved: dict[str, dict[str, Any]] = json.loads((found.path / "run" / "manifest.json").read_text())["leaves"]
+    saved: dict[str, Any] = json.loads((found.path / "run" / "manifest.json").read_text())["leaves"]
     dotted = f"{prefix}." if prefix else ""
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
-    _compare(found.path, {k: v for k, v in saved.items() if k.startswith(dotted)}, expected)
+    saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted)}
+    if cast:
+        saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
+    if fresh is None:
+        _compare(found.path, saved, expected)
+    common = saved.keys() & expected.keys()
+    _compare(found.path, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
     places = flat_arrays(shardings(abstract, layout))
     target = {
         dotted + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
         for path, leaf in flat_arrays(abstract).items()
+        if dotted + path in common
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays: Mapping[str, jax.Array] = reader.restore(
@@ -118,10 +161,27 @@ def restore(found: Found, abstract: T, layout: Layout, *, prefix: str = "") -> T
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                partial_restore=bool(prefix),
+                partial_restore=bool(prefix) or fresh is not None,
             ),
         )
-    return tree.replace_leaves(abstract, {path.removeprefix(dotted): array for path, array in arrays.items()})
+    loaded = {path.removeprefix(dotted): array for path, array in arrays.items()}
+    if fresh is None:
+        return tree.replace_leaves(abstract, loaded)
+    _show_partial(found.path, sorted(expected.keys() - common), sorted(saved.keys() - common), show)
+    made = fresh() if len(common) < len(expected) else abstract
+    return tree.replace_leaves(made, flat_arrays(made) | loaded)
+
+
+def _cast(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The saved leaf as Orbax reads it into an array of the expected dtype."""
+    floats = all(jax.numpy.issubdtype(leaf["dtype"], jax.numpy.floating) for leaf in (saved, expected))
+    return {**saved, "dtype": expected["dtype"]} if floats else saved
+
+
+def _show_partial(path: Path, missing: list[str], ignored: list[str], show: Callable[[str], None]) -> None:
+    for leaves, what in ((missing, "not in it, and begin anew"), (ignored, "only in it, and are left out")):
+        if leaves:
+            show(f"checkpoint {path} in part: {len(leaves)} arrays are {what}: {', '.join(leaves)}")
 
 
 def _compare(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -136,7 +196,8 @@ def _compare(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) 
             f"the checkpoint {path} belongs to another model:\n"
             + "\n".join(differences[:_MOST_SHOWN])
             + more
-            + "\nGive the run the model it was saved with (run/config.yaml in the checkpoint), or another trainer.id"
+            + "\nGive the run the model it was saved with (run/config.yaml in the checkpoint), or another trainer.id;"
+            " trainer.allow_partial_checkpoint: true leaves out arrays that only one of them has"
         )
 
 

@@ -27,16 +27,20 @@ class CheckpointerConfig:
     """Where and when checkpoints are saved.
 
     Attributes:
-        base_path: the folder of all runs' checkpoints.
+        base_path: the folder of all runs' checkpoints, or a URL of one that fsspec can write to (`s3://bucket/runs`).
         append_run_id_to_base_path: save to `<base_path>/<run id>` instead of `<base_path>` itself.
         save_interval: time between temporary checkpoints. Each replaces the one before.
         keep: rules for permanent checkpoints, in order of `until`; an empty list keeps only the last step's.
+        delete_old_temp_checkpoints: let each checkpoint replace the temporary ones before it; false keeps them all.
+        staging_dir: where checkpoints behind URLs are written before they are uploaded, and kept once downloaded.
     """
 
     base_path: str = "checkpoints/"
     append_run_id_to_base_path: bool = True
     save_interval: timedelta = timedelta(minutes=15)
     keep: list[KeepRule] = field(default_factory=lambda: [KeepRule(every=10_000)])
+    delete_old_temp_checkpoints: bool = True
+    staging_dir: str = "cache/checkpoints"
 
     def check(self) -> None:
         """Raises `ConfigError` where the rules contradict each other."""

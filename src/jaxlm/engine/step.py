@@ -6,6 +6,7 @@ Losses are sums until the end, so the result does not depend on how the batch is
 devices (up to the order of float additions).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
+from jaxlm.core.judge import Judge, Judgement, Signs
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tree import is_named
 from jaxlm.engine.agreement import tally
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import Guard, RunState, shardings, step_key
+from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.objectives.base import Metrics
 
 
@@ -29,10 +32,12 @@ class Report(eqx.Module):
 
     Attributes:
         metrics: float32 scalars by name.
+        watched: what `WatchConfig.look` saw; empty where nothing is watched.
         tally: int32 {wish}, what the processes want together.
     """
 
     metrics: dict[str, jax.Array]
+    watched: Numbers
     tally: jax.Array
 
 
@@ -45,33 +50,45 @@ class _Sums(eqx.Module):
     slots: dict[str, Any]
 
 
-def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract: RunState) -> jax.stages.Wrapped:
+def make_train_step(
+    phase: Phase, layout: Layout, precision: Precision, abstract: RunState, watch: WatchConfig | None = None
+) -> jax.stages.Wrapped:
     """The jitted step of a phase: (state, batch, ballot) -> (state, `Report`). The state is donated.
 
-    A step whose objective or gradient norm is not finite changes nothing but `step` and `guard.skipped`: the choice is
-    made inside the program, because the donated state could not be had back outside of it.
+    A step whose objective or gradient norm is not finite, or that a judge leaves out, changes nothing but `step`,
+    `guard.skipped` and what the judges remember: the choice is made inside the program, because the donated state could
+    not be had back outside of it.
 
     Args:
         abstract: the state's shapes and dtypes (`Recipe.abstract_state`).
+        watch: what to report beside the metrics. Parameters and optimizer state are those from before the update.
     """
     optimizer = phase.transformation(abstract.model)
     schedule = phase.optimizer.schedule(phase.num_steps)
+    judges = phase.judges(precision)
 
     def train_step(state: RunState, batch: Any, ballot: jax.Array) -> tuple[RunState, Report]:
         sums = _add_up(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
-        updated = _updated(phase, optimizer, state, sums)
-        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-        skipped = state.guard.skipped + jnp.where(finite, 0, 1)
-        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped), after, (state.step + 1, skipped))
+        verdict = _judge(judges, state.slots, Signs(sums.objective, norm, finite))
+        updated, updates = _updated(phase, optimizer, state, sums)
+        after = jax.tree.map(lambda new, old: jnp.where(verdict.applies, new, old), updated, state)
+        skipped = state.guard.skipped + jnp.where(verdict.applies, 0, 1)
+        always = (state.step + 1, skipped, after.slots | verdict.slot)
+        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
             "train/objective": sums.objective,
             "train/skipped_steps": skipped,
             "grad/norm/total": norm,
             "optim/learning_rate": schedule(state.guard.updates),
+            **verdict.metrics,
         }
-        return after, Report({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, tally(ballot))
+        seen: Numbers = {}
+        if watch is not None:
+            trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
+            seen = watch.look(state.step + 1, trees, batch)
+        return after, Report({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, seen, tally(ballot))
 
     placed = shardings(abstract, layout)
     return jax.jit(
@@ -82,37 +99,56 @@ def make_train_step(phase: Phase, layout: Layout, precision: Precision, abstract
     )
 
 
-def _updated(phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums) -> RunState:
-    """The state with the batch's update applied, finite or not."""
+def _judge(judges: Sequence[Judge], slots: dict[str, Any], signs: Signs) -> Judgement:
+    """What all judges together make of a step; the slot is theirs by name."""
+    judged = {judge.name: judge.judge(slots[judge.name], signs) for judge in judges}
+    applies = signs.finite
+    for one in judged.values():
+        applies = applies & one.applies
+    metrics = {name: value for one in judged.values() for name, value in one.metrics.items()}
+    return Judgement(applies, {name: one.slot for name, one in judged.items()}, metrics)
+
+
+def _updated(
+    phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums
+) -> tuple[RunState, Any]:
+    """The state with the batch's update applied, whether it may be or not; and the update."""
     trainable, frozen = phase.split(state.model)
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
-    return RunState(
+    trainable = optax.apply_updates(trainable, updates)
+    averages = {
+        name: average.follow(state.slots[name], trainable, state.guard.updates)
+        for name, average in phase.averages.items()
+    }
+    after = RunState(
         step=state.step,
         key=state.key,
-        model=eqx.combine(optax.apply_updates(trainable, updates), frozen, is_leaf=is_named),
+        model=eqx.combine(trainable, frozen, is_leaf=is_named),
         opt_state=opt_state,
         guard=Guard(updates=state.guard.updates + 1, skipped=state.guard.skipped),
-        slots=sums.slots,
+        slots=sums.slots | averages,
     )
+    return after, updates
 
 
 def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
     """Gradient (in the parameters' dtype, at rest), objective and metrics of a batch, over all its micro-batches."""
-    objective = phase.objective
+    objective, loss_scale = phase.objective, precision.loss_scale
     trainable, frozen = phase.split(state.model)
     # One cast a step, outside of the accumulation loop.
     compute, frozen = precision.to_compute(trainable), precision.to_compute(frozen)
     denominators = {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}
     key = step_key(state)
 
-    def value(compute: Any, micro: Any, slot: Any, number: jax.Array) -> tuple[jax.Array, tuple[Metrics, Any]]:
+    def value(compute: Any, micro: Any, slot: Any, number: jax.Array) -> tuple[jax.Array, tuple[Any, Metrics, Any]]:
         model = eqx.combine(compute, frozen, is_leaf=is_named)
         terms, metrics, slot = objective.terms(model, micro, slot, key=jax.random.fold_in(key, number))
-        return sum((t.total / denominators[n] for n, t in terms.items()), jnp.zeros(())), (metrics, slot)
+        total = sum((t.total / denominators[n] for n, t in terms.items()), jnp.zeros(()))
+        return loss_scale.scaled(total, state.slots), (total, metrics, slot)
 
     def one_micro_batch(carry: tuple[Any, Any], micro: Any, number: jax.Array):
         gradient, slot = carry
-        (total, (metrics, slot)), piece = jax.value_and_grad(value, has_aux=True)(compute, micro, slot, number)
+        (_, (total, metrics, slot)), piece = jax.value_and_grad(value, has_aux=True)(compute, micro, slot, number)
         gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, piece)
         return (at_rest(gradient, layout), slot), (total, metrics)
 
@@ -121,7 +157,7 @@ def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState,
     (gradient, slot), (totals, metrics) = hax.scan(one_micro_batch, Micro)(carry, batch, jnp.arange(Micro.size))
     add = lambda many: jax.tree.map(lambda x: jnp.sum(x, axis=0), many)  # noqa: E731
     slots = state.slots if slot is None else {**state.slots, "objective": slot}
-    return _Sums(gradient, add(totals), add(metrics), slots)
+    return _Sums(loss_scale.unscaled(gradient, state.slots), add(totals), add(metrics), slots)
 
 
 def _micro_axis(batch: Any) -> hax.Axis:

@@ -13,7 +13,7 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, HEADS, KV_HEADS, POSITION, VOCAB
-from jaxlm.core.sharding import Layout, current_layout
+from jaxlm.core.sharding import Layout, current_layout, spec_of
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ class TokenPlacement:
         vocab_axis, embed_axis = head.resolve_axis(VOCAB), head.resolve_axis(EMBED)
         vocab = _mesh_axes(vocab_axis, layout.compute)
         rest = []
+        spec = spec_of(head.axes, layout.parameter)
+        at_rest = {axis.name: _names(entry) for axis, entry in zip(head.axes, spec, strict=True)}
         for axis, kept in ((vocab_axis, vocab), (embed_axis, ())):
-            spread = (a for a in _mesh_axes(axis, layout.parameter) if a in batch + position and a not in kept)
+            spread = (a for a in at_rest[axis.name] if a in batch + position and a not in kept)
             rest.append((*kept, *spread))
         return TokenPlacement(
             layout.mesh, batch, position, PartitionSpec(vocab or None), PartitionSpec(*(r or None for r in rest))

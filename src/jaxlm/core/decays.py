@@ -1,0 +1,198 @@
+"""How a learning rate comes down from its peak: the formulas that `lr_schedule` names."""
+
+import abc
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import draccus
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.errors import ConfigError
+
+Number = jax.Array | float
+
+
+class Stretch(NamedTuple):
+    """Where in a decay a value is asked for. All may be traced.
+
+    Attributes:
+        since: steps since the decay began, from 0 to `length`.
+        length: steps of the decay.
+        warmup: steps of the warmup of the same cycle.
+        peak: the value that it comes down from.
+        low: the last value, as a fraction of the peak.
+    """
+
+    since: Number
+    length: Number
+    warmup: Number
+    peak: Number
+    low: Number
+
+
+@dataclass(frozen=True)
+class Decay(draccus.ChoiceRegistry, abc.ABC):
+    """A way down, by `type:`. A plain name means the same with its defaults."""
+
+    reaches_zero: ClassVar[bool] = True
+    """Whether `min_lr_ratio: 0` makes sense."""
+    may_be_empty: ClassVar[bool] = True
+    """Whether a decay that is written down as no steps at all leaves the peak as it is, rather than being a mistake."""
+
+    @abc.abstractmethod
+    def value(self, at: Stretch) -> jax.Array:
+        """The value there."""
+
+
+@Decay.register_subclass("constant")
+@dataclass(frozen=True)
+class Constant(Decay):
+    """Stays at the peak; `min_lr_ratio` has no meaning then."""
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        return jnp.full_like(jnp.asarray(at.since, jnp.float32), at.peak)
+
+
+@Decay.register_subclass("linear")
+@dataclass(frozen=True)
+class Linear(Decay):
+    """A straight line down to the low value."""
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        return at.peak * (1 - (1 - at.low) * jnp.asarray(at.since) / at.length)
+
+
+@Decay.register_subclass("cosine")
+@dataclass(frozen=True)
+class Cosine(Decay):
+    """Half a wave of the cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
+
+    Attributes:
+        exponent: what the half wave, from 1 to 0, is raised to.
+    """
+
+    exponent: float = 1.0
+
+    may_be_empty: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not self.exponent > 0:
+            raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, more than 0 expected")
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        wave = 0.5 * (1 + jnp.cos(jnp.pi * jnp.asarray(at.since) / at.length))
+        return at.peak * (at.low + (1 - at.low) * wave**self.exponent)
+
+
+@Decay.register_subclass("polynomial")
+@dataclass(frozen=True)
+class Polynomial(Decay):
+    """What is left of the decay, raised to a power.
+
+    Attributes:
+        power: 1 is a straight line, more falls faster at first.
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self):
+        if not self.power > 0:
+            raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, more than 0 expected")
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        left = 1 - jnp.asarray(at.since) / at.length
+        return at.peak * (at.low + (1 - at.low) * left**self.power)
+
+
+@Decay.register_subclass("inv_sqrt")
+@dataclass(frozen=True)
+class InvSqrt(Decay):
+    """One over the root of the cycle's steps (Vaswani et al. 2017, arXiv:1706.03762, equation 3), never below the low
+    value; the decay's length does not matter.
+
+    Attributes:
+        timescale: steps of a cycle, warmup included, before it falls at all.
+    """
+
+    timescale: float = 10_000
+
+    def __post_init__(self):
+        if not self.timescale > 0:
+            raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, more than 0 expected")
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        steps = jnp.maximum(jnp.asarray(at.since, jnp.float32) + at.warmup, 1.0)
+        return at.peak * jnp.maximum(jnp.minimum(1.0, jax.lax.rsqrt(steps / self.timescale)), at.low)
+
+
+@Decay.register_subclass("inv")
+@dataclass(frozen=True)
+class Inv(Decay):
+    """One over the steps, so scaled that it ends at the low value. Its first step has already come down."""
+
+    reaches_zero: ClassVar[bool] = False
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        return at.peak / ((1 / at.low - 1) * jnp.maximum(jnp.asarray(at.since), 1.0) / at.length + 1)
+
+
+@Decay.register_subclass("power")
+@dataclass(frozen=True)
+class Power(Decay):
+    """A power of the tokens since the decay began, but never above the peak (Shen et al. 2024, arXiv:2408.13359,
+    equation 4); neither `min_lr_ratio` nor the decay's length matters.
+
+    Attributes:
+        batch_size: sequences a step.
+        seq_length: tokens a sequence.
+        a: amplitude; `batch_size` multiplies it.
+        b: exponent of the tokens.
+    """
+
+    batch_size: int
+    seq_length: int
+    a: float = 4.6
+    b: float = -0.51
+
+    def __post_init__(self):
+        if self.a <= 0 or self.b >= 0 or self.batch_size < 1 or self.seq_length < 1:
+            raise ConfigError(
+                f"optimizer.lr_schedule: a power of a={self.a}, b={self.b}, batch_size={self.batch_size},"
+                f" seq_length={self.seq_length} given; a above 0, b below 0 and sizes of 1 and more expected"
+            )
+
+    def value(self, at: Stretch) -> jax.Array:
+        """See `Decay.value`."""
+        tokens = jnp.asarray(at.since, jnp.float32) * self.batch_size * self.seq_length
+        return jnp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
+
+
+def decay_of(given: str | Decay) -> Decay:
+    """The decay that a plain name stands for.
+
+    Raises:
+        ConfigError: there is none of that name, or it has keys without a default.
+    """
+    if isinstance(given, Decay):
+        return given
+    known: dict[str, Any] = Decay.get_known_choices()
+    if given not in known:
+        raise ConfigError(f"optimizer.lr_schedule: '{given}' given. Allowed: {', '.join(known)}")
+    required = [f.name for f in dataclasses.fields(known[given]) if f.default is dataclasses.MISSING]
+    if required:
+        keys = ", ".join(f"{name}: ..." for name in required)
+        raise ConfigError(f"optimizer.lr_schedule: '{given}' needs keys: {{type: {given}, {keys}}}")
+    return known[given]()
+
+
+def name_of(given: str | Decay) -> str:
+    """The name of a decay, for people."""
+    return given if isinstance(given, str) else given.get_choice_name(type(given))

@@ -1,0 +1,45 @@
+"""The names of finished checkpoints, and finding them by name alone."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """`step-N`, or `step-N-<phase>` on entry of a later phase; ordered by age.
+
+    Attributes:
+        step: updates done.
+        entering: whether a phase has just been entered: later than the end of the one before, at the same step.
+        text: the whole name.
+    """
+
+    step: int
+    entering: bool
+    text: str
+
+    @staticmethod
+    def parse(text: str) -> "CheckpointName | None":
+        """The name, or None where a text is none."""
+        match = _NAME.fullmatch(text)
+        return None if match is None else CheckpointName(int(match[1]), match[2] is not None, text)
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints in `folder`, oldest first, by name alone."""
+    if not folder.is_dir():
+        return []
+    names = [CheckpointName.parse(path.name) for path in folder.iterdir() if path.is_dir()]
+    return [folder / name.text for name in sorted(name for name in names if name is not None)]
+
+
+def checkpoints_below(path: Path) -> list[Path]:
+    """Finished checkpoints: `path` itself, those in it, or those in the folders in it; least steps first."""
+    if (path / "run" / "cursor.json").is_file():
+        return [path]
+    runs = [path, *(sorted(path.iterdir()) if path.is_dir() else [])]
+    found = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
+    return [path for name, path in sorted((name, path) for name, path in found if name is not None)]

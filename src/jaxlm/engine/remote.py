@@ -1,0 +1,127 @@
+"""Checkpoints behind URLs: written and read in a local folder, and committed over there by their last file.
+
+An object store has no rename, so a checkpoint there is whole once `checksums.json` is among its files: that is uploaded
+last, and deleted first.
+"""
+
+import json
+import os
+import posixpath
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.integrity import CHECKSUMS, verify
+from jaxlm.engine.naming import CheckpointName
+
+_PARTIAL = ".unfinished"
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is not of the local file system."""
+    return "://" in path
+
+
+class RemoteFolder:
+    """A folder of checkpoints behind a URL.
+
+    Attributes:
+        url: of the folder.
+    """
+
+    def __init__(self, url: str):
+        """Raises: ConfigError: fsspec has no implementation for it; says what to install."""
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{url}: {error}. For s3:// install s3fs, for gs:// gcsfs") from error
+        self._root = root.rstrip("/")
+
+    def probe(self) -> None:
+        """Writes a small file and deletes it again; raises whatever the store raises."""
+        path = f"{self._root}/probe{_PARTIAL}"
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(path, b"jaxlm")
+        self._fs.rm_file(path)
+
+    def names(self) -> list[str]:
+        """The checkpoints that are whole, oldest first."""
+        return [name for name in self._named() if self._fs.exists(self._marker(name))]
+
+    def folders(self) -> list["RemoteFolder"]:
+        """The folders in this one that are no checkpoints."""
+        return [RemoteFolder(f"{self.url}/{n}") for n in self._children() if CheckpointName.parse(n) is None]
+
+    def temporary_names(self) -> list[str]:
+        """Those of them that the next checkpoint replaces."""
+        return [name for name in self.names() if json.loads(self.read(name, "run/cursor.json"))["temporary"]]
+
+    def read(self, name: str, file: str) -> bytes:
+        """A file of a checkpoint."""
+        return self._fs.cat_file(f"{self._root}/{name}/{file}")
+
+    def remove_unfinished(self) -> None:
+        """Deletes what was uploaded in part, or deleted in part."""
+        for name in set(self._named()) - set(self.names()):
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def upload(self, checkpoint: Path) -> None:
+        """Copies a finished local checkpoint; nobody sees it before all of it is there."""
+        name = checkpoint.name
+        if name in self._children():
+            self.delete(name)
+        files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
+        for path in files:
+            self._put(path, f"{self._root}/{name}/{path.relative_to(checkpoint).as_posix()}")
+        self._put(checkpoint / CHECKSUMS, self._marker(name))
+
+    def delete(self, name: str) -> None:
+        """Deletes a checkpoint, so that no half-deleted one is ever taken for whole."""
+        if self._fs.exists(self._marker(name)):
+            self._fs.rm_file(self._marker(name))
+        self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def download(self, name: str, folder: Path) -> Path:
+        """Copies a checkpoint to `folder` and verifies it there.
+
+        Raises:
+            DamagedError: its files are not what was saved.
+        """
+        unfinished = folder / f"{name}{_PARTIAL}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        root = f"{self._root}/{name}"
+        for path in self._fs.find(root):
+            local = unfinished / posixpath.relpath(path, root)
+            local.parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(path, str(local))
+        verify(unfinished)
+        final = folder / name
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(unfinished, final)
+        return final
+
+    def _put(self, local: Path, remote: str) -> None:
+        self._fs.makedirs(posixpath.dirname(remote), exist_ok=True)
+        self._fs.put_file(str(local), remote)
+        arrived = self._fs.info(remote)["size"]
+        if arrived != local.stat().st_size:
+            raise OSError(f"{remote}: {arrived} bytes arrived of {local.stat().st_size}")
+
+    def _named(self) -> list[str]:
+        names = [name for name in map(CheckpointName.parse, self._children()) if name is not None]
+        return [name.text for name in sorted(names)]
+
+    def _children(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found: list[Any] = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return [posixpath.basename(str(path).rstrip("/")) for path in found]
+
+    def _marker(self, name: str) -> str:
+        return f"{self._root}/{name}/{CHECKSUMS}"

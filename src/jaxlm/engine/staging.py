@@ -1,0 +1,125 @@
+"""The local side of checkpoints behind a URL: they are written here and uploaded, or downloaded and read here."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.integrity import CHECKSUMS, DamagedError
+from jaxlm.engine.naming import CheckpointName, find_checkpoints
+from jaxlm.engine.remote import RemoteFolder
+
+_PENDING = ".pending"
+Show = Callable[[str], None]
+
+
+def staging_folder(staging_dir: Path, url: str) -> Path:
+    """Where the checkpoints of a folder behind a URL lie."""
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
+    return staging_dir / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
+
+
+class Staging:
+    """A run's folder behind a URL, and the local folder that stands for it.
+
+    What is over there is the truth; here lies only the newest checkpoint, and what has not been uploaded yet.
+    """
+
+    def __init__(self, url: str, folder: Path, *, delete_temporary: bool = True):
+        """Args:
+        folder: the same for all processes of the run.
+        delete_temporary: whether a new checkpoint replaces the temporary ones.
+        """
+        self._remote = RemoteFolder(url)
+        self._folder = folder
+        self._delete_temporary = delete_temporary
+
+    def synchronise(self, show: Show) -> None:
+        """Uploads what an earlier process had not come to, and fetches the newest checkpoint that is whole.
+
+        Raises:
+            ConfigError: the store cannot be read or written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._remote.probe()
+            self._remote.remove_unfinished()
+            for pending in self._folder.glob(f"*{_PENDING}"):
+                self.publish(self._folder / pending.name.removesuffix(_PENDING))
+            self._fetch(show)
+        except Exception as error:  # each store raises the kinds of its own client library
+            raise ConfigError(
+                f"trainer.checkpointer.base_path: {self._remote.url} cannot be used ({type(error).__name__}: {error})."
+                " Check the address, the network and your credentials"
+            ) from error
+
+    def publish(self, checkpoint: Path) -> None:
+        """Uploads a finished checkpoint, deletes there what it replaces, and here all others.
+
+        Raises whatever the store raises; the checkpoint is then uploaded at the next start.
+        """
+        pending = checkpoint.with_name(checkpoint.name + _PENDING)
+        if checkpoint.is_dir():
+            pending.touch()
+            self._remote.upload(checkpoint)
+            for name in self._remote.temporary_names() if self._delete_temporary else []:
+                if name != checkpoint.name:
+                    self._remote.delete(name)
+            self._keep_only(checkpoint.name)
+        pending.unlink(missing_ok=True)
+
+    def _fetch(self, show: Show) -> None:
+        newest = None
+        for name in reversed(self._remote.names()):
+            try:
+                newest = fetched(self._remote, name, self._folder).name
+                break
+            except DamagedError as damage:
+                show(f"checkpoint {self._remote.url}/{name} is damaged: {damage}. Using the one before")
+        self._keep_only(newest)
+
+    def _keep_only(self, name: str | None) -> None:
+        for checkpoint in find_checkpoints(self._folder):
+            if checkpoint.name != name:
+                shutil.rmtree(checkpoint)
+
+
+def fetched(remote: RemoteFolder, name: str, folder: Path) -> Path:
+    """The local copy of a checkpoint, copied now where it is not here.
+
+    Raises:
+        DamagedError: its files are not what was saved.
+    """
+    local = folder / name / CHECKSUMS
+    if local.is_file() and local.read_bytes() == remote.read(name, CHECKSUMS):
+        return folder / name
+    return remote.download(name, folder)
+
+
+def staged(url: str, staging_dir: Path) -> list[Path]:
+    """A local copy of the newest whole checkpoint where a URL points: at it, at a run's folder, or at a folder of runs.
+
+    Raises:
+        ConfigError: the store cannot be read.
+    """
+    try:
+        place = _newest(url.rstrip("/"))
+        if place is None:
+            return []
+        remote, name = place
+        folder = staging_folder(staging_dir, remote.url)
+        folder.mkdir(parents=True, exist_ok=True)
+        return [fetched(remote, name, folder)]
+    except Exception as error:  # each store raises the kinds of its own client library
+        raise ConfigError(f"{url} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _newest(url: str) -> tuple[RemoteFolder, str] | None:
+    above, _, last = url.rpartition("/")
+    if CheckpointName.parse(last) and last in RemoteFolder(above).names():
+        return RemoteFolder(above), last
+    here = RemoteFolder(url)
+    found = [(CheckpointName.parse(name), run, name) for run in (here, *here.folders()) for name in run.names()]
+    newest = max(found, key=lambda item: (item[0] is not None, item[0]), default=None)
+    return None if newest is None else newest[1:]

@@ -1,0 +1,105 @@
+"""Muon: momentum of hidden matrices, made nearly orthogonal; everything else by Adam.
+
+Source: Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks (kellerjordan.github.io/posts/muon);
+Liu et al. 2025, Muon is Scalable for LLM Training (arXiv:2502.16982), section 2.2, for `use_kimi_scaling`. Not optax's:
+that one corrects momentum and gradient for bias each by itself before it mixes them, which changes the direction of the
+first steps, and takes the first axis of a matrix for its inputs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxlm.core import tree
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.matrices import map_matrices
+
+# Of the odd polynomial of degree 5 that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+@OptimizerConfig.register_subclass("muon")
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    """Clip the global norm, orthogonalise the momentum of matrices, Adam for the rest, add the decay.
+
+    Matrices are the weights of linear maps, each layer's on its own and whole (all heads of a projection together), but
+    for those of the vocabulary. Both learning rates follow the one schedule.
+
+    Attributes:
+        learning_rate: the peak, of matrices.
+        adam_lr: the peak, of everything else.
+        momentum: decay of the running sum of gradients of matrices.
+        nesterov: look one step ahead along it.
+        backend_steps: Newton-Schulz iterations.
+        muon_epsilon: added to the norm of a matrix before it is divided by it.
+        use_kimi_scaling: scale to the size of Adam's updates, 0.2 sqrt(max(out, in)), so that Adam's learning rate and
+            decay serve; otherwise by sqrt(max(1, out / in)).
+        beta1, beta2, epsilon: Adam's, for everything else.
+        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+    """
+
+    learning_rate: float = 0.02
+    adam_lr: float = 6e-4
+    momentum: float = 0.95
+    nesterov: bool = True
+    backend_steps: int = 5
+    muon_epsilon: float = 1e-8
+    use_kimi_scaling: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    max_grad_norm: float | None = 1.0
+
+    separates_matrices: ClassVar[bool] = True
+
+    def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
+        """See `OptimizerConfig.build`."""
+        matrices = {path for group in groups if group.as_matrices for path in group.paths}
+
+        def labels(params: Any) -> Any:
+            return tree.map_leaves(lambda path, _: "muon" if path in matrices else "adam", params)
+
+        muon = optax.chain(optax.trace(self.momentum, self.nesterov), self._orthogonal())
+        directions: Any = {"muon": muon, "adam": optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)}
+        rates: Any = {
+            "muon": times_learning_rate(self.schedule(num_steps)),
+            "adam": times_learning_rate(dataclasses.replace(self, learning_rate=self.adam_lr).schedule(num_steps)),
+        }
+        return optax.with_extra_args_support(
+            optax.chain(
+                clip_by_norm(self.max_grad_norm),
+                optax.partition(directions, labels),
+                add_weight_decay(self, groups),
+                optax.partition(rates, labels),
+            )
+        )
+
+    def _orthogonal(self) -> optax.GradientTransformation:
+        def direction(matrix: jax.Array) -> jax.Array:
+            out, into = matrix.shape[-2:]
+            size = 0.2 * math.sqrt(max(out, into)) if self.use_kimi_scaling else math.sqrt(max(1.0, out / into))
+            return size * newton_schulz(matrix, self.backend_steps, self.muon_epsilon)
+
+        return optax.stateless(lambda updates, _: map_matrices(direction, updates))
+
+
+def newton_schulz(matrix: jax.Array, num_steps: int, epsilon: float) -> jax.Array:
+    """The nearly orthogonal matrix with the same singular vectors, for each matrix of [.., rows, columns].
+
+    Singular values land between about 0.7 and 1.2, not on 1: the steep polynomial trades that for few iterations.
+    """
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix  # the smaller of the two products is the one to square
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + epsilon)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x

@@ -1,0 +1,136 @@
+"""Where a run begins: its own newest checkpoint, another run's, another's weights, or nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.config import TrainerConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import main_first
+from jaxlm.data.tokenizer import load_tokenizer
+from jaxlm.engine.naming import checkpoints_below, find_checkpoints
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.remote import is_url
+from jaxlm.engine.restore import Found, newest_below, newest_good, restore
+from jaxlm.engine.staging import staged
+from jaxlm.engine.state import RunState, create
+from jaxlm.models.base import LanguageModel
+from jaxlm.plan import Plan
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run begins with.
+
+    Attributes:
+        state: the checkpoint that it goes on from, step, optimizer and data position included; None begins at step 0.
+        is_own: whether that is the run's own.
+        weights: the checkpoint whose model it begins with, at step 0; never beside a `state`.
+    """
+
+    state: Found | None = None
+    is_own: bool = True
+    weights: Found | None = None
+
+    @property
+    def resume_step(self) -> int | None:
+        """Steps that this run itself has done, as far as it is kept; None where it is a new run."""
+        return self.state.cursor.step if self.state and self.is_own else None
+
+    def load_state(self, plan: Plan, phase: Phase, show: Show) -> RunState:
+        """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""
+        assert self.state is not None
+        partial = plan.config.trainer.allow_partial_checkpoint
+        fresh = (lambda: create(lambda: plan.recipe.fresh_state(phase), plan.layout)) if partial else None
+        return restore(self.state, plan.recipe.abstract_state(phase), plan.layout, fresh=fresh, show=show)
+
+    def load_weights(self, plan: Plan, show: Show) -> LanguageModel | None:
+        """The model that the first phase is entered with, or None. Call it inside `plan.layout.use()`."""
+        if self.weights is None:
+            return None
+        show(f"the model's weights are those of {self.weights.path}; steps, optimizer and data begin anew")
+        partial = plan.config.trainer.allow_partial_checkpoint
+        make = plan.recipe.first_model
+        fresh = (lambda: create(make, plan.layout)) if partial else None
+        return restore(
+            self.weights, jax.eval_shape(make), plan.layout, prefix="model", fresh=fresh, show=show, cast=True
+        )
+
+
+def check_origin(plan: Plan) -> None:
+    """Looks at what is there and writes nothing.
+
+    Raises:
+        ConfigError: keys that contradict each other, or a checkpoint that must be there and is not.
+    """
+    trainer = plan.config.trainer
+    if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
+        raise ConfigError(
+            "trainer.initialize_from and initialize_from_state: one takes the model, the other all. Leave one of them out"
+        )
+    if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
+        raise ConfigError("trainer.load_checkpoint: false given, and a load_checkpoint_path. Leave one of them out")
+    own = _own(plan)
+    if trainer.load_checkpoint is False and own:
+        raise ConfigError(
+            f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1]}), and a run that begins"
+            " again would mix with them. Give it a trainer.id of its own, or move them away"
+        )
+    elsewhere = trainer.load_checkpoint_path
+    if trainer.load_checkpoint and not own and (elsewhere is None or not _at(elsewhere, trainer)):
+        raise ConfigError(f"trainer.load_checkpoint: true, but there is no checkpoint at {elsewhere or _place(plan)}")
+    for name in ("initialize_from", "initialize_from_state"):
+        path = getattr(trainer, name)
+        if path is not None and not own and not _at(path, trainer):
+            raise ConfigError(
+                f"trainer.{name}: no checkpoint at {path}. Name one, a run's folder of them, or a folder of runs"
+            )
+
+
+def find_origin(plan: Plan, show: Show) -> Origin:
+    """What the run begins with. The run's own checkpoints come first, whatever else is named.
+
+    Raises:
+        NothingUsableError: there are checkpoints, and none of them is whole.
+    """
+    trainer = plan.config.trainer
+    own = newest_good(plan.checkpoint_folder, show)
+    if own is not None:
+        return Origin(own)
+    elsewhere = trainer.load_checkpoint_path
+    if elsewhere is not None and _at(elsewhere, trainer):
+        return Origin(newest_below(_at(elsewhere, trainer)[-1], show), is_own=False)
+    if elsewhere is not None:
+        show(f"trainer.load_checkpoint_path: no checkpoint at {elsewhere}; the run begins without it")
+    if trainer.initialize_from_state is not None:
+        return Origin(newest_below(_at(trainer.initialize_from_state, trainer)[-1], show), is_own=False)
+    if trainer.initialize_from is not None:
+        return Origin(weights=newest_below(_at(trainer.initialize_from, trainer)[-1], show))
+    return Origin()
+
+
+def check_tokenizer(origin: Origin, fingerprint: str, show: Show) -> None:
+    """Says where a checkpoint of another run was trained with other tokens."""
+    found = origin.weights or (None if origin.is_own else origin.state)
+    if found is not None and load_tokenizer(str(found.path / "run" / "tokenizer")).fingerprint != fingerprint:
+        show(f"warning: {found.path} was trained with another tokenizer: its embeddings mean other tokens")
+
+
+def _own(plan: Plan) -> list[Path]:
+    return find_checkpoints(plan.checkpoint_folder)
+
+
+def _place(plan: Plan) -> Any:
+    return plan.checkpoint_url or plan.checkpoint_folder
+
+
+def _at(path: str, trainer: TrainerConfig) -> list[Path]:
+    """Checkpoints where a key points, the newest last; behind a URL, the newest alone, copied here."""
+    if is_url(path):
+        return main_first(lambda: staged(path, Path(trainer.checkpointer.staging_dir)))
+    return checkpoints_below(Path(path))

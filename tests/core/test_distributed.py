@@ -1,0 +1,77 @@
+"""Launchers are recognised by the variables that they set."""
+
+import jax
+import pytest
+
+from jaxlm.core import distributed
+from jaxlm.core.distributed import DistributedConfig, detected, slurm_devices
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+LAUNCHERS = {
+    "srun": (SLURM, "SLURM"),
+    "srun of one task": ({**SLURM, "SLURM_NTASKS": "1"}, None),
+    "sbatch without srun": ({k: v for k, v in SLURM.items() if "STEP" not in k}, None),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+    "TPU pod": ({"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", "TPU_WORKER_ID": "1"}, "TPU"),
+    "one TPU host": ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+    "TPU slices": ({"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}, "TPU"),
+    "a laptop": ({"HOME": "/home/me"}, None),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_detected(name, monkeypatch):
+    monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [])
+    environment, expected = LAUNCHERS[name]
+    assert detected(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "tasks", "expected"),
+    [
+        ("0,1,2,3", "4(x2)", [1]),
+        ("0,1,2,3,4,5,6,7", "4", [2, 3]),
+        ("5", "4(x2)", [0]),
+        ("", "4", None),
+        ("0,1", "", None),
+    ],
+)
+def test_the_share_of_a_slurm_task(visible, tasks, expected):
+    environment = {**SLURM, "CUDA_VISIBLE_DEVICES": visible, "SLURM_STEP_TASKS_PER_NODE": tasks}
+    assert slurm_devices(environment) == expected
+
+
+def test_one_slurm_task_a_node_has_all_of_its_gpus():
+    environment = {**SLURM, "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert slurm_devices({**environment, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}) == [0, 1, 2, 3]
+
+
+def test_under_slurm_jax_is_left_to_find_the_others(monkeypatch):
+    for name, value in {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **named: seen.append((given, named)))
+    DistributedConfig().join()
+    ((given, named),) = seen
+    assert given == (None, None, None)
+    assert named["local_device_ids"] == [1]
+
+
+def test_what_jax_finds_under_slurm():
+    """jax's own reading of the variables: the first node coordinates. It is jax's to change; a failure here says so."""
+    from jax._src.clusters.slurm_cluster import SlurmCluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SLURM.items():
+            patch.setenv(name, value)
+        assert SlurmCluster.is_env_present()
+        assert (SlurmCluster.get_process_count(), SlurmCluster.get_process_id()) == (8, 5)
+        address = SlurmCluster.get_coordinator_address(timeout_secs=1, override_coordinator_port="99")
+        assert address == "node003:99"

@@ -1,0 +1,88 @@
+"""Mesh shapes, the places of devices, and where arrays lie."""
+
+from dataclasses import dataclass
+
+import haliax as hax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.mesh import MeshConfig, MeshShape, mesh_shape, num_groups
+from jaxlm.core.sharding import spec_of
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as far as the mesh looks at one."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "cpu"
+
+
+def test_the_sizes_fill_the_devices():
+    assert mesh_shape(8, replica=2, model=2).sizes == {"replica": 2, "data": 2, "model": 2}
+    two_slices = mesh_shape(16, replica=2, model=2, replica_dcn=2, num_groups=2)
+    assert two_slices.sizes == {"replica": 4, "data": 2, "model": 2}
+    assert mesh_shape(16, model=2, num_groups=2).sizes == {"replica": 1, "data": 8, "model": 2}
+    with pytest.raises(ConfigError, match=r"replica_dcn_axis_size: 3 given.*2 slices.*Allowed: 1, 2"):
+        mesh_shape(8, replica_dcn=3, num_groups=2)
+
+
+def test_a_free_mesh():
+    assert MeshConfig({"data": -1, "context": 2, "model": 2}).shape(16, 1).sizes == {
+        "replica": 1,
+        "data": 4,
+        "context": 2,
+        "model": 2,
+    }
+    across = MeshConfig({"data": -1}, dcn_axes={"replica_dcn": -1}).shape(8, 4)
+    assert across.sizes == {"replica_dcn": 4, "replica": 1, "model": 1, "data": 2}
+    assert MeshConfig({"data": 4}).shape(8, 2).sizes["data"] == 8
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        ({"data": 3, "model": -1}, "multiply to 3.*8 devices"),
+        ({"data": 2, "model": 2}, "multiply to 4.*one of the sizes be -1"),
+        ({"data": -1, "model": -1}, "one of them may be -1"),
+        ({"data": 0}, "sizes are 1 or more"),
+    ],
+)
+def test_sizes_that_do_not_use_the_devices(axes, named):
+    with pytest.raises(ConfigError, match=named):
+        MeshConfig(axes).shape(8, 1)
+
+
+def test_devices_of_a_slice_lie_together():
+    """Two slices of four: model and the inner part of data stay inside, the outer part of data and of replica cross."""
+    devices = [Device(id=n, process_index=0, slice_index=n % 2, platform="tpu") for n in range(8)]
+    assert num_groups(devices, wanted=False) == 2
+    for shape, crossing in (
+        (mesh_shape(8, model=2, num_groups=2), "data"),
+        (mesh_shape(8, model=2, replica_dcn=2, num_groups=2), "replica"),
+        (MeshShape({"data": 2, "model": 2}, {"replica_dcn": 2}), "replica_dcn"),
+    ):
+        names = list(shape.sizes)
+        grid = shape.arrange(devices)
+        assert sorted(device.id for device in grid.ravel()) == list(range(8))
+        halves = grid.reshape([*grid.shape[: names.index(crossing)], 2, -1])
+        for half in range(2):
+            part = halves.take(half, axis=names.index(crossing)).ravel()
+            assert len({device.slice_index for device in part}) == 1
+
+
+def test_processes_are_groups_only_where_asked():
+    devices = [Device(id=n, process_index=n // 4) for n in range(8)]
+    assert num_groups(devices, wanted=False) == 1
+    assert num_groups(devices, wanted=True) == 2
+
+
+def test_where_two_axes_want_one_mesh_axis_the_first_of_the_mapping_has_it():
+    Embed, Mlp = hax.Axis("embed", 8), hax.Axis("mlp", 16)
+    mapping = {"embed": "data", "mlp": ("data", "model")}
+    assert spec_of((Mlp, Embed), mapping) == PartitionSpec("model", "data")
+    assert spec_of((Mlp,), mapping) == PartitionSpec(("data", "model"))
+    assert spec_of((hax.Axis("other", 3),), mapping) == PartitionSpec(None)

@@ -1,0 +1,267 @@
+"""What may leave out a step (outliers, loss scaling), and averages of the weights, in the compiled step."""
+
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.decode import decode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.judge import Signs
+from jaxlm.core.loss_scale import DynamicLossScale
+from jaxlm.core.precision import parse_precision
+from jaxlm.core.yaml_source import Source
+from jaxlm.engine.phases import Recipe
+from jaxlm.models.base import vocab_axis
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.averaging import Ema, EmaDecaySqrt
+from jaxlm.optim.bad_steps import SkipBadSteps
+from jaxlm.optim.base import OptimizerConfig
+from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
+from tests.engine.test_step import assert_identical, host
+
+ADAM = AdamConfig(learning_rate=1e-2, warmup=0)
+
+
+class Judging:
+    """A judge without a run: one loss and norm after the other."""
+
+    def __init__(self, judge: Any):
+        self._judge = jax.jit(judge.judge)
+        self.slot = judge.init_slot()
+
+    def __call__(self, loss: float, norm: float = 1.0) -> bool:
+        finite = np.isfinite(loss) and np.isfinite(norm)
+        signs = Signs(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
+        applies, self.slot, self.metrics = self._judge(self.slot, signs)
+        return bool(applies)
+
+
+def optimizer(text: Any) -> AdamConfig:
+    return decode(AdamConfig, Source({"skip_bad_steps": text}))
+
+
+def test_trap_t8_true_is_not_a_window_of_one_step():
+    assert optimizer(False).judges == ()
+    assert optimizer(True).judges == (SkipBadSteps(),)
+    assert optimizer(True).judges[0].rolling_interval_length == 128
+    assert optimizer(64).judges == (SkipBadSteps(64),)
+    assert optimizer({"sigma_factor": 3.0}).judges == (SkipBadSteps(sigma_factor=3.0),)
+    judge = Judging(optimizer(True).judges[0])
+    losses = 3 + 0.1 * np.random.default_rng(0).normal(size=200)
+    assert all(judge(loss) for loss in losses)
+    assert not judge(300.0)  # it does trigger
+    for never in (1, 7, -1):
+        with pytest.raises(ConfigError, match="skip_bad_steps"):
+            optimizer(never).judges  # noqa: B018
+
+
+@pytest.mark.parametrize("sign", ["loss", "norm"])
+def test_r7_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_window(sign):
+    judge, clean = Judging(SkipBadSteps(32)), Judging(SkipBadSteps(32))
+    rng = np.random.default_rng(1)
+    for number in range(60):
+        loss, norm = 3 + 0.05 * rng.normal(), 1 + 0.1 * rng.normal()
+        assert judge(loss, norm)
+        assert clean(loss, norm)
+        if number > 20 and number % 10 == 0:
+            assert not (judge(100 * loss, norm) if sign == "loss" else judge(loss, 100 * norm))
+    for one, other in zip(jax.tree.leaves(judge.slot), jax.tree.leaves(clean.slot), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_r7_no_clean_step_of_two_thousand_is_left_out():
+    judge = Judging(SkipBadSteps())
+    rng = np.random.default_rng(2)
+    steps = np.arange(2000)
+    losses = 3 + 6 * np.exp(-steps / 100) + 0.05 * rng.normal(size=2000)
+    norms = (0.3 + 4 * np.exp(-steps / 50)) * np.exp(0.2 * rng.normal(size=2000))
+    assert all(judge(loss, norm) for loss, norm in zip(losses, norms, strict=True))
+
+
+def test_r6_it_cannot_be_poisoned_by_what_is_not_finite():
+    judge = Judging(SkipBadSteps(8))
+    for _ in range(8):
+        judge(3.0)
+    before = jax.tree.leaves(judge.slot)
+    for loss, norm in ((np.nan, 1.0), (np.inf, 1.0), (3.0, np.nan), (3.0, np.inf)):
+        judge(loss, norm)
+        for one, other in zip(jax.tree.leaves(judge.slot), before, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert judge(3.01)
+    assert not judge(30.0)
+
+
+def test_r6_it_cannot_freeze():
+    judge = Judging(SkipBadSteps(16, max_in_a_row=5))
+    for _ in range(16):
+        judge(3.0)
+    answers = [judge(9.0) for _ in range(40)]
+    assert answers == [False] * 5 + [True] * 35  # the loss has moved for good: the sixth begins the window anew
+    assert not judge(90.0)
+    assert judge(9.1)
+
+
+def test_equal_values_make_no_outlier_of_a_small_change():
+    judge = Judging(SkipBadSteps(8))
+    for _ in range(20):
+        judge(3.0)
+    assert judge(3.2)
+
+
+def test_the_scale_grows_and_backs_off():
+    scale = DynamicLossScale(initial=8.0, growth_interval=3, smallest=2.0, largest=16.0)
+    judge, seen = Judging(scale), []
+    for loss in [1.0] * 7 + [np.nan] * 4 + [1.0] * 3:
+        assert judge(loss)  # what is not finite is left out by the engine in any case
+        seen.append(float(judge.slot.scale))
+    assert seen == [8, 8, 16, 16, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
+
+
+def test_parameters_do_not_rest_in_float16():
+    for text in ("f16", "half", "p=float16,c=float16"):
+        with pytest.raises(ConfigError, match="p=f32,c=float16"):
+            parse_precision(text)
+
+
+HALF = replace(parse_precision("p=f32,c=float16"), loss_scale=DynamicLossScale(initial=2.0**10))
+WATCHED = phase(optimizer=replace(ADAM, skip_bad_steps=SkipBadSteps(8)))
+
+
+def test_an_outlier_costs_exactly_itself():
+    strange = arrays(99)
+    strange["targets"] = np.full_like(strange["targets"], 5)  # one class only: another loss
+    run, clean = (TinyRun(one_device(), WATCHED, HALF) for _ in range(2))
+    skipped = []
+    for number in range(8):
+        skipped.append(run.step(arrays(number))["train/skipped_steps"])
+        clean.step(arrays(number))
+        if number == 6:
+            before = host(run)
+            metrics = run.step(strange)
+            assert metrics["train/skipped_steps"] == 1
+            assert metrics["bad_steps/in_a_row"] == 1
+            assert (
+                metrics["grad/norm/total"] > metrics["bad_steps/grad_norm_limit"]
+                or metrics["train/objective"] > metrics["bad_steps/loss_limit"]
+            )
+            remembered = ("slots.bad_steps.in_a_row", "slots.loss_scale.good_steps")
+            assert_identical(host(run), before, but=("step", "guard.skipped", *remembered))
+    assert skipped == [0.0] * 7 + [1.0]
+    assert_identical(host(run), host(clean), but=("step", "guard.skipped", "slots.loss_scale.good_steps"))
+
+
+def test_half_precision_trains_like_single_and_backs_off_from_overflow():
+    parsed = parse_precision("p=f32,c=float16")
+    assert parsed.loss_scale == DynamicLossScale()
+    assert str(parsed) == "params float32, compute float16, dynamic loss scale"
+    full, run = TinyRun(one_device()), TinyRun(one_device(), WATCHED, HALF)
+    for number in range(7):
+        one, other = full.step(arrays(number)), run.step(arrays(number))
+        assert other["train/loss"] == pytest.approx(one["train/loss"], rel=2e-3)  # bfloat16 stays within 1e-3
+        assert other["train/skipped_steps"] == 0
+
+    huge = jnp.asarray(2.0**24, jnp.float32)
+    run.state = eqx.tree_at(lambda s: s.slots["loss_scale"].scale, run.state, huge)
+    before, backed_off = host(run), 0
+    while run.step(arrays(8))["train/skipped_steps"] > backed_off:
+        backed_off += 1
+        assert float(run.state.slots["loss_scale"].scale) == 2.0 ** (24 - backed_off)
+        changed = ("step", "guard.skipped", "slots.loss_scale.scale", "slots.loss_scale.good_steps")
+        assert_identical(host(run), before, but=changed)
+    assert 1 <= backed_off < 16
+
+
+AVERAGES = {"ema": Ema(0.8), "late": EmaDecaySqrt(0.9, switch_step=2, decay_steps=3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [one_device, layout])
+def test_watches_and_averages_change_no_bit_of_training(where):
+    """A scale of powers of two, a window that finds nothing, and two averages; and the averages are those of the weights
+    after every step, in float64."""
+    scale = DynamicLossScale(initial=2.0**10, growth_interval=2)
+    judged = replace(ADAM, skip_bad_steps=SkipBadSteps(64))
+    plain = TinyRun(where())
+    run = TinyRun(where(), phase(optimizer=judged, averages=AVERAGES), replace(F32, loss_scale=scale))
+    weights = lambda: {p: np.asarray(tree.raw(x), np.float64) for p, x in tree.leaves(run.state.model)}  # noqa: E731
+    expected, total = {name: weights() for name in AVERAGES}, 0.0
+    for number in range(5):
+        one, other = plain.step(arrays(number)), run.step(arrays(number))
+        assert one == {name: value for name, value in other.items() if name in one}
+        count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
+        total += count
+        now = weights()
+        for name, share in (("ema", 1 - 0.8), ("late", count / total)):
+            expected[name] = {p: a + share * (now[p] - a) for p, a in expected[name].items()}
+    assert_identical(host(plain), {path: array for path, array in host(run).items() if not path.startswith("slots.")})
+    assert float(run.state.slots["loss_scale"].scale) == 2.0**12
+
+    for name, model in run.phase.averaged(run.state).items():
+        for path, leaf in tree.leaves(model):
+            np.testing.assert_allclose(np.asarray(tree.raw(leaf)), expected[name][path], atol=1e-6, err_msg=path)
+        live = {path: leaf.array.sharding for path, leaf in tree.leaves(run.state.model)}
+        assert {p: leaf.array.sharding for p, leaf in tree.leaves(run.state.slots[name].weights)} == live
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_deviation_every_average_can_be_traced(name):
+    """Against float64; one of them cannot run under jit in the program that its key comes from."""
+    average = AVERAGES[name]
+    follow, rng = jax.jit(average.follow), np.random.default_rng(0)
+    weights = rng.normal(size=(8, 3)).astype(np.float32)
+    slot, expected, total = average.init_slot({"w": jnp.asarray(weights)}), weights.astype(np.float64), 0.0
+    for number in range(8):
+        weights = rng.normal(size=(8, 3)).astype(np.float32)
+        slot = follow(slot, {"w": jnp.asarray(weights)}, jnp.asarray(number))
+        count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
+        total += count
+        expected = expected + (1 - 0.8 if name == "ema" else count / total) * (weights - expected)
+        np.testing.assert_allclose(slot.weights["w"], expected, atol=1e-6)
+
+
+def test_an_average_is_of_what_trains_alone():
+    recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),))
+    state = recipe.abstract_state(recipe.phases[0])
+    kept = {path for path, _ in tree.leaves(state.slots["ema"].weights)}
+    assert kept
+    assert all("mlp" in path for path in kept)
+    whole = jax.eval_shape(recipe.phases[0].averaged, state)["ema"]
+    assert [path for path, _ in tree.leaves(whole)] == [path for path, _ in tree.leaves(state.model)]
+
+
+MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
+# Each with a learning rate that it gets somewhere with.
+OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_trains_the_same_on_every_mesh(kind):
+    config = decode(OptimizerConfig, Source({"type": kind, "learning_rate": OPTIMIZERS[kind], "warmup": 0}))
+
+    def losses(where) -> list[float]:
+        run = TinyRun(where, phase(optimizer=config))
+        found = [run.step(arrays(number % 4))["train/loss"] for number in range(12)]
+        # The optimizer's state lies where the parameters do.
+        places = {str(leaf.array.sharding.spec) for _, leaf in tree.leaves(run.state.model)}
+        memory = [leaf for _, leaf in tree.leaves(run.state.opt_state) if tree.is_named(leaf)]
+        assert memory
+        assert {str(leaf.array.sharding.spec) for leaf in memory} <= places
+        return found
+
+    expected = losses(one_device())
+    assert expected[-1] < expected[0] - 0.1
+    for sizes in MESHES.values():
+        np.testing.assert_allclose(losses(layout(**sizes)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [lambda: Ema(1.0), lambda: Ema(-0.1), lambda: EmaDecaySqrt(decay_steps=0)])
+def test_numbers_that_make_no_average_are_refused(wrong):
+    with pytest.raises(ConfigError, match="model_averaging"):
+        wrong()

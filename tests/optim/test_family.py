@@ -1,0 +1,327 @@
+"""Every optimizer against the published algorithm in numpy float64, one row each; its fields; its masks."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.decode import decode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.models.linear import Linear
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.base import OptimizerConfig, parameter_groups
+from jaxlm.optim.clipping import ClipUpdateNorm
+from jaxlm.optim.muon import newton_schulz
+
+LAYERS, HEADS, SIZE, EMBED = hax.make_axes(layers=2, heads=2, head_size=3, embed=4)
+VOCAB = hax.Axis("vocab", 5)
+STEPS = 6
+Arrays = dict[str, np.ndarray]
+
+
+def arrays(seed: int, scale: float = 1.0) -> Arrays:
+    """A projection of two layers, a norm, and a head: {path: array}."""
+    rng = np.random.default_rng(seed)
+    shapes = {"q.weight": (2, 2, 3, 4), "norm.weight": (2, 4), "head.weight": (5, 4)}
+    return {path: scale * rng.normal(size=shape) for path, shape in shapes.items()}
+
+
+def model(of: Arrays) -> dict[str, Any]:
+    named = lambda path, *axes: hax.named(jnp.asarray(of[path], jnp.float32), axes)  # noqa: E731
+    return {
+        "q": Linear(named("q.weight", LAYERS, HEADS, SIZE, EMBED), None, EMBED, (HEADS, SIZE)),
+        "norm": {"weight": named("norm.weight", LAYERS, EMBED)},
+        "head": Linear(named("head.weight", VOCAB, EMBED), None, EMBED, VOCAB),
+    }
+
+
+def flat(params: Any) -> Arrays:
+    return {path: np.asarray(leaf.array) for path, leaf in tree.leaves(params)}
+
+
+def stepper(config: OptimizerConfig) -> tuple[Any, Any, Callable]:
+    params = model(arrays(0))
+    optimizer = config.build(parameter_groups(params, config), STEPS)
+
+    @jax.jit
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return params, optimizer.init(params), step
+
+
+def trained(config: OptimizerConfig, scale: float) -> Arrays:
+    params, state, step = stepper(config)
+    for number in range(STEPS):
+        params, state = step(params, state, model(arrays(number + 1, scale)))
+    return flat(params)
+
+
+def clipped(gradient: Arrays, most: float | None) -> Arrays:
+    norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
+    shrink = 1.0 if most is None else min(1.0, most / norm)
+    return {k: g * shrink for k, g in gradient.items()}
+
+
+def adam_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    out = {}
+    for k, g in gradient.items():
+        mean, square = memory.get(k, (0.0, 0.0))
+        mean, square = c.beta1 * mean + (1 - c.beta1) * g, c.beta2 * square + (1 - c.beta2) * g**2
+        memory[k] = mean, square
+        ahead = mean / (1 - c.beta1**t)
+        if getattr(c, "nesterov", False) and not hasattr(c, "momentum"):
+            ahead = c.beta1 * mean / (1 - c.beta1 ** (t + 1)) + (1 - c.beta1) * g / (1 - c.beta1**t)
+        out[k] = ahead / (np.sqrt(square / (1 - c.beta2**t)) + c.epsilon)
+    return out
+
+
+def lion_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    out = {k: np.sign(c.beta1 * memory.get(k, 0.0) + (1 - c.beta1) * g) for k, g in gradient.items()}
+    memory.update({k: c.beta2 * memory.get(k, 0.0) + (1 - c.beta2) * g for k, g in gradient.items()})
+    return out
+
+
+def adagrad_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    memory.update({k: memory.get(k, c.initial_accumulator_value) + g**2 for k, g in gradient.items()})
+    return {k: g / np.sqrt(memory[k] + c.epsilon) for k, g in gradient.items()}
+
+
+def orthogonal(matrix: np.ndarray, steps: int) -> np.ndarray:
+    """By its singular values: what the polynomial makes of each of them."""
+    u, s, v = np.linalg.svd(matrix, full_matrices=False)
+    s = s / np.linalg.norm(matrix)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s @ v
+
+
+def muon_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    hidden = {"q.weight": gradient["q.weight"]}
+    out = adam_direction({k: g for k, g in gradient.items() if k not in hidden}, memory, t, c)
+    for k, g in hidden.items():
+        memory[k] = c.momentum * memory.get(k, 0.0) + g
+        ahead = c.momentum * memory[k] + g if c.nesterov else memory[k]
+        layers = [orthogonal(layer.reshape(6, 4), c.backend_steps).reshape(2, 3, 4) for layer in ahead]
+        out[k] = np.stack(layers) * (0.2 * np.sqrt(6) if c.use_kimi_scaling else np.sqrt(6 / 4))
+    return out
+
+
+DIRECTIONS = {
+    "adam": adam_direction,
+    "lion": lion_direction,
+    "adagrad": adagrad_direction,
+    "muon": muon_direction,
+}
+COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
+# name of the case: (type, its keys)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("adam", {}),
+    "adam, nesterov": ("adam", {"nesterov": True, "max_grad_norm": None}),
+    "lion": ("lion", {}),
+    "lion, other numbers": ("lion", {"beta1": 0.5, "beta2": 0.8, "max_grad_norm": 0.1}),
+    "adagrad": ("adagrad", {}),
+    "adagrad, other numbers": ("adagrad", {"initial_accumulator_value": 0.5, "epsilon": 0.1, "max_grad_norm": None}),
+    "muon": ("muon", {}),
+    "muon, other numbers": ("muon", {"nesterov": False, "use_kimi_scaling": True, "backend_steps": 3, "momentum": 0.5}),
+}
+
+
+def own() -> set[str]:
+    """Those that are here, without any of other packages."""
+    return {kind for kind, cls in OptimizerConfig.get_known_choices().items() if cls.__module__.startswith("jaxlm.")}
+
+
+def config_of(kind: str, **keys: Any) -> OptimizerConfig:
+    return decode(OptimizerConfig, Source({"type": kind, **COMMON, **keys}))
+
+
+def by_hand(kind: str, config: Any, scale: float) -> Arrays:
+    params, memory = arrays(0), {}
+    for t in range(1, STEPS + 1):
+        gradient = clipped(arrays(t, scale), config.max_grad_norm)
+        for k, step in DIRECTIONS[kind](gradient, memory, t, config).items():
+            peak = config.adam_lr if kind == "muon" and k != "q.weight" else config.learning_rate
+            rate = float(config.schedule(STEPS)(t - 1)) / config.learning_rate * peak
+            decay = 0.0 if k == "norm.weight" else config.weight_decay
+            params[k] = params[k] - rate * (step + decay * params[k])
+    return params
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_the_published_algorithms(name):
+    kind, keys = CASES[name]
+    config = config_of(kind, **keys)
+    expected = by_hand(kind, config, 2.0)
+    for path, value in trained(config, 2.0).items():
+        np.testing.assert_allclose(value, expected[path], atol=3e-6, rtol=1e-5, err_msg=path)
+
+
+def test_every_optimizer_has_a_row():
+    assert own() == set(DIRECTIONS) == {kind for kind, _ in CASES.values()}
+
+
+def test_adagrad_is_torchs():
+    torch = pytest.importorskip("torch")
+    usual = {"weight_decay": 0.0, "lr_schedule": "constant", "max_grad_norm": None, "epsilon": 0.0}
+    parameter = torch.nn.Parameter(torch.tensor(arrays(0)["q.weight"], dtype=torch.float32))
+    optimizer = torch.optim.Adagrad([parameter], lr=1e-2, initial_accumulator_value=0.5, eps=0.0)
+    for number in range(STEPS):
+        parameter.grad = torch.tensor(arrays(number + 1)["q.weight"], dtype=torch.float32)
+        optimizer.step()
+    ours = trained(config_of("adagrad", **usual, initial_accumulator_value=0.5), 1.0)
+    np.testing.assert_allclose(ours["q.weight"], parameter.detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (3, 12, 5), (2, 5, 12)])
+def test_newton_schulz_against_singular_values(shape):
+    matrices = np.random.default_rng(0).normal(size=shape)
+    found = np.asarray(newton_schulz(jnp.asarray(matrices, jnp.float32), 5, 1e-8)).reshape(-1, *shape[-2:])
+    for one, expected in zip(found, matrices.reshape(-1, *shape[-2:]), strict=True):
+        np.testing.assert_allclose(one, orthogonal(expected, 5), atol=2e-4)
+        singular = np.linalg.svd(one, compute_uv=False)
+        assert singular.max() < 1.3
+        assert singular.min() > 0.3
+
+
+def test_an_update_of_large_rms_is_scaled_down_layer_by_layer():
+    most, plain = 0.5, AdamConfig(**COMMON, lr_schedule="constant", max_grad_norm=None)
+    params, state, step = stepper(dataclasses.replace(plain, update_rms_clipping=most))
+    after = flat(step(params, state, model(arrays(1)))[0])
+    free, state, step = stepper(plain)
+    unclipped = flat(step(free, state, model(arrays(1)))[0])
+    for path, before in arrays(0).items():
+        raw, given = (before - x[path] for x in (unclipped, after))
+        layers = [(raw, given)] if path == "head.weight" else list(zip(raw, given, strict=True))
+        for whole, small in layers:
+            rms = np.sqrt(np.mean((whole / 1e-2) ** 2))
+            np.testing.assert_allclose(small, whole / max(1.0, rms / most), atol=1e-6)
+
+
+def test_an_update_that_stands_out_is_scaled_down_to_what_the_last_ones_allow():
+    clip = ClipUpdateNorm(rolling_interval_length=8, sigma_factor=2.0).build()
+    state, norms, given = clip.init(None), [], []
+    update = jax.jit(clip.update)
+    sizes = [1.0, 1.2, 0.9, 1.1, 1.0, 30.0, 1.0, 1.3, 1.0, 0.8, 1.1, 50.0]
+    for size in sizes:
+        updates, state = update({"a": jnp.asarray([0.0, size])}, state)
+        past = norms[-8:]
+        limit = np.mean(past) + 2.0 * max(np.std(past), 1e-6) if len(past) >= 4 else np.inf
+        np.testing.assert_allclose(updates["a"], [0.0, min(size, limit)], rtol=1e-5)
+        norms.append(size)
+        given.append(float(updates["a"][1]))
+    assert given[5] < 2.0  # and the window remembers 30, not what it was cut to:
+    assert given[11] > 10.0
+
+
+def test_adamc_lets_the_decay_fall_with_the_rate():
+    config = AdamConfig(**COMMON | {"warmup": 3}, adamc_weight_decay=True, lr_schedule="linear", min_lr_ratio=0.2)
+    params, state, step = stepper(config)
+    expected = arrays(0)["q.weight"]
+    for number in range(STEPS):
+        params, state = step(params, state, model({k: 0 * v for k, v in arrays(1).items()}))
+        rate = float(config.schedule(STEPS)(number))
+        expected = expected * (1 - rate * 0.1 * rate / config.learning_rate)
+    np.testing.assert_allclose(flat(params)["q.weight"], expected, rtol=1e-5)
+    np.testing.assert_allclose(flat(params)["norm.weight"], arrays(0)["norm.weight"], rtol=1e-6)
+
+
+MASKS = {
+    "default": ({}, {"q.weight", "head.weight"}),
+    "no default": ({"default_weight_decay_mask": False}, {"q.weight", "head.weight", "norm.weight"}),
+    "a list": ({"weight_decay_modules": ["norm"]}, {"norm.weight"}),
+    "one expression": ({"weight_decay_modules": r".*norm.*weight|.*q\.weight"}, {"norm.weight", "q.weight"}),
+    "a list and the default": (
+        {"weight_decay_modules": ["norm"], "default_weight_decay_mask": True},
+        {"q.weight", "head.weight", "norm.weight"},
+    ),
+    "a list without the default": ({"weight_decay_modules": ["q"], "default_weight_decay_mask": False}, {"q.weight"}),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_decays(name):
+    keys, expected = MASKS[name]
+    config = config_of("adam", **keys)
+    groups = parameter_groups(model(arrays(0)), config)
+    assert {path for group in groups if group.weight_decay for path in group.paths} == expected
+
+
+def test_matrices_are_a_group_of_their_own_where_they_have_a_rule():
+    groups = parameter_groups(model(arrays(0)), config_of("muon"))
+    assert {g.name: (g.paths, g.as_matrices) for g in groups} == {
+        "matrices, decay": (("q.weight",), True),
+        "others, decay": (("head.weight",), False),
+        "others, no decay": (("norm.weight",), False),
+    }
+
+
+# What to change a field to, where twice a number or the opposite would not do; a dictionary is several fields.
+CHANGES: dict[str, Any] = {
+    "lr_schedule": "linear",
+    "warmup": 0.5,
+    "decay": 2,
+    "rewarmup": {"rewarmup": 0.5, "cycles": 2},
+    "cycles": 2,
+    "cycle_length": 3,
+    "weight_decay_modules": ["norm"],
+    "default_weight_decay_mask": False,
+    "max_grad_norm": 0.1,
+    "update_rms_clipping": 0.5,
+    "clip_update_norm": {"clip_update_norm": {"rolling_interval_length": 8}},
+}
+# Judges of steps are the engine's to ask.
+NOT_OF_BUILD = {"skip_bad_steps"}
+
+
+def fields() -> Iterator[tuple[str, str]]:
+    for kind in sorted(own()):
+        cls = OptimizerConfig.get_known_choices()[kind]
+        yield from ((kind, field.name) for field in dataclasses.fields(cls) if field.name not in NOT_OF_BUILD)
+
+
+@pytest.mark.parametrize(("kind", "name"), fields())
+def test_every_field_changes_what_is_computed(kind, name):
+    def program(config: OptimizerConfig) -> str:
+        params = model(arrays(0))
+        optimizer = config.build(parameter_groups(params, config), 100)
+        update = lambda g, s, p: optimizer.update(g, s, p)  # noqa: E731
+        state = optimizer.init(params)
+        made = jax.make_jaxpr(update)(params, state, params)
+        return str(made) + str(jax.tree.map(np.asarray, (made.consts, jax.tree.leaves(state))))
+
+    before = config_of(kind)
+    value = getattr(before, name)
+    if name in CHANGES:
+        keys = copy.deepcopy(CHANGES[name] if isinstance(CHANGES[name], dict) else {name: CHANGES[name]})
+    else:
+        keys = {
+            name: (not value) if isinstance(value, bool) else value * 2 if value * 2 < 1 or value >= 1 else value / 2
+        }
+    assert program(config_of(kind, **keys)) != program(before), json.dumps(keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("adam", {"max_grad_norm": 0.0}),
+        ("adam", {"update_rms_clipping": -1.0}),
+        ("adam", {"clip_update_norm": {"rolling_interval_length": 1}}),
+        ("adam", {"update_rms_clipping": 1.0, "clip_update_norm": {}}),
+        ("adam", {"weight_decay_modules": ["nothing"]}),
+    ],
+)
+def test_what_makes_no_optimizer_is_refused(kind, keys):
+    with pytest.raises(ConfigError, match="optimizer"):
+        stepper(config_of(kind, **keys))

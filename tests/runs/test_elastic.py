@@ -1,0 +1,56 @@
+"""A run that goes on with fewer and fewer devices, and from FSDP to tensor parallelism and back."""
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+
+from tests.runs.commands import Workplace
+
+STEPS = 50
+TENSOR = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
+# Devices, mesh options, and the step at which the process is told to stop.
+LEGS = [(8, (), 13), (4, TENSOR, 25), (2, (), 38), (1, (), None)]
+RUN = (
+    *("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3"),
+    "--trainer.watch",
+    "{watch_targets: [batch], include_norms: false, include_per_parameter_norms: false, interval: 1}",
+)
+
+
+def logged(place: Workplace) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, hash of the batch); fails on a step that is logged twice."""
+    found = {}
+    for line in (place.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "train/loss" in record:
+            assert record["step"] not in found
+            found[record["step"]] = (record["train/loss"], record["data/batch_hash"])
+    return found
+
+
+@pytest.mark.slow
+def test_eight_four_two_one(workplace):
+    reference = workplace(1)
+    reference.write()
+    result = reference.run(*RUN)
+    assert result.code == 0, result.err
+    place = workplace()
+    place.write()
+    for devices, mesh, stop in LEGS:
+        here = replace(place, devices=devices)
+        if stop is None:
+            result = here.run(*RUN, *mesh)
+            assert result.code == 0, result.err
+        else:
+            signalled = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
+            result = here.run(*RUN, *mesh, module="tests.runs.signalled", **signalled)
+            assert result.code == 128 + signal.SIGTERM, result.err
+            assert f"step-{stop}" in place.checkpoints()
+    expected, found = logged(reference), logged(place)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert {step: batch for step, (_, batch) in found.items()} == {step: batch for step, (_, batch) in expected.items()}
+    assert len({batch for _, batch in found.values()}) > STEPS // 2
+    worst = max(abs(found[step][0] / expected[step][0] - 1) for step in expected)
+    assert worst < 1e-5

@@ -1,0 +1,166 @@
+"""The mesh keys of the guide: what each comes to on eight devices, and what is refused or said."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.config import TrainerConfig, decode_run
+from jaxlm.core import tree
+from jaxlm.core.decode import decode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.mesh import mesh_shape
+from jaxlm.core.yaml_source import Source
+from jaxlm.meshing import plan_mesh
+from jaxlm.plan import Plan, make_plan, plan_batches
+from tests.engine import helpers
+
+MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "intermediate_dim": 32}
+
+
+def plan_of(**trainer: Any) -> Plan:
+    tree = {"model": {**MODEL, "num_kv_heads": 4}, "trainer": {"train_batch_size": 16, **trainer}}
+    return make_plan(decode_run(Source(tree), None), "x", 64)
+
+
+def mappings(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    layout = plan_of(**trainer).layout
+    return dict(layout.compute), dict(layout.parameter)
+
+
+# Of the guide's table: devices, model axis, replicas, batch, per device -> mesh, micro-batch, micro-batches, evaluation.
+DIVISIONS = [
+    ((1, 1, 1, 32, -1), ((1, 1, 1), 32, 1, 32)),
+    ((8, 1, 1, 512, -1), ((1, 8, 1), 512, 1, 512)),
+    ((8, 1, 1, 512, 4), ((1, 8, 1), 32, 16, 32)),
+    ((8, 2, 1, 512, 4), ((1, 4, 2), 16, 32, 16)),
+    ((8, 8, 1, 512, 4), ((1, 1, 8), 4, 128, 4)),
+    ((8, 2, 2, 64, 2), ((2, 2, 2), 8, 8, 8)),
+    ((8, 1, 1, -1, 4), ((1, 8, 1), 32, 1, 32)),
+]
+INDIVISIBLE = [
+    ((8, 1, 1, 100, -1), "train_batch_size: 100.*96, 104"),
+    ((8, 1, 1, 4, -1), "train_batch_size: 4.*8 devices"),
+    ((8, 1, 1, 512, 5), "per_device_parallelism: 5.*Allowed: 1, 2, 4, 8"),
+    ((6, 4, 1, 512, -1), "model_axis_size.*6 devices. Allowed products: 1, 2, 3, 6"),
+]
+
+
+def divided(devices: int, model: int, replica: int, batch: int, per_device: int, key: str = "per_device_parallelism"):
+    shape = mesh_shape(devices, replica=replica, model=model)
+    trainer = decode(TrainerConfig, Source({"train_batch_size": batch, key: per_device}))
+    batches = plan_batches(trainer, shape.replica * shape.data)
+    sizes = (shape.replica, shape.data, shape.model)
+    return sizes, batches.microbatch, batches.num_microbatches, batches.eval
+
+
+@pytest.mark.parametrize(("given", "expected"), DIVISIONS)
+def test_how_batch_and_devices_divide(given, expected):
+    assert divided(*given) == expected
+    assert divided(*given, key="per_device_train_parallelism") == expected
+
+
+@pytest.mark.parametrize(("given", "named"), INDIVISIBLE)
+def test_what_does_not_divide_is_named(given, named):
+    with pytest.raises(ConfigError, match=named):
+        divided(*given)
+
+
+def test_two_names_of_parallelism():
+    """Deviation: the guide's table says per_device_train_parallelism, its example per_device_parallelism."""
+    both = TrainerConfig(per_device_parallelism=2, per_device_train_parallelism=2)
+    assert both.parallelism == 2
+    with pytest.raises(ConfigError, match=r"per_device_parallelism: 2 .*per_device_train_parallelism: 4"):
+        _ = replace(both, per_device_train_parallelism=4).parallelism
+
+
+BATCH = {"batch": ("replica", "data")}
+
+
+def test_what_the_keys_come_to():
+    assert mappings() == (BATCH, {**BATCH, "embed": "data"})
+    tensor = {"mlp": "model", "heads": "model", "kv_heads": "model"}
+    assert mappings(tensor_parallel_axes=["mlp", "heads"]) == (BATCH | tensor, BATCH | tensor | {"embed": "data"})
+    assert mappings(fsdp_axis=None) == (BATCH, BATCH)
+    both = {"tensor_parallel_axes": ["mlp"], "fsdp_axis": "mlp", "model_axis_size": 2}
+    assert mappings(**both) == (BATCH | {"mlp": "model"}, BATCH | {"mlp": "data"})
+    resources = {"batch": "data", "vocab": "model", "mlp": "model", "heads": "model"}
+    advanced = {"axis_resources": resources, "parameter_axis_resources": {"embed": "data"}, "model_axis_size": 2}
+    compute = resources | BATCH
+    assert mappings(**advanced) == (compute, compute | {"embed": "data"})
+
+
+def test_compute_axis_resources_exist():
+    """Deviation: the guide documents compute_axis_resources, and the reference has no such key."""
+    compute, parameter = mappings(compute_axis_resources={"mlp": "model"}, model_axis_size=2)
+    assert compute == BATCH | {"mlp": "model"}
+    assert parameter == BATCH | {"embed": "data"}
+
+
+def test_t6_a_list_of_fsdp_axes_shards_by_each():
+    """Trap T6: the reference turns the list into text, and FSDP is off without a word."""
+
+    def spread(fsdp: Any) -> dict[str, Any]:
+        layout = plan_of(fsdp_axis=fsdp).layout
+        axes = helpers.MODEL.build(helpers.vocab_axis(64), key=jax.random.PRNGKey(0))
+        leaves = [leaf for _, leaf in tree.leaves(axes)]
+        return {str(leaf.axes): layout.parameter_sharding(leaf.axes).spec for leaf in leaves}
+
+    whole, one, two = (str(spread(fsdp)).count("'data'") for fsdp in (None, "embed", ["embed", "mlp"]))
+    assert whole == 0
+    assert 0 < one == two  # every array over mlp has embed too, which has it first
+    only_mlp = spread(["mlp"])
+    assert [("mlp" in axes) == ("data" in spec) for axes, spec in only_mlp.items()] == [True] * len(only_mlp)
+    _, parameter = mappings(axis_resources={"mlp": ["model"]}, parameter_axis_resources={"vocab": ["replica", "data"]})
+    assert parameter["mlp"] == ("model",)
+    assert parameter["vocab"] == ("replica", "data")
+
+
+REFUSED = {
+    "nothing on the model axis": ({"model_axis_size": 2}, "'model' has 2 devices and no logical axis.*tensor_parallel"),
+    "nothing on an axis of one's own": ({"mesh": {"axes": {"data": -1, "x": 2}}}, "'x' has 2 devices"),
+    "mapped to nothing": ({"axis_resources": {"mlp": []}}, "'mlp' is mapped to nothing"),
+    "does not divide": ({"axis_resources": {"heads": "data"}, "fsdp_axis": None}, "'heads' has size 4.*8 devices"),
+    "twice in one array": (
+        {"tensor_parallel_axes": ["mlp", "embed"], "model_axis_size": 2},
+        "'mlp' and 'embed' are both mapped onto 'model'.*mlp.*weight has both",
+    ),
+    "two sizes": ({"mesh": {"axes": {"model": -1}}, "model_axis_size": 2}, "model_axis_size: 2 .*mesh.axes"),
+    "two mappings": (
+        {"mesh": {"shared_mapping": {"mlp": "data"}}, "axis_resources": {"mlp": "model"}},
+        "axis_resources.mlp: model given.*shared_mapping.mlp: data",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_waste_and_contradiction_are_errors(case):
+    trainer, named = REFUSED[case]
+    with pytest.raises(ConfigError, match=named):
+        plan_of(**trainer)
+
+
+def test_what_is_merely_wasteful_or_overridden_is_said():
+    assert "'data': its 8 devices" in plan_of(batch_axis=None).warnings[0]
+    (said,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
+    assert said.startswith("trainer.axis_resources.batch: data is replaced by batch_axis")
+    assert plan_of(axis_resources={"batch": "data"}).warnings == ()
+
+
+def test_a_free_mesh_with_sequences_cut_in_two_computes_the_same():
+    free = {"axes": {"data": -1, "context": 2, "model": 2}, "compute_mapping": {"position": "context"}}
+    layout = plan_of(mesh=free, tensor_parallel_axes=["mlp", "heads"]).layout
+    assert dict(layout.mesh.shape) == {"replica": 1, "data": 2, "context": 2, "model": 2}
+    columns = helpers.arrays(0)
+    found = []
+    for where in (helpers.one_device(), layout):
+        run = helpers.TinyRun(where)
+        found.append([run.step(columns)["train/loss"] for _ in range(3)])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_plan_mesh_names_unknown_axes():
+    with pytest.raises(ConfigError, match=r"'data' is mapped|logical axis 'embed'"):
+        plan_mesh(TrainerConfig(), {"mlp": 8}, {}, jax.devices())

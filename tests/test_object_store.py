@@ -1,0 +1,61 @@
+"""A run whose checkpoints lie in a real object store on this machine (moto's server, by s3fs)."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.remote import RemoteFolder
+from tests.test_origin import Trainings
+
+
+@pytest.fixture
+def bucket(monkeypatch) -> Iterator[str]:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    with contextlib.closing(contextlib.ExitStack()) as closing:
+        closing.callback(server.stop)
+        closing.callback(s3fs.S3FileSystem.clear_instance_cache)
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield "s3://bucket"
+
+
+@pytest.mark.slow
+def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
+    trainings = Trainings(tmp_path)
+
+    def run(name: str, steps: int, machine: str, **trainer):
+        checkpointer = {"base_path": f"{bucket}/runs", "keep": [{"every": 2}], "save_interval": 0}
+        checkpointer["staging_dir"] = f"{tmp_path}/{machine}"
+        return trainings.run(name, steps, trainer={"checkpointer": checkpointer, **trainer})
+
+    trainings.run("whole", 6)
+    run("x", 3, "first")
+    assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
+    run("x", 6, "second")  # another machine: nothing of the first one's staging folder
+    assert "going on, from" in trainings.said
+    assert trainings.losses("x") == trainings.losses("whole")
+    assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
+    run("y", 6, "third", initialize_from_state=f"{bucket}/runs/x/step-4")
+    assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
+    run("z", 1, "third", initialize_from=f"{bucket}/runs")
+    assert "/step-6; steps, optimizer and data begin anew" in trainings.said
+
+
+def test_a_store_that_cannot_be_written_is_one_message(tmp_path):
+    trainings = Trainings(tmp_path)
+    with pytest.raises(ConfigError, match=r"base_path|nosuch"):
+        trainings.run("x", 1, trainer={"checkpointer": {"base_path": "nosuch://bucket"}})

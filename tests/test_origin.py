@@ -1,0 +1,222 @@
+"""What a run begins with: its own checkpoint, another run's state, another's weights; and what is refused.
+
+Runs of the trainer in this process, on eight devices.
+"""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxlm.config import decode_run
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.engine.console import Console
+from jaxlm.engine.naming import find_checkpoints
+from jaxlm.train import train
+
+MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4, "intermediate_dim": 32}
+
+
+class Trainings:
+    """Runs in one folder; `said` is what the last one showed."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "text").mkdir()
+        (folder / "text" / "a.txt").write_text("".join(f"some words {n * n % 97} and more\n" for n in range(400)))
+        self.checkpointer = {"base_path": f"{folder}/checkpoints", "keep": [{"every": 2}]}
+        self.said = ""
+
+    def config(self, run_id: str, steps: int, **sections: Any) -> dict[str, Any]:
+        trainer = {
+            "id": run_id,
+            "num_train_steps": steps,
+            "train_batch_size": 8,
+            "log_dir": f"{self.folder}/logs",
+            "compilation_cache_dir": f"{self.folder}/xla",
+            "checkpointer": self.checkpointer,
+            **sections.pop("trainer", {}),
+        }
+        data = {"train_urls": [f"{self.folder}/text"], "cache_dir": f"{self.folder}/cache", "vocab_size": 280}
+        optimizer = {"learning_rate": 1e-2, "warmup": 0, "lr_schedule": "constant"}
+        tree = {"data": data, "model": {**MODEL, "num_kv_heads": 4}, "trainer": trainer, "optimizer": optimizer}
+        return {**tree, **sections}
+
+    def run(self, run_id: str, steps: int, **sections: Any) -> Any:
+        stream = io.StringIO()
+        try:
+            return train(decode_run(Source(self.config(run_id, steps, **sections)), None), Console(stream))
+        finally:
+            self.said = stream.getvalue()
+
+    def losses(self, run_id: str) -> dict[int, str]:
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return {r["step"]: r["train/loss"].hex() for r in map(json.loads, lines) if "train/loss" in r}
+
+    def place(self, run_id: str) -> Path:
+        return self.folder / "checkpoints" / run_id
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory) -> Trainings:
+    """`whole` has trained for six steps; `part` has been trained for four of them."""
+    made = Trainings(tmp_path_factory.mktemp("trainings"))
+    made.run("whole", 6, trainer={"log_jaxprs": True, "log_xla_hlo": True})
+    made.run("part", 4, trainer={"checkpointer": {**made.checkpointer, "keep": [{"every": 3}]}})
+    return made
+
+
+def parameters(state: Any) -> dict[str, np.ndarray]:
+    return {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
+
+
+def saved_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        paths = reader.metadata(checkpoint / "state").item_metadata.tree
+        as_numpy = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
+        return reader.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
+    return one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
+
+
+def test_t3_the_last_step_is_always_saved_for_good(trainings):
+    """Trap T3: in the reference a run ends with whatever its last timed save was."""
+    assert [path.name for path in find_checkpoints(trainings.place("part"))] == ["step-3", "step-4"]
+    cursor = json.loads((trainings.place("part") / "step-4" / "run" / "cursor.json").read_text())
+    assert cursor["temporary"] is False
+
+
+def test_programs_are_written_where_they_are_asked_for(trainings):
+    artifacts = trainings.folder / "logs" / "whole" / "artifacts"
+    assert "lambda" in (artifacts / "train.jaxpr.txt").read_text()
+    assert "ENTRY" in (artifacts / "train.hlo.txt").read_text()
+    assert not (trainings.folder / "logs" / "part" / "artifacts").exists()
+
+
+@pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])
+def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, key):
+    name = f"by_{key}"
+    result = trainings.run(name, 6, trainer={key: str(trainings.place("part"))})
+    assert f"going on, from {trainings.place('part')}/step-4" in trainings.said
+    losses = trainings.losses("whole")
+    assert trainings.losses(name) == {step: losses[step] for step in (5, 6)}
+    assert [path.name for path in find_checkpoints(trainings.place(name))] == ["step-6"]
+    assert int(result.state.step) == 6
+
+
+@pytest.mark.slow
+def test_t4_ones_own_checkpoints_come_before_every_other(trainings):
+    trainings.run("own", 2)
+    trainings.run("own", 4, trainer={"load_checkpoint_path": str(trainings.place("whole")), "load_checkpoint": True})
+    assert f"going on, from {trainings.place('own')}/step-2" in trainings.said
+
+
+@pytest.mark.slow
+def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
+    result = trainings.run("adopted", 6, trainer={"load_checkpoint_path": str(trainings.place("whole"))})
+    assert "the run is complete" in trainings.said
+    assert result.checkpoint == trainings.place("adopted") / "step-6"
+
+
+def test_initialize_from_takes_the_model_alone(trainings):
+    """Deviation: the guide says that the model is initialised, the reference loads the whole state and its step."""
+    source = trainings.place("whole") / "step-2"
+    result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})
+    assert f"the model's weights are those of {source}" in trainings.said
+    assert sorted(trainings.losses("begun")) == [1, 2]
+    assert int(result.state.guard.updates) == 2
+    begun, saved = parameters(result.state), saved_arrays(source)
+    assert {path: np.array_equal(array, saved[f"model.{path}"]) for path, array in begun.items()} == dict.fromkeys(
+        begun, True
+    )
+    assert trainings.losses("begun")[1] != trainings.losses("whole")[1]
+
+
+@pytest.mark.slow
+def test_the_newest_below_a_folder_of_runs_is_the_one_with_the_most_steps(trainings):
+    """Deviation: the reference sorts by time first."""
+    (trainings.place("part") / "step-4" / "checksums.json").touch()
+    trainings.run("discovered", 6, trainer={"load_checkpoint_path": str(trainings.folder / "checkpoints")})
+    assert "/step-6" in trainings.said.split("the run is complete")[1].splitlines()[0]
+
+
+WIDER = {**MODEL, "num_kv_heads": 4, "tie_word_embeddings": True}
+
+
+@pytest.mark.slow
+def test_partial_checkpoints_list_what_is_missing_and_what_is_left_out(trainings):
+    tied = {"trainer": {"initialize_from": str(trainings.place("whole"))}, "model": WIDER}
+    with pytest.raises(ConfigError, match=r"(?s)another model.*this model has none.*allow_partial_checkpoint"):
+        trainings.run("tied", 2, **tied)
+    tied["trainer"]["allow_partial_checkpoint"] = True
+    trainings.run("tied", 2, **tied)
+    assert "1 arrays are only in it, and are left out: model.head" in trainings.said
+    back = {"trainer": {"initialize_from": str(trainings.place("tied")), "allow_partial_checkpoint": True}}
+    result = trainings.run("untied", 2, **back, optimizer={"learning_rate": 0.0})
+    assert "1 arrays are not in it, and begin anew: model.head" in trainings.said
+    fresh = parameters(trainings.run("fresh", 2, optimizer={"learning_rate": 0.0}).state)
+    heads = [path for path in fresh if path.startswith("head")]
+    assert same({p: parameters(result.state)[p] for p in heads}, {p: fresh[p] for p in heads})
+    other_sizes = {**MODEL, "num_kv_heads": 4, "hidden_dim": 64}
+    with pytest.raises(ConfigError, match=r"\[.*64.*\]"):
+        trainings.run("sizes", 2, **back, model=other_sizes)
+
+
+REFUSED = {
+    "load_checkpoint": ({"load_checkpoint": True}, "load_checkpoint: true, but there is no checkpoint at"),
+    "nothing there": ({"initialize_from": "nowhere"}, "initialize_from: no checkpoint at nowhere"),
+    "nothing to go on from": ({"initialize_from_state": "nowhere"}, "initialize_from_state: no checkpoint at nowhere"),
+    "both": ({"initialize_from": "a", "initialize_from_state": "b"}, "Leave one of them out"),
+    "no and where": ({"load_checkpoint": False, "load_checkpoint_path": "a"}, "Leave one of them out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_begun_is_refused_before_anything_is_written(trainings, case):
+    trainer, named = REFUSED[case]
+    with pytest.raises(ConfigError, match=named):
+        trainings.run("refused", 2, trainer=trainer)
+    assert not (trainings.folder / "logs" / "refused").exists()
+
+
+def test_beginning_again_over_checkpoints_is_refused(trainings):
+    with pytest.raises(ConfigError, match="load_checkpoint: false, but the run 'part' has checkpoints"):
+        trainings.run("part", 4, trainer={"load_checkpoint": False})
+
+
+@pytest.mark.slow
+def test_load_if_possible_says_where_there_is_nothing(trainings):
+    trainings.run("possible", 2, trainer={"load_checkpoint_path": "nowhere"})
+    assert "no checkpoint at nowhere" in trainings.said
+    assert sorted(trainings.losses("possible")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "kind", ["relative", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("absolute", "url"))]
+)
+def test_t2_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
+    """Trap T2: with the reference's default, a relative path, they never are."""
+    monkeypatch.chdir(trainings.folder)
+    base = {"relative": "temporary", "absolute": f"{trainings.folder}/absolute", "url": "memory://runs/"}[kind]
+    checkpointer = {"base_path": base, "save_interval": 0, "keep": [], "staging_dir": f"{trainings.folder}/staging"}
+    trainings.run("x", 3, trainer={"checkpointer": checkpointer, "log_dir": f"{trainings.folder}/logs_{kind}"})
+    if kind == "url":
+        import fsspec
+
+        found = fsspec.filesystem("memory").ls("/runs/x", detail=False)
+    else:
+        found = (Path(base) / "x").iterdir()
+    assert [str(path).rpartition("/")[2] for path in found] == ["step-3"]
+    checkpointer["delete_old_temp_checkpoints"] = False
+    if kind == "absolute":
+        trainings.run("kept", 3, trainer={"checkpointer": checkpointer})
+        assert len(find_checkpoints(Path(base) / "kept")) == 4

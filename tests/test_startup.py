@@ -1,0 +1,39 @@
+"""Keys that a start looks at before anything is planned."""
+
+import jax
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import configure_jax
+from jaxlm.startup import check_accelerator
+from tests.test_meshing import plan_of
+
+
+def test_require_accelerator():
+    """Deviation: the reference refuses CPUs by default, after trackers and Ray have started."""
+    check_accelerator(plan_of())
+    check_accelerator(plan_of(require_accelerator=False))
+    with pytest.raises(ConfigError, match="require_accelerator: true, but jax finds only CPUs"):
+        check_accelerator(plan_of(require_accelerator=True))
+
+
+def test_jax_config_sets_options_of_jax_and_names_wrong_ones():
+    before = jax.config.jax_default_matmul_precision
+    try:
+        configure_jax({"jax_default_matmul_precision": "highest"})
+        assert jax.config.jax_default_matmul_precision == "highest"
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    with pytest.raises(ConfigError, match=r"trainer.jax_config.jax_no_such_option"):
+        configure_jax({"jax_no_such_option": 1})
+    with pytest.raises(ConfigError, match=r"trainer.jax_config.jax_default_matmul_precision: 'sharp' given"):
+        configure_jax({"jax_default_matmul_precision": "sharp"})
+    with pytest.raises(ConfigError, match="compilation_cache_dir"):
+        configure_jax({"jax_compilation_cache_dir": "x"})
+
+
+def test_shutdown_at_exit_says_who_does_that():
+    assert plan_of(shutdown_at_exit=False).config.trainer.shutdown_at_exit is False
+    for value in (True, 60.0):
+        with pytest.raises(ConfigError, match=r"shutdown_at_exit.*does not turn machines off"):
+            plan_of(shutdown_at_exit=value)
