@@ -20,6 +20,7 @@ from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.interop.model_section import with_hf_model
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
@@ -203,6 +204,15 @@ class RunConfig:
         phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
             own. Without any, the top level is the one phase.
         epoch: so many passes over each phase's training data, instead of `num_train_steps`; 0 counts steps.
+        initialize_from_hf: start from weights of Hugging Face: a folder with config.json and safetensors, or the hub's
+            `name` or `name@revision`; true means the folder that data.tokenizer names, false random weights.
+        hf_weight_names: for a file or folder of another program (.safetensors, .pt, .pth, .bin) in initialize_from_hf:
+            regular expression on its names to the name at Hugging Face (`\\1` for groups); names that none matches are left
+            out.
+        use_hf_model_config: take the model section from that folder's config.json; keys that are written here go over it.
+        hf_save_path: folders for transformers go here, as `step-N`; null writes none.
+        hf_save_steps: steps between two of them; one more follows the last step.
+        hf_save_dtype: of their numbers: float32, bfloat16 or float16; null means as trained.
         dry_run: resolve, trace and compile, print the plan and the memory, draw the learning rate into the log folder,
             and stop.
     """
@@ -215,6 +225,12 @@ class RunConfig:
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
     epoch: int = 0
+    initialize_from_hf: bool | str = False
+    hf_weight_names: dict[str, str] = field(default_factory=dict)
+    use_hf_model_config: bool = False
+    hf_save_path: str | None = None
+    hf_save_steps: int = 10_000
+    hf_save_dtype: str | None = None
     dry_run: bool = False
 
 
@@ -269,7 +285,7 @@ def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R
     """A run from a tree: phases take what they leave out from the top level, and the run its id where it has none: from
     the environment's RUN_ID, a tracker's `id`, or `name`."""
     load_installed_plugins()
-    config = decode(kind, Source(_with_inherited(source.tree), source.marks))
+    config = decode(kind, Source(with_hf_model(_with_inherited(source.tree)), source.marks))
     name = _name_elsewhere(config) or name
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))

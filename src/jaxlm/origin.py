@@ -17,6 +17,9 @@ from jaxlm.engine.remote import is_url
 from jaxlm.engine.restore import Found, newest_below, newest_good, restore
 from jaxlm.engine.staging import staged
 from jaxlm.engine.state import RunState, create
+from jaxlm.interop.folder import load_model
+from jaxlm.interop.hub import local_folder
+from jaxlm.interop.model_section import hf_name
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
 
@@ -52,7 +55,7 @@ class Origin:
     def load_weights(self, plan: Plan, show: Show) -> LanguageModel | None:
         """The model that the first phase is entered with, or None. Call it inside `plan.layout.use()`."""
         if self.weights is None:
-            return None
+            return _imported(plan, show)
         show(f"the model's weights are those of {self.weights.path}; steps, optimizer and data begin anew")
         partial = plan.config.trainer.allow_partial_checkpoint
         make = plan.recipe.first_model
@@ -60,6 +63,17 @@ class Origin:
         return restore(
             self.weights, jax.eval_shape(make), plan.layout, prefix="model", fresh=fresh, show=show, cast=True
         )
+
+
+def _imported(plan: Plan, show: Show) -> LanguageModel | None:
+    """The weights of Hugging Face that are configured, if any are."""
+    name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None:
+        return None
+    path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
+    show(f"weights: {path}")
+    abstract = jax.eval_shape(plan.recipe.first_model)
+    return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names)
 
 
 def check_origin(plan: Plan) -> None:
@@ -72,6 +86,10 @@ def check_origin(plan: Plan) -> None:
     if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
         raise ConfigError(
             "trainer.initialize_from and initialize_from_state: one takes the model, the other all. Leave one of them out"
+        )
+    if trainer.initialize_from is not None and plan.config.initialize_from_hf:
+        raise ConfigError(
+            "trainer.initialize_from and initialize_from_hf: both name the first weights. Leave one of them out"
         )
     if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
         raise ConfigError("trainer.load_checkpoint: false given, and a load_checkpoint_path. Leave one of them out")

@@ -15,10 +15,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import TRAIN_BPE, DataConfig
 from jaxlm.engine.phases import Phase, Recipe
 from jaxlm.engine.remote import is_url
 from jaxlm.engine.staging import Staging, staging_folder
+from jaxlm.interop.family import family_of_config
+from jaxlm.interop.folder import parse_dtype
+from jaxlm.interop.model_section import hf_name
 from jaxlm.meshing import plan_mesh
 from jaxlm.models.base import ModelConfig, vocab_axis
 
@@ -187,6 +190,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     meshing = plan_mesh(trainer, sizes, names, devices)
+    check_hugging_face(config)
     phases, data = plan_phases(config)
     plan = Plan(
         config=config,
@@ -201,6 +205,24 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     for phase in phases:
         plan.recipe.abstract_state(phase)  # surgeries that do not apply and patterns that match nothing fail here
     return plan
+
+
+def check_hugging_face(config: RunConfig) -> None:
+    """Raises `ConfigError` for keys about imported and exported weights that cannot be followed."""
+    if config.hf_save_steps < 1:
+        raise ConfigError(f"hf_save_steps: {config.hf_save_steps} given, 1 or more expected")
+    if config.hf_save_dtype is not None:
+        parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+    if config.hf_save_path is not None:
+        family_of_config(config.model)
+    name = hf_name(config.initialize_from_hf, config.data.tokenizer)
+    if name is None and config.hf_weight_names:
+        raise ConfigError("hf_weight_names: given, but initialize_from_hf names no weights. Leave it out, or name some")
+    if name is not None and config.data.tokenizer == TRAIN_BPE:
+        raise ConfigError(
+            "initialize_from_hf: the weights go with a tokenizer, and data.tokenizer would train another one. Set it to"
+            " the folder of the weights"
+        )
 
 
 def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:

@@ -33,6 +33,8 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.evals.base import EvalContext, ValidationSet
+from jaxlm.exporting import ExportHook
+from jaxlm.interop.folder import parse_dtype
 from jaxlm.lineage import DATA_IDENTITY, data_identity
 from jaxlm.plan import Plan
 
@@ -121,6 +123,17 @@ class Run:
         complete = found.cursor.step == self.plan.num_steps
         self.writer.save(state, replace(found.cursor, temporary=not complete), found.position())
         self.writer.wait()
+
+    def export_hooks(self, phase: Phase) -> list[ExportHook]:
+        """What writes folders for transformers, where that is configured."""
+        config = self.plan.config
+        if config.hf_save_path is None:
+            return []
+        dtype = self.plan.precision.params
+        if config.hf_save_dtype is not None:
+            dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+        folder = Path(config.hf_save_path)
+        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.show)]
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""

@@ -16,6 +16,7 @@ from jaxlm.models.kernels import default_chunk_tokens
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_keep
 from jaxlm.models.stack import in_a_loop
+from jaxlm.models.transformer import Transformer
 from jaxlm.plan import Plan
 
 
@@ -92,9 +93,13 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     """What the layers of the plan's training step attend with, each that differs once."""
     model, layout = plan.config.model, plan.layout
     built = jax.eval_shape(lambda: model.build(plan.recipe.Vocab, key=jax.random.key(0)))
-    layers = tree.modules(built, SelfAttention)
-    capability = cuda_capability(layout.device)
-    tasks = (layer.task(layout.platform, capability, plan.precision.compute, model.seq_len) for layer in layers)
+    shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
+    tasks = (
+        layer.task(*shared, kind.window)
+        for body in tree.modules(built, Transformer)
+        for layer in tree.modules(body, SelfAttention)
+        for kind in body.kinds
+    )
     return [choose_attention(task, model.attn_backend) for task in dict.fromkeys(tasks)]
 
 

@@ -181,7 +181,7 @@ def _train_phase(
             step.call,
             batches,
             reports=Reports(phase.name, run.workload(), listeners, plan.config.trainer.watch),
-            hooks=[*profiling, run.eval_hook(phase, data)],
+            hooks=[*profiling, run.eval_hook(phase, data), *run.export_hooks(phase)],
             saver=saver,
             ballot=run.ballot,
             stop=run.stop,

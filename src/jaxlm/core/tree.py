@@ -96,6 +96,12 @@ def modules(tree: Any, kind: type[M]) -> list[M]:
     return [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
 
 
+def modules_by_path(tree: Any, kind: type[M]) -> list[tuple[str, M]]:
+    """(path, module) of every module of a type."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [(dotted(path), node) for path, node in found if isinstance(node, kind)]
+
+
 def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]) -> T:
     """The tree with `change` applied to every module of a type whose path the expression is found in.
 

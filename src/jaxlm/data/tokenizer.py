@@ -22,6 +22,10 @@ _USUAL_NAMES = {
     "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>"),
     "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
 }
+_SETTINGS = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
+# What a Hugging Face folder may hold for those who use the tokenizer in other ways.
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json")
 _LONG_TEXT = 1 << 20  # characters; longer texts are cut, so that all cores work on one, and in bounded memory
 _ENCODED_AT_ONCE = 1 << 23  # characters
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -34,7 +38,6 @@ class Tokenizer:
     Attributes:
         vocab_size: ids run from 0 to this, exclusive.
         bos_id, eos_id: of the tokens that begin and end a document; None where there is none.
-        chat_template: that comes with it; None where there is none.
     """
 
     def __init__(
@@ -42,11 +45,9 @@ class Tokenizer:
         backend: "tokenizers.Tokenizer",
         bos_id: int | None,
         eos_id: int | None,
-        *,
-        chat_template: str | None = None,
-        names: Mapping[str, str] | None = None,
+        beside: Mapping[str, bytes] | None = None,
     ):
-        """Args: names: further special tokens by what a chat template calls them (`pad_token`)."""
+        """Args: beside: the files that stood beside it (chat template, ...), which are kept for other programs."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # as the text that they are
@@ -55,8 +56,7 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.bos_id = bos_id
         self.eos_id = eos_id
-        self.chat_template = chat_template
-        self._names = dict(names or {})
+        self._beside = dict(beside or {})
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special tokens around it. Uses all cores."""
@@ -86,11 +86,27 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(made))
 
     @property
+    def chat_template(self) -> str | None:
+        """Of `chat_template.jinja` beside it, or of its settings; of several, the one named default; None without any."""
+        if _CHAT_TEMPLATE in self._beside:
+            return self._beside[_CHAT_TEMPLATE].decode("utf-8")
+        found = self._settings.get("chat_template")
+        if isinstance(found, list):
+            found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+        return found
+
+    @property
     def template_names(self) -> dict[str, str]:
         """What a chat template calls the special tokens -> how they are written."""
+        settings = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._settings.items()}
+        named = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         known = {k: self._backend.id_to_token(i) for k, i in numbers.items() if i is not None}
-        return self._names | {name: token for name, token in known.items() if token is not None}
+        return named | {name: token for name, token in known.items() if token is not None}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return json.loads(self._beside.get(_SETTINGS, b"{}"))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids; special tokens are left out unless `special`."""
@@ -118,14 +134,22 @@ class Tokenizer:
         return hashlib.sha256(f"{self._json()} {self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them."""
+        """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them, and what was beside."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        names: dict[str, str | None] = {"bos_token": None, "eos_token": None} | self.template_names
-        if self.chat_template is not None:
-            names["chat_template"] = self.chat_template
-        (folder / "tokenizer_config.json").write_text(json.dumps(names))
-        (folder / "tokenizer.json").write_text(self._json())
+        for name, content in {**self._beside, **self._own_files({})}.items():
+            (folder / name).write_bytes(content)
+
+    def files(self, *, most_tokens: int) -> dict[str, bytes]:
+        """What `save` writes, with settings that transformers needs to open a tokenizer of any origin."""
+        needed = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": most_tokens}
+        return {**self._beside, **self._own_files(needed)}
+
+    def _own_files(self, defaults: Mapping[str, Any]) -> dict[str, bytes]:
+        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        names = {key: None if i is None else self._backend.id_to_token(i) for key, i in numbers.items()}
+        settings = json.dumps({**defaults, **names, **self._settings})
+        return {_SETTINGS: settings.encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)
@@ -185,25 +209,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
     backend = tokenizers.Tokenizer.from_file(str(file))
-    ends = (_special_id(backend, file, side) for side in ("bos", "eos"))
-    return Tokenizer(backend, *ends, chat_template=_chat_template(file), names=_template_names(file))
-
-
-def _chat_template(file: Path) -> str | None:
-    """Of `chat_template.jinja` beside the tokenizer, or of `tokenizer_config.json`; of several, the one named default."""
-    alone = file.with_name("chat_template.jinja")
-    if alone.is_file():
-        return alone.read_text(encoding="utf-8")
-    found = _read_json(file.with_name("tokenizer_config.json")).get("chat_template")
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-    return found
-
-
-def _template_names(file: Path) -> dict[str, str]:
-    settings = _read_json(file.with_name("tokenizer_config.json"))
-    tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
-    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+    beside = {name: file.with_name(name).read_bytes() for name in _BESIDE if file.with_name(name).is_file()}
+    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), beside)
 
 
 def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,11 @@ from haliax import AxisSelector, NamedArray
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
-from jaxlm.models.backends.blocks import block_attention
+from jaxlm.models.backends.blocks import PLAIN_SCORES, block_attention
 from jaxlm.models.backends.choice import AUTO, AttentionTask, choose_attention
 from jaxlm.models.backends.cudnn import cudnn_attention
 from jaxlm.models.backends.plain import plain_attention
+from jaxlm.models.backends.scores import ScoreRule
 from jaxlm.models.backends.splash import splash_attention
 from jaxlm.models.base import Inputs
 from jaxlm.models.placement import HeadPlacement
@@ -64,6 +65,7 @@ def attention(
     dropout: float = 0.0,
     key: jax.Array | None = None,
     backend: str = AUTO,
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> NamedArray:
     """Each query's mean of the values that it sees, weighted by the softmax of its scores; 0 where it sees none.
 
@@ -76,6 +78,7 @@ def attention(
         window: how many tokens a query sees at the most, itself included; None means all before it.
         dropout: the probability of dropping a weight; without `key` nothing is dropped.
         backend: of `jaxlm.models.backends.choice`, for tokens that attend to themselves; with a cache it is chosen.
+        rule: what becomes of scaled scores before the softmax.
 
     Returns:
         {batch, position, heads, head_size} in the dtype of `v`.
@@ -98,11 +101,12 @@ def attention(
         capability=cuda_capability(current_device()),
         within_row=within_row,
         dropout=dropout,
+        rule=rule,
     )
     choice = choose_attention(task, backend if within_row else AUTO)
     segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blocks":
-        out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window)
+        out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
     elif choice.name == "splash":
         kernel = functools.partial(splash_attention, window=window)
         out = HeadPlacement.of(q, k).mapped(kernel)(
@@ -113,7 +117,9 @@ def attention(
         kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
         out = HeadPlacement.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
-        out = plain_attention(q_BTKGH, k.array, v.array, _mask(visibility, window), factor, dropout, key)
+        mask_BTS, distance_BTS = _mask(visibility, window)
+        changed = functools.partial(rule, distance_BTS=distance_BTS)
+        out = plain_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, changed)
     return NamedArray(out.reshape(q.array.shape), q.axes)
 
 
@@ -124,12 +130,12 @@ def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple
     return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
 
 
-def _mask(visibility: Visibility, window: int | None) -> jax.Array:
-    """[B, T, S], true where a query may look."""
+def _mask(visibility: Visibility, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """[B, T, S]: true where a query may look, and how far back each key is."""
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
     t_BT, t_segment_BT = (a.rearrange(queries).array for a in (visibility.positions, visibility.segment_ids))
     s_BS, s_segment_BS = (a.rearrange(keys).array for a in (visibility.key_positions, visibility.key_segment_ids))
     same = (t_segment_BT[:, :, None] == s_segment_BS[:, None, :]) & (t_segment_BT != 0)[:, :, None]
     distance_BTS = t_BT[:, :, None] - s_BS[:, None, :]
     near = distance_BTS >= 0 if window is None else (distance_BTS >= 0) & (distance_BTS < window)
-    return same & near
+    return same & near, distance_BTS

@@ -11,6 +11,12 @@ def check_at_least(path: str, given: float, least: float) -> None:
         raise ConfigError(f"{path}: {given} given, {least} or more expected")
 
 
+def check_positive(path: str, given: float) -> None:
+    """`given` is more than 0."""
+    if not given > 0:
+        raise ConfigError(f"{path}: {given} given, a number above 0 expected")
+
+
 def check_probability(path: str, given: float) -> None:
     """`given` lies in [0, 1)."""
     if not 0 <= given < 1:

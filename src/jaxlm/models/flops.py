@@ -5,6 +5,7 @@ Source: 6 operations a weight and token (Kaplan et al. 2020, arXiv:2001.08361, s
 embedding look-up is not. Recomputation never counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -21,10 +22,13 @@ class FlopsPerToken:
     palm: float
 
     @staticmethod
-    def of(
-        *, weights: int, layers: int, attention_dim: int, seq_len: int, window: int | None = None
-    ) -> "FlopsPerToken":
-        """Args: weights: of all matrix products; attention_dim: heads x head size of one layer."""
-        seen = seq_len / 2 if window is None or window >= seq_len else window - window**2 / (2 * seq_len)
-        a_key = 12 * layers * attention_dim
-        return FlopsPerToken(6 * weights + a_key * seen, 6 * weights + a_key * seq_len)
+    def of(*, weights: int, attention_dim: int, seq_len: int, windows: Sequence[int | None]) -> "FlopsPerToken":
+        """Args: weights: of all matrix products; attention_dim: heads x head size of a layer; windows: of each layer."""
+        a_key = 12 * attention_dim
+        causal = sum(a_key * _seen(seq_len, window) for window in windows)
+        return FlopsPerToken(6 * weights + causal, 6 * weights + len(windows) * a_key * seq_len)
+
+
+def _seen(seq_len: int, window: int | None) -> float:
+    """Tokens that a token sees on average."""
+    return seq_len / 2 if window is None or window >= seq_len else window - window**2 / (2 * seq_len)

@@ -30,7 +30,7 @@ from jaxlm.models.layers import (
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.recompute import parse_keep
-from jaxlm.models.transformer import Transformer
+from jaxlm.models.transformer import LayerKind, Transformer
 
 
 @ModelConfig.register_subclass("gpt2")
@@ -119,7 +119,7 @@ class Gpt2Config(ModelConfig):
         mlp = 2 * self.hidden_dim * self.Mlp.size
         weights = self.num_layers * (attention + mlp) + vocab_size * self.hidden_dim
         return FlopsPerToken.of(
-            weights=weights, layers=self.num_layers, attention_dim=self.hidden_dim, seq_len=self.seq_len
+            weights=weights, attention_dim=self.hidden_dim, seq_len=self.seq_len, windows=[None] * self.num_layers
         )
 
 
@@ -186,8 +186,9 @@ class Gpt2(LanguageModel):
         body = Transformer(
             layers,
             LayerNorm.init(config.Embed, config.layer_norm_epsilon, use_bias=config.use_bias),
-            rope=None,
+            kinds=(LayerKind(),),
             HeadSize=config.HeadSize,
+            seq_len=config.seq_len,
             scan=config.scan_layers,
             keep=parse_keep(config.gradient_checkpointing),
             attn_backend=config.attn_backend,

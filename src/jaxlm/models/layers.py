@@ -15,9 +15,12 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.attention import Visibility, as_keys, attention
+from jaxlm.models.backends.blocks import PLAIN_SCORES
 from jaxlm.models.backends.choice import AUTO, AttentionTask
+from jaxlm.models.backends.scores import ScoreRule
 from jaxlm.models.cache import append
 from jaxlm.models.linear import Linear
+from jaxlm.models.norms import RMSNorm
 from jaxlm.models.recompute import KEY, MLP, QUERY, VALUE, named
 from jaxlm.models.rotary import Rotation
 
@@ -72,18 +75,20 @@ class KeysValues(eqx.Module):
 
 
 class Context(eqx.Module):
-    """What every layer of one forward pass shares.
+    """What the layers of one forward pass, or those of one kind, share.
 
     Attributes:
         visibility: who attends to whom.
         rotation: of queries and keys, for the families that rotate.
         cached: the number of cache slots in use; None without a cache.
+        window: how many tokens a token sees, itself included; None means all before it.
         attn_backend: what attention runs on.
     """
 
     visibility: Visibility
     rotation: Rotation | None = None
     cached: jax.Array | None = None
+    window: int | None = eqx.field(static=True, default=None)
     attn_backend: str = eqx.field(static=True, default=AUTO)
 
 
@@ -94,20 +99,32 @@ class SelfAttention(eqx.Module):
         q_proj: {heads, head_size, embed}.
         k_proj, v_proj: {kv_heads, head_size, embed}.
         o_proj: {embed, heads, head_size}.
+        q_norm, k_norm: of queries and keys, before they are rotated: over each head, or over all heads at once.
+        scale: what scores are multiplied by; None means 1 / sqrt(head_size).
+        rule: what becomes of scores before the softmax.
         upcast: attend in float32 from the scores to the weighted values.
         dropout: of attention weights.
-        window: how many tokens a token sees, itself included; None means all before it.
     """
 
     q_proj: Linear
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    scale: float | None = eqx.field(static=True, default=None)
+    rule: ScoreRule = eqx.field(static=True, default=PLAIN_SCORES)
     upcast: bool = eqx.field(static=True, default=False)
     dropout: float = eqx.field(static=True, default=0.0)
-    window: int | None = eqx.field(static=True, default=None)
 
-    def task(self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int) -> AttentionTask:
+    def task(
+        self,
+        platform: str,
+        capability: tuple[int, int] | None,
+        dtype: jnp.dtype,
+        seq_len: int,
+        window: int | None,
+    ) -> AttentionTask:
         """What it asks of a backend in training, where its inputs are of `dtype`."""
         heads, kv_heads = self.q_proj.weight.axis_size(HEADS), self.k_proj.weight.axis_size(KV_HEADS)
         return AttentionTask(
@@ -116,9 +133,10 @@ class SelfAttention(eqx.Module):
             seq_len,
             head_size=self.q_proj.weight.axis_size(HEAD_SIZE),
             group=heads // kv_heads,
-            window=self.window,
+            window=window,
             capability=capability,
             dropout=self.dropout,
+            rule=self.rule,
         )
 
     def __call__(
@@ -130,8 +148,13 @@ class SelfAttention(eqx.Module):
         scale: float | jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, KeysValues]:
-        """{batch, position, embed} to the same, and this call's own keys and values."""
+        """{batch, position, embed} to the same, and this call's own keys and values.
+
+        Args:
+            scale: instead of the module's own, for layers that differ in it.
+        """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k = q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
         q, k, v = named(q, QUERY), named(k, KEY), named(v, VALUE)
@@ -148,10 +171,11 @@ class SelfAttention(eqx.Module):
             k,
             v,
             context.visibility,
-            scale=scale,
-            window=self.window,
+            scale=self.scale if scale is None else scale,
+            window=context.window,
             dropout=self.dropout,
             key=key,
             backend=context.attn_backend,
+            rule=self.rule,
         )
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new

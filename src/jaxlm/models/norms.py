@@ -13,26 +13,32 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSpec, NamedArray
 
 
 class RMSNorm(eqx.Module):
-    """x / rms(x) * weight, in float32.
+    """x / rms(x) * (offset + weight), in float32.
 
     Source: Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4.
+
+    Attributes:
+        weight: {*features}, over all of which the mean square is taken.
+        offset: 1 in the families that learn the distance from 1 (Gemma), so that weight decay pulls towards 1.
     """
 
     weight: NamedArray
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True, default=0.0)
 
     @staticmethod
-    def init(Embed: Axis, eps: float) -> "RMSNorm":
-        """Weights of 1."""
-        return RMSNorm(hax.ones(Embed), eps)
+    def init(Features: AxisSpec, eps: float, *, offset: float = 0.0) -> "RMSNorm":
+        """Multiplies by 1."""
+        return RMSNorm(hax.full(Features, 1.0 - offset), eps, offset)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """{..., embed} to the same."""
-        return _normed(x, self.weight, None, self.eps, centre=False)
+        """{..., *features} to the same."""
+        weight = self.weight.astype(jnp.float32) + self.offset if self.offset else self.weight
+        return _normed(x, weight, None, self.eps, centre=False)
 
 
 class LayerNorm(eqx.Module):
@@ -57,8 +63,10 @@ class LayerNorm(eqx.Module):
 
 def _normed(x: NamedArray, weight: NamedArray, bias: NamedArray | None, eps: float, *, centre: bool) -> NamedArray:
     last = x.rearrange((..., *weight.axes))
-    out: Any = _norm(eps, centre, last.array, weight.array, None if bias is None else bias.array)
-    return NamedArray(out, last.axes).rearrange(x.axes)
+    shape = last.array.shape
+    flat_D = last.array.reshape(*shape[: len(shape) - weight.ndim], -1)
+    out: Any = _norm(eps, centre, flat_D, weight.array.ravel(), None if bias is None else bias.array.ravel())
+    return NamedArray(out.reshape(shape), last.axes).rearrange(x.axes)
 
 
 def _standardised(eps: float, centre: bool, x_D: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,7 @@
 """A stack of equal layers, run as one loop or unrolled, with one parameter layout for both."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import equinox as eqx
@@ -29,13 +31,37 @@ class Block(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer differs from others of the same shape.
+
+    Attributes:
+        rope: the rotation of queries and keys, if any.
+        window: how many tokens a token sees, itself included; None means all before it.
+    """
+
+    rope: RotaryConfig | None = None
+    window: int | None = None
+
+
+def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """The beginning of `kinds` that they repeat, the last time perhaps in part."""
+    return next(
+        tuple(kinds[:period])
+        for period in range(1, len(kinds) + 1)
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds))
+    )
+
+
 class Transformer(eqx.Module):
     """The body of a decoder: layers, then a norm.
 
     Attributes:
         layers: the blocks, every parameter with the leading axis `layers`.
         final_norm: what the head reads through.
-        rope: the rotation of queries and keys, if any, over `head_size` features.
+        kinds: what each layer is; they repeat after the last.
+        HeadSize: features of a head, which are rotated.
+        seq_len: the length that the model is for.
         scan: one compiled layer in a loop, or each layer on its own.
         keep: what each layer keeps for the backward pass.
         attn_backend: what attention runs on.
@@ -43,8 +69,9 @@ class Transformer(eqx.Module):
 
     layers: hnn.Stacked
     final_norm: LayerNorm | RMSNorm
-    rope: RotaryConfig | None = eqx.field(static=True)
+    kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
+    seq_len: int = eqx.field(static=True)
     scan: bool | Literal["auto"] = eqx.field(static=True)
     keep: Keep = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
@@ -53,11 +80,17 @@ class Transformer(eqx.Module):
         """Embedded tokens {batch, position, embed} to normed ones, through all layers."""
         Layers = self.layers.Block
         visibility = Visibility.within(inputs) if cache is None else visible_with(cache, inputs)
-        rotation = None if self.rope is None else self.rope.rotation(inputs.positions, self.HeadSize.size)
-        context = Context(visibility, rotation, None if cache is None else cache.length, self.attn_backend)
+        rotations = {
+            rope: None if rope is None else rope.rotation(inputs.positions, self.HeadSize.size, self.seq_len)
+            for rope in dict.fromkeys(kind.rope for kind in self.kinds)
+        }
+        cached = None if cache is None else cache.length
+        contexts = [
+            Context(visibility, rotations[kind.rope], cached, kind.window, self.attn_backend) for kind in self.kinds
+        ]
 
-        def layer(x: NamedArray, block: Block, index: NamedArray, past: KeysValues | None, key: jax.Array | None):
-            x, new = for_compute(block)(x, context, past, index=index, key=key)
+        def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: KeysValues | None, key):
+            x, new = for_compute(block)(x, contexts[place], past, index=index, key=key)
             return hax.auto_sharded(x), None if cache is None else new
 
         per_layer = (
@@ -70,6 +103,6 @@ class Transformer(eqx.Module):
         num_devices = 1 if layout is None else layout.mesh.size
         scan, _ = in_a_loop(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
         layer = keeping(self.keep, layer, scan=scan)
-        x, new = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan)
+        x, new = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
         final = for_compute(self.final_norm)(x)
         return Hidden(final, None if cache is None else extended(cache, visibility, new.keys, new.values))

@@ -17,8 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlm.models.backends.scores import ScoreRule
+
 ATTENTION = "attention"
 """What recomputation policies know the output and its log-sum-exp by."""
+PLAIN_SCORES = ScoreRule()
+"""Scores go into the softmax as they are."""
 _SMALLEST_BLOCK = 128
 _MOST_BLOCKS = 8
 _HIDDEN = -1e30  # finite: a block that sees nothing stays finite both ways
@@ -31,6 +35,7 @@ def block_attention(
     segment_BT: jax.Array,
     scale: float | jax.Array,
     window: int | None,
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> jax.Array:
     """[B, T, K, G, H]: each query's mean of the values of its own segment, from itself back.
 
@@ -38,9 +43,10 @@ def block_attention(
         segment_BT: int; a token of segment 0 sees nothing and is seen by nothing. Positions rise along the row.
         scale: what scores are multiplied by.
         window: how many tokens a query sees, itself included; None means all.
+        rule: what becomes of scores before the softmax.
     """
     heads_first = (t.transpose(0, *range(2, t.ndim - 1), 1, t.ndim - 1) for t in (q_BTKGH, k_BTKH, v_BTKH))
-    out_BKGTH: Any = _attend(window, *heads_first, segment_BT, jnp.asarray(scale, jnp.float32))
+    out_BKGTH: Any = _attend(window, rule, *heads_first, segment_BT, jnp.asarray(scale, jnp.float32))
     return out_BKGTH.transpose(0, 3, 1, 2, 4)
 
 
@@ -66,17 +72,26 @@ def _visible(segment_BT: jax.Array, start: int, stop: int, first: int, window: i
     return (near & same & (segment_BT != 0)[:, start:stop, None])[:, None, None]
 
 
-def _scores(q_BKGQH, k_BKSH, scale, visible):
-    scores = jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32)
-    return jnp.where(visible, scores * scale, _HIDDEN)
+def _scaled(q_BKGQH, k_BKSH, scale):
+    return jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32) * scale
 
 
-def blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale) -> tuple[jax.Array, jax.Array]:
+def _distance(start: int, stop: int, first: int) -> jax.Array:
+    """[1, Q, S], from a query of the block back to a key that it may see."""
+    return (jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None, :])[None]
+
+
+def blocks_forward(
+    window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = PLAIN_SCORES
+) -> tuple[jax.Array, jax.Array]:
     """The output [B, K, G, T, H], and the log-sum-exp [B, K, G, T] of every query's scores."""
     outs, lses = [], []
     for start, stop, first in blocks_of(segment_BT.shape[1], window):
         visible = _visible(segment_BT, start, stop, first, window)
-        scores = _scores(q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, first:stop], scale, visible)
+        scores = rule(
+            _scaled(q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, first:stop], scale), _distance(start, stop, first)
+        )
+        scores = jnp.where(visible, scores, _HIDDEN)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -92,24 +107,33 @@ def blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale) -> tuple[
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    return blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
+    return blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
 
 
-def _attend_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    out, lse = blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale)
+def _attend_forward(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
+    out, lse = blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)
     out, lse = checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
     return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out, lse)
 
 
-def _attend_backward(window, kept, d_out_BKGTH):
+def _attend_backward(window, rule, kept, d_out_BKGTH):
     q, k, v, segment, scale, out, lse = kept
-    return *blocks_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH), None, None
+    return *blocks_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule), None, None
 
 
 def blocks_backward(
-    window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out_BKGTH, lse_BKGT, d_out_BKGTH
+    window,
+    q_BKGTH,
+    k_BKTH,
+    v_BKTH,
+    segment_BT,
+    scale,
+    out_BKGTH,
+    lse_BKGT,
+    d_out_BKGTH,
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, keys and values, from what `blocks_forward` has returned."""
     delta_BKGT = jnp.sum(d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
@@ -120,11 +144,13 @@ def blocks_backward(
         lse, delta = (t[:, :, :, start:stop, None] for t in (lse_BKGT, delta_BKGT))
         k, v = (t[:, :, first:stop] for t in (k_BKTH, v_BKTH))
         visible = _visible(segment_BT, start, stop, first, window)
-        weights = jnp.where(visible, jnp.exp(_scores(q, k, scale, visible) - lse), 0.0)
+        scaled = _scaled(q, k, scale)
+        scores = jnp.where(visible, rule(scaled, _distance(start, stop, first)), _HIDDEN)
+        weights = jnp.where(visible, jnp.exp(scores - lse), 0.0)
         f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dv = dv.at[:, :, first:stop].add(f32("bkgqs,bkgqh->bksh", weights.astype(d_out.dtype), d_out))
         d_weights = f32("bkgqh,bksh->bkgqs", d_out, v)
-        d_scores = (weights * (d_weights - delta) * scale).astype(q.dtype)
+        d_scores = (weights * (d_weights - delta) * rule.derivative(scaled) * scale).astype(q.dtype)
         dqs.append(f32("bkgqs,bksh->bkgqh", d_scores, k).astype(q.dtype))
         dk = dk.at[:, :, first:stop].add(f32("bkgqs,bkgqh->bksh", d_scores, q))
     return jnp.concatenate(dqs, axis=3), dk.astype(k_BKTH.dtype), dv.astype(v_BKTH.dtype)

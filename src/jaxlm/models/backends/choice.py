@@ -1,11 +1,12 @@
 """Which attention backend runs, decided once from what is known before anything is traced, with the reason in words."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.models.backends.scores import ScoreRule
 from jaxlm.models.backends.selftest import packed_rows_problem, whole_rows_problem
 from jaxlm.models.backends.splash import BLOCK as SPLASH_BLOCK
 
@@ -26,6 +27,7 @@ class AttentionTask:
         capability: of NVIDIA devices, (9, 0) for Hopper.
         within_row: queries and keys are the same tokens in the same order; false when decoding with a cache.
         dropout: of attention weights, in training.
+        rule: what becomes of scores before the softmax.
     """
 
     platform: str
@@ -37,6 +39,7 @@ class AttentionTask:
     capability: tuple[int, int] | None = None
     within_row: bool = True
     dropout: float = 0.0
+    rule: ScoreRule = field(default_factory=ScoreRule)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,15 @@ def _blocks_obstacle(task: AttentionTask) -> str | None:
     return None
 
 
-def _splash_obstacle(task: AttentionTask) -> str | None:
+def _kernel_obstacle(task: AttentionTask) -> str | None:
+    """What keeps any fused kernel from it."""
     if problem := _blocks_obstacle(task):
+        return problem
+    return None if task.rule.is_plain else f"it has no {task.rule}"
+
+
+def _splash_obstacle(task: AttentionTask) -> str | None:
+    if problem := _kernel_obstacle(task):
         return problem
     if task.seq_len % SPLASH_BLOCK:
         return f"seq_len {task.seq_len} is no multiple of {SPLASH_BLOCK}"
@@ -75,7 +85,7 @@ _CUDNN_TILE = 8
 
 
 def _cudnn_rows_obstacle(task: AttentionTask) -> str | None:
-    if problem := _blocks_obstacle(task):
+    if problem := _kernel_obstacle(task):
         return problem
     if task.capability is None or task.capability < _AMPERE:
         return "it needs an NVIDIA device of compute capability 8.0 or more"

@@ -1,5 +1,7 @@
 """Attention as it is written down: all scores at once, [T, S] of them a head. The reference of the other backends."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -12,14 +14,17 @@ def plain_attention(
     scale: float | jax.Array,
     dropout: float,
     key: jax.Array | None,
+    rule: Callable[[jax.Array], jax.Array] = lambda scores_BKGTS: scores_BKGTS,
 ) -> jax.Array:
     """[B, T, K, G, H] for any mask; B batch, T queries, S keys, K key/value heads, G query heads each, H head size.
 
     Args:
         mask_BTS: true where a query may look.
         dropout: the probability of dropping a weight; without `key` nothing is dropped.
+        rule: what becomes of scaled scores before the softmax.
     """
     scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
+    scores = rule(scores)
     # A finite floor: a row without any key becomes an even softmax, finite both ways, and is zeroed after.
     mask = mask_BTS[:, None, None]
     weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)

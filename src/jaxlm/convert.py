@@ -1,0 +1,64 @@
+"""A checkpoint to a folder for transformers, vLLM or PEFT.
+
+python -m jaxlm.convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxlm.commands import run_command
+from jaxlm.exporting import export_adapters, export_model, without_adapters
+from jaxlm.interop.folder import DTYPES, parse_dtype
+from jaxlm.interop.verify import verify_folder
+from jaxlm.trained import open_trained
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    return run_command(lambda: _convert(_parser().parse_args(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxlm.convert", description="Writes a trained model in the format of another program."
+    )
+    to_hf = parser.add_subparsers(dest="direction", required=True).add_parser(
+        "to-hf", help="a folder for transformers, vLLM or, with --adapters only, PEFT"
+    )
+    to_hf.add_argument(
+        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
+    )
+    to_hf.add_argument("--output_dir", required=True, help="a folder that is not there yet")
+    to_hf.add_argument("--dtype", default=None, help=f"of the numbers: {', '.join(DTYPES)} (default: as trained)")
+    to_hf.add_argument(
+        "--verify", choices=("true", "false"), default="false", help="read it again and compare logits and tokens"
+    )
+    to_hf.add_argument(
+        "--adapters", choices=("merge", "only"), default="merge", help="fold LoRA into the layers, or write it alone"
+    )
+    return parser
+
+
+def _convert(options: argparse.Namespace) -> int:
+    trained = open_trained(Path(options.checkpoint))
+    plan, folder = trained.plan, Path(options.output_dir)
+    dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
+    with plan.layout.use():
+        model = trained.load_model()
+        if options.adapters == "only":
+            export_adapters(folder, model, plan, dtype)
+            print(f"adapters of {trained.found.path} written to {folder}")
+            return 0
+        export_model(folder, model, plan, trained.tokenizer, dtype)
+        print(f"{trained.found.path} written to {folder}, {jax.numpy.dtype(dtype).name}")
+        if options.verify == "true":
+            print(verify_folder(folder, without_adapters(model), plan.config.model, plan.layout))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Llama in config.json and in its files."""
+
+from jaxlm.interop.family import Family, Fixed
+from jaxlm.interop.shared_keys import activation, head_dim, kv_heads, rope, sizes
+from jaxlm.interop.shared_weights import attention, ends, gated_mlp, pre_norms
+from jaxlm.models.llama import LlamaConfig
+
+FAMILY = Family(
+    model_types=("llama",),
+    architecture="LlamaForCausalLM",
+    config=LlamaConfig,
+    keys=(
+        *sizes(length=2048),
+        kv_heads(),
+        head_dim(),
+        rope(),
+        activation("hidden_act", "silu"),
+        Fixed("attention_bias", False),
+        Fixed("mlp_bias", False),
+        Fixed("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (*ends(config), *pre_norms(), *attention(), *gated_mlp()),
+)

@@ -1,0 +1,140 @@
+"""Weights from files of theirs, each slice straight to the device where it rests.
+
+A host reads only what its own devices hold, one device's share of one parameter at a time; beside what the devices
+hold themselves, no more than that is in memory.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+
+from jaxlm.core import tree
+from jaxlm.core.axes import LAYERS
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.sources import TensorSource
+from jaxlm.interop.weights import Sizes, Tensor, axis_sizes, expanded, own_axes
+from jaxlm.models.base import LanguageModel
+
+_HEADS = ("lm_head.weight", "embed_out.weight")  # in files of tied models too, where the embedding stands for it
+_MOST_SHOWN = 40
+
+
+def load_weights(
+    abstract: LanguageModel,
+    tensors: Sequence[Tensor],
+    source: TensorSource,
+    layout: Layout,
+    *,
+    where: str,
+    prefix: str = "",
+    unused: Sequence[str] = (),
+) -> LanguageModel:
+    """The model with the numbers of a source, in the shapes, dtypes and places of `abstract`.
+
+    Args:
+        abstract: of `jax.eval_shape`.
+        tensors: the table of weights.
+        where: what the source is called in messages.
+        prefix: of names in the table, which all of the source's may lack.
+        unused: regular expressions of names that are no parameters.
+
+    Raises:
+        ConfigError: tensors that are missing, that nothing reads, or that have another shape; all are named.
+    """
+    leaves = tree.leaves(abstract)
+    sizes = axis_sizes(leaves)
+    names = _Names(source, prefix)
+    _check(tensors, names, source, sizes, where, unused)
+    places = {part.path: (tensor, number) for tensor in tensors for number, part in enumerate(tensor.parts)}
+    unfilled = [path for path, _ in leaves if path not in places]
+    assert not unfilled, f"the table of weights has no row for {unfilled}"
+
+    def placed(path: str, leaf: Any) -> Any:
+        tensor, number = places[path]
+
+        def view(layer: int | None) -> np.ndarray:
+            theirs = source.view(names.of(tensor.name if layer is None else tensor.name.format(layer=layer)))
+            return tensor.read(theirs, number, sizes, own_axes(leaf))
+
+        return hax.NamedArray(_spread(leaf, view, layout), leaf.axes)
+
+    return tree.map_leaves(placed, abstract)
+
+
+class _Names:
+    """The source's names for those of the table."""
+
+    def __init__(self, source: TensorSource, prefix: str):
+        bare = bool(prefix) and not any(name.startswith(prefix) for name in source.tensors)
+        self._prefix = prefix if bare else ""
+
+    def of(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
+
+
+def _check(
+    tensors: Sequence[Tensor], names: _Names, source: TensorSource, sizes: Sizes, where: str, unused: Sequence[str]
+) -> None:
+    there = source.tensors
+    problems, wanted = [], set()
+    for name, tensor, _ in expanded(tensors, sizes[LAYERS]):
+        theirs, shape = names.of(name), tensor.shape(sizes)
+        wanted.add(theirs)
+        if theirs not in there:
+            problems.append(f"{theirs}: missing; {list(shape)} expected")
+        elif not _fits(there[theirs].shape, shape, tensor.longer_dims()):
+            problems.append(f"{theirs}: {list(there[theirs].shape)} in the file, {list(shape)} expected")
+    for name, info in there.items():
+        if name not in wanted and name not in _HEADS and not any(re.search(pattern, name) for pattern in unused):
+            problems.append(f"{name}: {list(info.shape)} in the file, and nothing in the model reads it")
+    if problems:
+        more = f"\n  ... and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+        raise ConfigError(
+            f"{where}: the weights are not those of the model:\n"
+            + "\n".join(f"  {line}" for line in problems[:_MOST_SHOWN])
+            + more
+            + "\nNothing was loaded. Is config.json, or the model section, the one that these weights were saved with?"
+        )
+
+
+def _fits(theirs: tuple[int, ...], ours: tuple[int, ...], longer: set[int]) -> bool:
+    return len(theirs) == len(ours) and all(
+        there == here or (dim in longer and there > here)
+        for dim, (there, here) in enumerate(zip(theirs, ours, strict=True))
+    )
+
+
+def _spread(leaf: Any, view: Callable[[int | None], np.ndarray], layout: Layout) -> jax.Array:
+    """One parameter; every device's share is read when its turn comes."""
+    shape, dtype = leaf.array.shape, leaf.array.dtype
+    sharding = layout.parameter_sharding(leaf.axes)
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        exact = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        holders.setdefault(exact, []).append(device)
+    axes = [axis.name for axis in leaf.axes]
+    shards = []
+    for bounds, devices in holders.items():
+        block = _read(tuple(slice(*pair) for pair in bounds), axes, dtype, view)
+        shards += [jax.device_put(block, device) for device in devices]
+        jax.block_until_ready(shards)
+        del block  # before the next one is made
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _read(
+    index: tuple[slice, ...], axes: Sequence[str], dtype: Any, view: Callable[[int | None], np.ndarray]
+) -> np.ndarray:
+    if LAYERS not in axes:
+        return np.array(view(None)[index], dtype, order="C")
+    at = axes.index(LAYERS)
+    layers, own = index[at], index[:at] + index[at + 1 :]
+    block = np.empty([part.stop - part.start for part in index], dtype)
+    for i, layer in enumerate(range(layers.start, layers.stop)):
+        np.moveaxis(block, at, 0)[i] = view(layer)[own]
+    return block

@@ -1,0 +1,149 @@
+"""Safetensors files, read through a memory map and written tensor by tensor; numpy is all they need.
+
+Source: the format's description (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
+header (name -> dtype, shape, begin and end of its bytes), then the bytes, row-major and little-endian.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_MOST_HEADER = 100_000_000  # bytes, as the format says
+_DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a tensor is, without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """The tensors of one file.
+
+    Attributes:
+        tensors: name -> shape and dtype.
+    """
+
+    def __init__(self, path: Path):
+        """Reads the header.
+
+        Raises:
+            ConfigError: not such a file, or cut off.
+        """
+        self._path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self._starts: dict[str, int] = {}
+        with path.open("rb") as file:
+            head = file.read(_LENGTH.size)
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _MOST_HEADER + 1
+            header = _parsed(file.read(length)) if length <= _MOST_HEADER else None
+        if header is None:
+            raise ConfigError(f"{path}: not a safetensors file: it does not begin with a header. Download it again")
+        size = path.stat().st_size
+        for name, entry in header.items():
+            self._add(name, entry, _LENGTH.size + length, size)
+        self._map = np.memmap(path, np.uint8, "r") if size else None
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor in place: nothing is read before it is looked at."""
+        info = self.tensors[name]
+        return np.ndarray(info.shape, info.dtype, buffer=self._map, offset=self._starts[name])
+
+    def _add(self, name: str, entry: Mapping[str, Any], begin: int, size: int) -> None:
+        code = entry["dtype"]
+        if code not in _DTYPES:
+            raise ConfigError(f"{self._path}: '{name}' has the dtype {code}. Known: {', '.join(_DTYPES)}")
+        info = TensorInfo(tuple(entry["shape"]), np.dtype(_DTYPES[code]))
+        first, last = entry["data_offsets"]
+        if last - first != info.num_bytes or begin + last > size:
+            raise ConfigError(
+                f"{self._path}: '{name}' should end at byte {begin + last} of {size}, and hold {info.num_bytes} bytes,"
+                f" not {last - first}: the file is cut off or damaged. Download it again"
+            )
+        self.tensors[name] = info
+        self._starts[name] = begin + first
+
+
+def _parsed(header: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(header)
+    except ValueError:
+        return None
+    return {k: v for k, v in content.items() if k != _METADATA} if isinstance(content, dict) else None
+
+
+def write_safetensors(path: Path, infos: Mapping[str, TensorInfo], arrays: Iterable[np.ndarray]) -> None:
+    """Writes tensors one after the other; each array is asked for when the ones before it are written.
+
+    Args:
+        infos: all tensors, in the order of `arrays`.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    at = 0
+    for name, info in infos.items():
+        header[name] = {
+            "dtype": _CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [at, at + info.num_bytes],
+        }
+        at += info.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(_LENGTH.pack(len(text)) + text)
+        for (name, info), array in zip(infos.items(), arrays, strict=True):
+            assert array.shape == info.shape, (name, array.shape, info.shape)
+            file.write(np.ascontiguousarray(array, info.dtype).view(np.uint8).data)
+
+
+def in_shards(infos: Mapping[str, TensorInfo], most_bytes: int) -> Iterator[dict[str, TensorInfo]]:
+    """The tensors cut into files of at most so many bytes, or of one tensor that is larger."""
+    shard: dict[str, TensorInfo] = {}
+    size = 0
+    for name, info in infos.items():
+        if shard and size + info.num_bytes > most_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = info
+        size += info.num_bytes
+    yield shard
+
+
+def shard_names(count: int) -> Sequence[str]:
+    """The usual file names of so many shards."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -1,0 +1,122 @@
+"""Small random models of transformers, several of every family: what the tests of families go through."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+VOCAB, SEQ_LEN = 61, 48
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQ_LEN,
+    "initializer_range": 0.2,
+}
+GPT2 = {"vocab_size": VOCAB, "n_positions": SEQ_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
+NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCHED}
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 12}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
+
+# name -> (model_type, options over the family's); the first of each family is the default one, the others are slow.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 64}),
+    "gpt2-gelu": ("gpt2", {"activation_function": "gelu"}),
+    "gpt2-relu": ("gpt2", {"activation_function": "relu", "layer_norm_epsilon": 1e-3}),
+    "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-own-heads": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 16}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
+    "mistral": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"}),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "num_hidden_layers": 3},
+    ),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", **STRETCHED}, "max_position_embeddings": 64}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_neox-one-after-the-other": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "mpt": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "mpt-eps": ("mpt", {"layer_norm_epsilon": 1e-3}),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3-window": ("phi3", {"sliding_window": 5, "partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
+    "phi3-short": (
+        "phi3",
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": SEQ_LEN}, "tie_word_embeddings": True},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"num_hidden_layers": 3, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2-uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": (
+        "gemma3_text",
+        {"num_hidden_layers": 5, **GEMMA, "layer_types": ALTERNATING, "rope_parameters": TWO_ROPES},
+    ),
+    "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
+}
+FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
+"""Of each family the case that tests by default go through."""
+
+
+def config_of(name: str) -> Any:
+    """The configuration of a case."""
+    import transformers
+
+    kind, options = CASES[name]
+    base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT}.get(kind, LLAMA)
+    return transformers.AutoConfig.for_model(
+        kind, **{**base, "pad_token_id": None, **options}, attn_implementation="eager"
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def reference(name: str) -> Any:
+    """A model of transformers with N(0, 0.2) in every parameter, norms and biases too."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name)).float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:
+    """Random ones, int [rows, length]."""
+    return np.random.default_rng(1).integers(0, VOCAB, size=(rows, length))

@@ -1,0 +1,176 @@
+"""Every family against transformers on torch: logits, gradients, an optimizer's step, and the way there and back."""
+
+import copy
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+
+from jaxlm.core import tree
+from jaxlm.interop.family import all_families
+from jaxlm.interop.folder import open_folder, save_folder
+from jaxlm.interop.load import load_weights
+from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.decode import generate
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.base import parameter_groups
+from tests.engine.helpers import one_device
+from tests.interop.cases import CASES, FIRST, VOCAB, reference, tokens
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+by_default = sorted(FIRST.values())
+slow = pytest.mark.slow
+every = [name if name in by_default else pytest.param(name, marks=slow) for name in CASES]
+few = [name if name in ("gpt2", "llama-3") else pytest.param(name, marks=slow) for name in CASES]
+
+
+class Arrays:
+    """Gradients, or whatever else belongs to the parameters of a torch module, as a source of tensors."""
+
+    def __init__(self, arrays):
+        self._arrays = arrays
+        self.tensors = {name: TensorInfo(a.shape, a.dtype) for name, a in arrays.items()}
+
+    def view(self, name):
+        return self._arrays[name]
+
+
+def abstract(config):
+    return jax.eval_shape(lambda key: config.build(vocab_axis(VOCAB), key=key), jax.random.key(0))
+
+
+def imported(path, where=None):
+    opened = open_folder(path)
+    return opened, opened.load(abstract(opened.config), opened.config, where or one_device())
+
+
+def inputs_of(ids):
+    axes = (Axis("batch", ids.shape[0]), Axis("position", ids.shape[1]))
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
+
+
+@jax.jit
+def logits_of(model, inputs):
+    return model.logits(model.hidden(inputs).final).array
+
+
+@pytest.mark.parametrize("name", every)
+def test_logits(name, tmp_path):
+    reference(name).save_pretrained(tmp_path)
+    _, model = imported(tmp_path)
+    with torch.no_grad():
+        expected = reference(name)(torch.tensor(tokens())).logits.numpy()
+    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+
+
+@eqx.filter_jit
+def loss_and_gradient(model, inputs):
+    def loss(model):
+        logits = model.logits(model.hidden(inputs).final).array
+        each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], inputs.tokens.array[:, 1:])
+        return each.mean()
+
+    return eqx.filter_value_and_grad(loss)(model)
+
+
+def test_every_family_has_a_case():
+    assert {kind for family in all_families() for kind in family.model_types[:1]} == set(FIRST)
+
+
+@pytest.mark.parametrize("name", few)
+def test_gradients_and_a_step_of_adamw(name, tmp_path):
+    theirs = copy.deepcopy(reference(name))
+    theirs.save_pretrained(tmp_path)
+    opened, model = imported(tmp_path)
+    loss, gradient = loss_and_gradient(model, inputs_of(tokens()))
+    expected = theirs(torch.tensor(tokens()), labels=torch.tensor(tokens())).loss
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
+
+    def in_our_tree(arrays):
+        # In memory transformers calls the head of GPT-NeoX something else than in files.
+        head = {"lm_head.weight": "embed_out.weight"} if name.startswith("gpt_neox") else {}
+        source = Arrays({head.get(key, key): array.detach().numpy() for key, array in arrays.items()})
+        table = opened.family.tensors(opened.config)
+        return tree.leaves(load_weights(abstract(opened.config), table, source, one_device(), where="torch"))
+
+    wanted = in_our_tree({key: p.grad for key, p in theirs.named_parameters()})
+    largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
+    for (path, ours), (_, reference_) in zip(tree.leaves(gradient), wanted, strict=True):
+        # A key's bias moves all scores of a query alike, so its gradient is 0: rounding, on both sides.
+        near = 1e-3 * max(float(jnp.abs(reference_.array).max()), 1e-5 * largest)
+        np.testing.assert_allclose(ours.array, reference_.array, rtol=1e-3, atol=near, err_msg=path)
+
+    rates = {"learning_rate": 1e-3, "weight_decay": 0.1}
+    # Epsilon is above the rounding of gradients: a step must not be as large for what is only rounding.
+    torch.optim.AdamW(theirs.parameters(), 1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1).step()
+    config = AdamConfig(**rates, warmup=0, epsilon=1e-5, max_grad_norm=None, weight_decay_modules=["."])
+    adam = config.build(parameter_groups(model, config), 10)
+    updates, _ = adam.update(gradient, adam.init(model), model)
+    stepped = tree.leaves(optax.apply_updates(model, updates))
+    for (path, ours), (_, reference_) in zip(stepped, in_our_tree(dict(theirs.named_parameters())), strict=True):
+        np.testing.assert_allclose(ours.array, reference_.array, rtol=0, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("name", every)
+def test_there_and_back_is_bit_equal(name, tmp_path):
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    opened, model = imported(tmp_path / "theirs")
+    save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
+    before, after = (SafetensorsFile(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    assert before.tensors == after.tensors
+    for tensor in before.tensors:
+        np.testing.assert_array_equal(before.view(tensor), after.view(tensor), err_msg=tensor)
+    saved, again = (transformers.AutoConfig.from_pretrained(tmp_path / side) for side in ("theirs", "ours"))
+    free = {"architectures", "dtype", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id"}
+    free |= {
+        "pad_token_id",
+        "use_cache",
+        *(() if getattr(saved, "use_sliding_window", True) else ("max_window_layers",)),
+    }
+    for key, value in saved.to_dict().items():
+        assert key in free or again.to_dict()[key] == value, key
+    assert open_folder(tmp_path / "ours").config == opened.config
+
+
+@pytest.mark.parametrize("name", few)
+def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
+    """Identical logits and 32 greedy tokens; and our own decoding, with its cache, chooses the same."""
+    reference(name).save_pretrained(tmp_path / "theirs")
+    opened, model = imported(tmp_path / "theirs")
+    save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    prompt = torch.tensor(tokens(rows=2, length=12))
+    options = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        assert torch.equal(again(prompt).logits, reference(name)(prompt).logits)
+        expected = reference(name).generate(prompt, **options)[:, 12:]
+        assert torch.equal(again.generate(prompt, **options)[:, 12:], expected)
+    assert generate(model, prompt.tolist(), max_new_tokens=32, temperature=0.0) == expected.tolist()
+
+
+@pytest.mark.parametrize("name", few)
+def test_cached_decoding_is_the_full_forward_pass(name, tmp_path):
+    reference(name).save_pretrained(tmp_path)
+    opened, model = imported(tmp_path)
+    whole = inputs_of(tokens())
+    expected = logits_of(model, whole)
+    cache = model.init_cache(Axis("batch", 2), opened.config.seq_len, jnp.float32)
+    step = jax.jit(lambda inputs, cache: model.hidden(inputs, cache=cache))
+    got = []
+    for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 30)), (30, opened.config.seq_len)]:
+        part = jax.tree.map(lambda a, s=slice(start, stop): a["position", s], whole, is_leaf=tree.is_named)
+        hidden = step(part, cache)
+        cache = hidden.cache
+        got.append(model.logits(hidden.final).array)
+    np.testing.assert_allclose(np.concatenate(got, axis=1), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,262 @@
+"""Safetensors beside the library of that name, what is refused, and an import without torch."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hub import local_folder
+from jaxlm.interop.peft import Adapter, save_adapters
+from jaxlm.interop.renamed import Renamed
+from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.interop.sources import open_tensors
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.llama import LlamaConfig
+from tests.engine.helpers import layout, one_device
+
+CONFIG = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
+VOCAB = 24
+
+
+def built(vocab=VOCAB, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: CONFIG.build(vocab_axis(vocab), key=jax.random.key(0)))
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), dtype), shapes)
+
+
+def abstract(vocab=VOCAB, dtype=jnp.float32):
+    return jax.eval_shape(lambda: built(vocab, dtype))
+
+
+def saved(folder, **options):
+    where = {"dtype": np.float32, "files": {}, "special_ids": {}} | options
+    save_folder(folder, built(), CONFIG, one_device(), **where)
+    return folder
+
+
+def rewritten(folder, change):
+    """The folder's weights with `change(name -> array)` done to them."""
+    file = SafetensorsFile(folder / "model.safetensors")
+    arrays = {name: np.array(file.view(name)) for name in file.tensors}
+    arrays = change(arrays)
+    infos = {name: TensorInfo(a.shape, a.dtype) for name, a in arrays.items()}
+    write_safetensors(folder / "model.safetensors", infos, arrays.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool"])
+def test_the_library_reads_what_is_written_and_the_other_way(dtype, tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    arrays = {"a": np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype)), "b": np.zeros((0, 4), jnp.dtype(dtype))}
+    infos = {name: TensorInfo(a.shape, a.dtype) for name, a in arrays.items()}
+    write_safetensors(tmp_path / "ours", infos, arrays.values())
+    library.save_file(arrays, tmp_path / "theirs")
+    ours, theirs = library.load_file(tmp_path / "ours"), SafetensorsFile(tmp_path / "theirs")
+    assert theirs.tensors == infos
+    for name, array in arrays.items():
+        assert ours[name].tobytes() == array.tobytes() == theirs.view(name).tobytes()
+        assert ours[name].dtype == array.dtype
+
+
+def test_damaged_files_say_so(tmp_path):
+    path = saved(tmp_path / "hf") / "model.safetensors"
+    whole = path.read_bytes()
+    for damaged, message in (
+        (whole[:-1], "cut off or damaged"),
+        (b"{}", "not a safetensors"),
+        (whole[:40], "not a saf"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=message):
+            SafetensorsFile(path)
+
+
+def test_many_files_and_an_index(tmp_path):
+    folder = saved(tmp_path / "hf", largest_file=9000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files == sorted(p.name for p in folder.glob("*.safetensors"))
+    where = layout(model=2)
+    loaded = open_folder(folder).load(abstract(), CONFIG, where)
+    for (path, leaf), (_, expected) in zip(tree.leaves(loaded), tree.leaves(built()), strict=True):
+        np.testing.assert_array_equal(leaf.array, expected.array, err_msg=path)
+        assert leaf.array.sharding.is_equivalent_to(where.parameter_sharding(leaf.axes), leaf.array.ndim)
+    (folder / files[0]).unlink()
+    with pytest.raises(ConfigError, match=f"not there: {files[0]}"):
+        open_tensors(folder)
+
+
+def test_missing_renamed_and_reshaped_tensors_are_all_named(tmp_path):
+    folder = saved(tmp_path / "hf")
+
+    def spoil(arrays):
+        arrays.pop("model.layers.1.mlp.up_proj.weight")
+        arrays["model.layers.0.mlp.upward.weight"] = arrays.pop("model.layers.0.mlp.up_proj.weight")
+        arrays["model.norm.weight"] = arrays["model.norm.weight"].reshape(4, 8)
+        return arrays
+
+    rewritten(folder, spoil)
+    with pytest.raises(ConfigError) as caught:
+        open_folder(folder).load(abstract(), CONFIG, one_device())
+    for line in (
+        "model.layers.1.mlp.up_proj.weight: missing; [48, 32] expected",
+        "model.layers.0.mlp.up_proj.weight: missing; [48, 32] expected",
+        "model.layers.0.mlp.upward.weight: [48, 32] in the file, and nothing in the model reads it",
+        "model.norm.weight: [4, 8] in the file, [32] expected",
+        "Nothing was loaded",
+    ):
+        assert line in str(caught.value)
+
+
+def test_rows_that_are_no_tokens_are_left_out(tmp_path):
+    folder = saved(tmp_path / "hf")
+    loaded = open_folder(folder).load(abstract(vocab=20), CONFIG, one_device())
+    np.testing.assert_array_equal(loaded.lm_head().array, built().lm_head().array[:20])
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight: \[24, 32\] in the file, \[30, 32\] expected"):
+        open_folder(folder).load(abstract(vocab=30), CONFIG, one_device())
+
+
+def test_bfloat16_is_exact_both_ways(tmp_path):
+    folder = saved(tmp_path / "hf", dtype=jnp.bfloat16)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), built())
+    for dtype in (jnp.bfloat16, jnp.float32):
+        loaded = open_folder(folder).load(abstract(dtype=dtype), CONFIG, one_device())
+        for (path, leaf), (_, expected) in zip(tree.leaves(loaded), tree.leaves(rounded), strict=True):
+            np.testing.assert_array_equal(leaf.array.astype(jnp.bfloat16), expected.array, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias: True given, which cannot be imported; False can"),
+        ({"some_new_key": 3}, "some_new_key: 3 given; it is not known what this means"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope_scaling: the type 'ntk' is not known"),
+        ({"hidden_act": "mish"}, "hidden_act: 'mish' given"),
+        ({"hidden_size": None, "quantization_config": {}}, "hidden_size: not given\n  quantization_config: {} given"),
+        ({"model_type": "bert"}, "model_type 'bert' is not known. Known: .*llama"),
+    ],
+    ids=str,
+)
+def test_keys_that_cannot_be_followed_are_named(change, message, tmp_path):
+    folder = saved(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(ConfigError, match=message.replace("{}", r"\{\}")):
+        open_folder(folder)
+
+
+def test_a_folder_is_complete_or_not_there(tmp_path):
+    folder = saved(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="is there already"):
+        saved(folder)
+    windowed = dataclasses.replace(CONFIG, sliding_window=4)
+    with pytest.raises(ConfigError, match=r"cannot say all that the model is:\n  model\.sliding_window: 4"):
+        save_folder(tmp_path / "x", built(), windowed, one_device(), dtype=np.float32, files={}, special_ids={})
+    with pytest.raises(RuntimeError, match="on the way"):
+        saved(tmp_path / "y", files=Breaks({"a": b""}))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+class Breaks(dict):
+    def items(self):
+        raise RuntimeError("on the way")
+
+
+def test_torch_files_and_names_by_rules(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = saved(tmp_path / "hf", dtype=jnp.bfloat16)
+    file = SafetensorsFile(folder / "model.safetensors")
+    own = {
+        "net." + name.removeprefix("model."): torch.from_numpy(file.view(name).view(np.int16).copy()).view(
+            torch.bfloat16
+        )
+        for name in file.tensors
+    }
+    torch.save({"state_dict": {**own, "extra": torch.zeros(2)}}, tmp_path / "teacher.pt")
+    rules = {r"net\.(lm_head\..*)": r"\1", r"net\.(.*)": r"model.\1"}
+    source = Renamed(open_tensors(tmp_path / "teacher.pt"), rules)
+    assert source.tensors == file.tensors
+    for name in file.tensors:
+        np.testing.assert_array_equal(source.view(name), file.view(name))
+    loaded = load_model(tmp_path / "teacher.pt", abstract(dtype=jnp.bfloat16), CONFIG, one_device(), rules=rules)
+    np.testing.assert_array_equal(loaded.lm_head().array, built(dtype=jnp.bfloat16).lm_head().array)
+    with pytest.raises(ConfigError, match=r"the rule 'no such\.\*' matches no tensor"):
+        Renamed(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(ConfigError, match="cannot be read as weights alone"):
+        open_tensors(tmp_path / "module.pt")
+
+
+def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"initialize_from_hf: 'some/model@v1' is no folder here.*\n.*give that folder"
+    ):
+        local_folder("some/model@v1", "initialize_from_hf", weights=True)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        local_folder("./no/such/folder", "initialize_from_hf", weights=True)
+    assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
+
+
+def test_peft_adapters(tmp_path):
+    from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
+
+    model = LoraConfig(target="q_proj|down_proj", rank=4).apply(
+        built(), refs={}, calibration=None, key=jax.random.key(1)
+    )
+    model = tree.map_leaves(
+        lambda path, leaf: leaf + 0.1 if path.endswith(".b") else leaf, model
+    )  # adapters that do something
+    adapters = [
+        Adapter(path, m.a, m.b, m.base.In, m.base.Out, m.scale) for path, m in tree.modules_by_path(model, LoraLinear)
+    ]
+    save_adapters(tmp_path / "peft", adapters, CONFIG, one_device(), dtype=np.float32, base="x")
+    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert described["target_modules"] == ["down_proj", "q_proj"]
+    file = SafetensorsFile(tmp_path / "peft" / "adapter_model.safetensors")
+    before, after = saved(tmp_path / "before"), tmp_path / "after"
+    save_folder(after, merge_lora(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
+    base, merged = (SafetensorsFile(folder / "model.safetensors") for folder in (before, after))
+    for name in base.tensors:
+        stem = "base_model.model." + name.removesuffix(".weight")
+        expected = base.view(name)
+        if f"{stem}.lora_A.weight" in file.tensors:
+            change = file.view(f"{stem}.lora_B.weight") @ file.view(f"{stem}.lora_A.weight")
+            expected = expected + change * described["lora_alpha"] / described["r"]
+        np.testing.assert_allclose(merged.view(name), expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_without_torch_safetensors_are_imported(tmp_path):
+    """In a process in which `import torch` fails, as do transformers and the safetensors library."""
+    folder = saved(tmp_path / "hf")
+    program = f"""
+        import sys
+        for name in ("torch", "transformers", "safetensors", "huggingface_hub"):
+            sys.modules[name] = None
+        import jax
+        from jaxlm.core.runtime import AxisMappings, make_layout, mesh_shape
+        from jaxlm.interop.folder import open_folder
+        from jaxlm.models.base import vocab_axis
+        opened = open_folder(__import__("pathlib").Path({str(folder)!r}))
+        abstract = jax.eval_shape(lambda: opened.config.build(vocab_axis({VOCAB}), key=jax.random.key(0)))
+        axes = dict(embed=32, mlp=48, heads=4, kv_heads=2, head_size=8, vocab={VOCAB}, layers=2)
+        where = make_layout(mesh_shape(1, replica=1, model=1), AxisMappings("batch", ("embed",), (), {{}}, {{}}), axes)
+        print(float(abs(opened.load(abstract, opened.config, where).lm_head().array).sum()))
+    """
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) == pytest.approx(float(jnp.abs(built().lm_head().array).sum()), rel=1e-5)

@@ -1,0 +1,112 @@
+"""A run that begins with weights of a Hugging Face folder, writes such folders, and is converted to one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxlm.config import decode_run
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.interop.folder import open_folder, save_folder
+from jaxlm.interop.safetensors_file import SafetensorsFile
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.qwen3 import Qwen3Config
+from jaxlm.plan import make_plan
+from tests.engine.helpers import one_device
+
+MODEL = Qwen3Config(
+    seq_len=64, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+FROM = """
+initialize_from_hf: {folder}
+use_hf_model_config: true
+"""
+
+
+def write_folder(folder, tokenizer, vocab):
+    import jax
+
+    model = MODEL.build(vocab_axis(vocab), key=jax.random.key(7))
+    files = tokenizer.files(most_tokens=64) | {"chat_template.jinja": b"{{ messages }}"}
+    save_folder(folder, model, MODEL, one_device(), dtype=np.float32, files=files, special_ids={})
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A folder with a tokenizer of 300 tokens and an embedding of 320 rows."""
+    from jaxlm.data.config import DataConfig
+
+    place = tmp_path_factory.mktemp("imported")
+    (place / "text.txt").write_text("some text to make a tokenizer of " * 50)
+    data = DataConfig(train_urls=[f"{place}/text.txt"], cache_dir=f"{place}/cache", vocab_size=270)
+    tokenizer = data.load_tokenizer(show=lambda _: None)
+    write_folder(place / "hf", tokenizer, tokenizer.vocab_size + 20)
+    return place / "hf"
+
+
+def test_the_model_section_lies_over_that_of_the_folder(imported):
+    tree = {
+        "initialize_from_hf": True,
+        "use_hf_model_config": True,
+        "data": {"tokenizer": str(imported)},
+        "model": {"seq_len": 16},
+    }
+    config = decode_run(Source(tree), None)
+    assert config.model == Qwen3Config(**{**MODEL.__dict__, "seq_len": 16})
+    assert not config.use_hf_model_config, "what is saved needs no other files"
+    with pytest.raises(ConfigError, match=r"model\.type: llama given, but .* holds a qwen3"):
+        decode_run(Source({**tree, "model": {"type": "llama"}}), None)
+    with pytest.raises(ConfigError, match="names no folder"):
+        decode_run(Source({"use_hf_model_config": True}), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hf_save_steps": 0}, "hf_save_steps: 0 given"),
+        ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: float32, bfloat16, float16"),
+        ({"hf_weight_names": {"a": "b"}}, "initialize_from_hf names no weights"),
+        ({"initialize_from_hf": "folder"}, "data.tokenizer would train another one"),
+        ({"initialize_from_hf": True}, "which is 'bpe'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_before_anything_is_done(change, message):
+    model = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 32, "num_layers": 1, "num_heads": 4}
+    tree = {"model": model, "trainer": {"train_batch_size": 8}, **change}
+    with pytest.raises(ConfigError, match=message):
+        make_plan(decode_run(Source(tree), None), "x", 64)
+
+
+@pytest.mark.slow
+def test_a_run_there_and_back(imported, workplace):
+    """Learning rate 0 for a step: what is exported is what was imported, without the rows that are no tokens."""
+    place = workplace()
+    text = place.write(FROM.format(folder=imported)).read_text()
+    text = text[: text.index("model:")] + "model: {seq_len: 32}\n" + text[text.index("trainer:") :]
+    text = text.replace("  vocab_size: 300\n", f"  tokenizer: {imported}\n").replace("1.0e-2, warmup: 2", "0.0")
+    (place.folder / "run.yaml").write_text(text)
+    options = ("--hf_save_path", "exports", "--hf_save_steps", "1", "--hf_save_dtype", "bfloat16")
+    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "2", *options)
+    assert result.code == 0, result.err
+    assert "weights: " in result.out
+    exports = place.folder / "exports"
+    assert sorted(p.name for p in exports.iterdir()) == ["step-1", "step-2"]
+    before, after = (SafetensorsFile(f / "model.safetensors") for f in (imported, exports / "step-2"))
+    assert before.tensors.keys() == after.tensors.keys()
+    for name in before.tensors:
+        theirs, ours = before.view(name), after.view(name)
+        np.testing.assert_array_equal(ours, theirs[: len(ours)].astype(ours.dtype), err_msg=name)
+    assert open_folder(exports / "step-2").vocab_size == open_folder(imported).vocab_size - 20
+    assert (exports / "step-2" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+    arguments = ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "out", "--verify", "true")
+    result = place.run(*arguments, module="jaxlm.convert")
+    assert result.code == 0, result.err
+    assert "verified with" in result.out
+    assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 32
+    again = place.run(*arguments, module="jaxlm.convert")
+    assert (again.code, "is there already" in again.err) == (2, True)
+    adapters = place.run(*arguments[:3], "--output_dir", "o2", "--adapters", "only", module="jaxlm.convert")
+    assert (adapters.code, "has no adapters" in adapters.err) == (2, True)
