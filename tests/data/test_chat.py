@@ -191,7 +191,7 @@ def test_truncation_is_counted_and_said(config, tokenizer):
 
 
 def test_a_template_that_gives_no_assistant_tokens_is_an_error(config, tmp_path):
-    """Levanter and transformers go on with masks of zeros: nothing would be learned, silently."""
+    """Masks of zeros are no error of transformers, nor of Levanter: nothing would be learned, silently."""
     never = MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
     with pytest.raises(ConfigError, match=r"no assistant tokens at all.*generation.* block marks nothing"):
         windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)
