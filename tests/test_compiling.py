@@ -47,7 +47,7 @@ def test_a_compiler_without_memory_is_a_message(monkeypatch):
     def refuse(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
-    monkeypatch.setattr("jaxlm.compiling.lower_step", refuse)
+    monkeypatch.setattr("jaxlm.compiling.trace_step", refuse)
     with pytest.raises(ConfigError, match="does not fit into a device's memory: RESOURCE_EXHAUSTED"):
         compiled(plan)
 

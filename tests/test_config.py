@@ -35,7 +35,7 @@ MISTAKES = {
     "missing include": (GOOD + "optimizer: !include no.yaml\n", (), ["run.yaml:5", "no.yaml"]),
     "cyclic include": (GOOD + "optimizer: !include run.yaml\n", (), ["run.yaml:5", "circle"]),
     "syntax": ("trainer: [1\n", (), ["run.yaml:2"]),
-    "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "gpt2, llama"]),
+    "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "gpt_neox, llama, mistral"]),
     "batch that does not divide": (
         GOOD,
         ("--trainer.train_batch_size", "12"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.compiling import lower_step
+from jaxlm.compiling import trace_step
 from jaxlm.config import read_config
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.plan import make_plan
@@ -38,7 +38,7 @@ def test_every_recipe_resolves_and_traces(path):
     plan = make_plan(config, "recipe", assumed_vocabulary(config)[0])
     with plan.layout.use():
         for phase in plan.phases:
-            assert "func.func public @main" in lower_step(plan, phase).as_text()
+            assert "func.func public @main" in trace_step(plan, phase).lower().as_text()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

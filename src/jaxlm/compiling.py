@@ -83,11 +83,6 @@ def trace_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Traced
         return step.trace(_placed(abstract, plan.layout), abstract_batch(plan), Ballot.abstract(plan.layout))
 
 
-def lower_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Lowered:
-    """The same, as a program that can be compiled."""
-    return trace_step(plan, phase, keep).lower()
-
-
 def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit: int | None = None) -> CompiledStep:
     """The compiled training step of a phase, announced and timed.
 

@@ -156,6 +156,7 @@ def test_an_outlier_costs_exactly_itself():
     assert_identical(host(run), host(clean), but=("step", "guard.skipped", "slots.loss_scale.good_steps"))
 
 
+@pytest.mark.slow
 def test_half_precision_trains_like_single_and_backs_off_from_overflow():
     parsed = parse_precision("p=f32,c=float16")
     assert parsed.loss_scale == DynamicLossScale()

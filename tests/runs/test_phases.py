@@ -53,7 +53,9 @@ def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
     assert all(path.endswith((".a", ".b")) for path in moments)
 
 
-@pytest.mark.parametrize("fault", ["first phase", "boundary", "after surgery", "second phase"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("first phase", marks=pytest.mark.slow), "boundary", "after surgery", "second phase"]
+)
 def test_killed(whole, workplace, fault):
     devices, losses, _, last = whole
     place = start(workplace, devices)
