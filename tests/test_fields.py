@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.compiling import keep_compiled_programs, lower_step
+from jaxlm.compiling import keep_compiled_programs, trace_step
 from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
@@ -277,7 +277,7 @@ def outline(plan: Any) -> Any:
 
 def programs(plan: Any) -> list[str]:
     with plan.layout.use():
-        return [lower_step(plan, phase).as_text() for phase in plan.phases]
+        return [trace_step(plan, phase).lower().as_text() for phase in plan.phases]
 
 
 def initial_parameters(plan: Any) -> list[np.ndarray]:

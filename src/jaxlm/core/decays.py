@@ -8,10 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 import draccus
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlm.core.errors import ConfigError
 
-Number = jax.Array | float
+Number = jax.Array | np.ndarray | float
 
 
 class Stretch(NamedTuple):
@@ -31,6 +32,11 @@ class Stretch(NamedTuple):
     peak: Number
     low: Number
 
+    @property
+    def xp(self) -> Any:
+        """NumPy where all is known (a picture compiles nothing), jax's form of it where something is traced."""
+        return jnp if any(isinstance(number, jax.Array) for number in self) else np
+
 
 @dataclass(frozen=True)
 class Decay(draccus.ChoiceRegistry, abc.ABC):
@@ -42,7 +48,7 @@ class Decay(draccus.ChoiceRegistry, abc.ABC):
     """Whether a decay that is written down as no steps at all leaves the peak as it is, rather than being a mistake."""
 
     @abc.abstractmethod
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """The value there."""
 
 
@@ -51,9 +57,9 @@ class Decay(draccus.ChoiceRegistry, abc.ABC):
 class Constant(Decay):
     """Stays at the peak; `min_lr_ratio` has no meaning then."""
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        return jnp.full_like(jnp.asarray(at.since, jnp.float32), at.peak)
+        return at.xp.full_like(at.xp.asarray(at.since, np.float32), at.peak)
 
 
 @Decay.register_subclass("linear")
@@ -61,9 +67,9 @@ class Constant(Decay):
 class Linear(Decay):
     """A straight line down to the low value."""
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        return at.peak * (1 - (1 - at.low) * jnp.asarray(at.since) / at.length)
+        return at.peak * (1 - (1 - at.low) * at.since / at.length)
 
 
 @Decay.register_subclass("cosine")
@@ -83,9 +89,9 @@ class Cosine(Decay):
         if not self.exponent > 0:
             raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, more than 0 expected")
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        wave = 0.5 * (1 + jnp.cos(jnp.pi * jnp.asarray(at.since) / at.length))
+        wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
         return at.peak * (at.low + (1 - at.low) * wave**self.exponent)
 
 
@@ -104,9 +110,9 @@ class Polynomial(Decay):
         if not self.power > 0:
             raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, more than 0 expected")
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        left = 1 - jnp.asarray(at.since) / at.length
+        left = 1 - at.since / at.length
         return at.peak * (at.low + (1 - at.low) * left**self.power)
 
 
@@ -126,10 +132,10 @@ class InvSqrt(Decay):
         if not self.timescale > 0:
             raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, more than 0 expected")
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        steps = jnp.maximum(jnp.asarray(at.since, jnp.float32) + at.warmup, 1.0)
-        return at.peak * jnp.maximum(jnp.minimum(1.0, jax.lax.rsqrt(steps / self.timescale)), at.low)
+        steps = at.xp.maximum(at.since + at.warmup, 1.0)
+        return at.peak * at.xp.maximum(at.xp.minimum(1.0, (steps / self.timescale) ** -0.5), at.low)
 
 
 @Decay.register_subclass("inv")
@@ -139,9 +145,9 @@ class Inv(Decay):
 
     reaches_zero: ClassVar[bool] = False
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        return at.peak / ((1 / at.low - 1) * jnp.maximum(jnp.asarray(at.since), 1.0) / at.length + 1)
+        return at.peak / ((1 / at.low - 1) * at.xp.maximum(at.since, 1.0) / at.length + 1)
 
 
 @Decay.register_subclass("power")
@@ -169,10 +175,10 @@ class Power(Decay):
                 f" seq_length={self.seq_length} given; a above 0, b below 0 and sizes of 1 and more expected"
             )
 
-    def value(self, at: Stretch) -> jax.Array:
+    def value(self, at: Stretch) -> Number:
         """See `Decay.value`."""
-        tokens = jnp.asarray(at.since, jnp.float32) * self.batch_size * self.seq_length
-        return jnp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
+        tokens = at.since * float(self.batch_size) * self.seq_length
+        return at.xp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
 
 
 def decay_of(given: str | Decay) -> Decay:

@@ -8,6 +8,7 @@ Source of the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.0639
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,15 +79,17 @@ class Schedule:
         rows = [(s.length, s.first, s.last, s.warmup, s.name == "decay") for s in segments]
         self._table = np.array(rows, np.float32).T
 
-    def __call__(self, step: int | jax.Array) -> jax.Array:
-        """The value for the update that follows `step` updates: float32, traceable."""
-        step = jnp.asarray(step, jnp.int32)
-        row = jnp.maximum(jnp.searchsorted(self._starts, step, side="right") - 1, 0)
-        length, first, last, warmup, is_decay = (jnp.asarray(column)[row] for column in self._table)
-        since = jnp.clip((step - jnp.asarray(self._starts)[row]).astype(jnp.float32), 0, length)
+    def __call__(self, step: int | np.ndarray | jax.Array) -> Any:
+        """The value for the update that follows `step` updates: float32, traceable. Known steps compile nothing."""
+        xp: Any = jnp if isinstance(step, jax.Array) else np
+        step = xp.asarray(step, np.int32)
+        row = xp.maximum(xp.searchsorted(self._starts, step, side="right") - 1, 0)
+        length, first, last, warmup, is_decay = (xp.asarray(column)[row] for column in self._table)
+        since = xp.clip(xp.asarray(step - xp.asarray(self._starts)[row], np.float32), 0, length)
         line = first + (last - first) * since / length
-        value = jnp.where(is_decay > 0, self._decay.value(Stretch(since, length, warmup, self._peak, self._low)), line)
-        return jnp.minimum(value, self._peak)  # a formula may round to just above it
+        with np.errstate(divide="ignore"):  # a power of 0 tokens, which the peak bounds
+            fallen = self._decay.value(Stretch(since, length, warmup, self._peak, self._low))
+        return xp.minimum(xp.where(is_decay > 0, fallen, line), self._peak)  # a formula may round to just above it
 
     def corner_points(self) -> list[tuple[int, float, str]]:
         """(step, value, what begins or ends there), for people; where a cycle jumps, the last value before it too."""
@@ -135,8 +138,7 @@ def _cycle(shape: Shape, decay: Decay, warmup: Segment, end: int) -> Iterator[Se
         yield Segment("stable", warmup.end, left - falling, shape.peak, shape.peak, warmup.length)
     if falling:
         at = Stretch(float(falling), float(falling), float(warmup.length), shape.peak, shape.min_ratio)
-        with jax.ensure_compile_time_eval():  # a schedule may be made while a program is traced
-            last = float(decay.value(at))
+        last = float(decay.value(at))
         yield Segment("decay", end - falling, falling, shape.peak, last, warmup.length)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.engine.phases import Phase
@@ -43,7 +42,7 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
         steps = np.unique(np.linspace(0, phase.num_steps, _MOST_POINTS).round())
         axes.plot(
             phase.start + steps,
-            np.asarray(schedule(jnp.asarray(steps))),
+            schedule(steps),
             color=f"C{phase.index % 10}",
             label=phase.name,
         )
