@@ -78,7 +78,7 @@ def check_falls_back(finished, workplace, number: int, damage: str) -> None:
     assert (place.losses(), place.digest("step-24")) == finished[1:]
 
 
-@pytest.mark.parametrize(("number", "damage"), [(0, "truncated"), (-1, "flipped")])
+@pytest.mark.parametrize(("number", "damage"), [(0, "truncated"), (3, "flipped"), (5, "deleted"), (-1, "flipped")])
 def test_a_damaged_newest_checkpoint_is_set_aside(finished, workplace, number, damage):
     check_falls_back(finished, workplace, number, damage)
 
@@ -149,7 +149,7 @@ def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None
 
 
 def test_killed_while_saving(finished, workplace):
-    check_kills_while_saving(finished, workplace, seed=1, kills=3)
+    check_kills_while_saving(finished, workplace, seed=1, kills=5)
 
 
 @pytest.mark.soak

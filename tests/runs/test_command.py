@@ -144,7 +144,11 @@ def test_a_folder_that_cannot_be_written_is_said_at_the_start(workplace):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"), [("sealing", r"No space left.*make room, and start"), ("writing arrays", "File too large")]
+    ("place", "said"),
+    [
+        ("sealing", r"No space left.*make room, and start"),
+        pytest.param("writing arrays", "File too large", marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
     full = {"module": "tests.runs.full_disk", "JAXLM_TEST_DISK_FULL": place}
@@ -191,6 +195,7 @@ def test_help_names_every_section(workplace):
         assert option in result.out
 
 
+@pytest.mark.slow
 def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, tmp_path):
     """And nothing is fetched from a device but when somebody asks for it; a broken cache only warns."""
     place = workplace()

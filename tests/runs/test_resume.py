@@ -70,7 +70,7 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
     assert all("unfinished" not in name for name in place.checkpoints())
 
 
-@pytest.mark.parametrize(("mesh", "seed"), [("one device", 0), ("fsdp 8", 1)])
+@pytest.mark.parametrize(("mesh", "seed"), [(mesh, number) for number, mesh in enumerate(MESHES)])
 def test_killed_once(workplace, uninterrupted, mesh, seed):
     check(workplace, uninterrupted, mesh, seed, kills=1)
 
@@ -88,7 +88,8 @@ def test_killed_five_times(workplace, uninterrupted, mesh, seed):
     check(workplace, uninterrupted, mesh, seed, kills=5)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp 8", pytest.param("tp 2 x fsdp 4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
 def test_goes_on_on_another_mesh(workplace, uninterrupted, mesh):
     """Begun on one device and killed, ended on eight: the same batches, and the same losses but for rounding."""
     losses, _, _ = uninterrupted("one device")
