@@ -86,6 +86,7 @@ def test_a_run_there_and_back(imported, workplace):
     text = place.write(FROM.format(folder=imported)).read_text()
     text = text[: text.index("model:")] + "model: {seq_len: 32}\n" + text[text.index("trainer:") :]
     text = text.replace("  vocab_size: 300\n", f"  tokenizer: {imported}\n").replace("1.0e-2, warmup: 2", "0.0")
+    text = text.replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n")
     (place.folder / "run.yaml").write_text(text)
     options = ("--hf_save_path", "exports", "--hf_save_steps", "1", "--hf_save_dtype", "bfloat16")
     result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "2", *options)

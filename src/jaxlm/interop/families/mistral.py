@@ -14,7 +14,7 @@ FAMILY = Family(
         kv_heads(),
         head_dim(),
         rope(),
-        activation("hidden_act", "silu"),
+        activation("hidden_act", "silu", written={"gelu_new": "gelu_pytorch_tanh"}),
         Key("sliding_window", "sliding_window", 4096),
         Fixed("attention_dropout", 0.0),
     ),
