@@ -21,6 +21,7 @@ def run(*arguments):
 
 def test_the_gpu_benchmark_walks_through_all_of_itself(tmp_path):
     pytest.importorskip("torch")
+    pytest.importorskip("psutil")
     done = run("--tiny", "--output", tmp_path / "gpu", "--minutes", 9)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
