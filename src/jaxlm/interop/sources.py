@@ -57,7 +57,7 @@ class TorchFile:
             ConfigError: torch is not installed, or the file holds something else than tensors.
         """
         try:
-            import torch
+            import torch  # pyright: ignore[reportMissingImports] - the extra `torch`
         except ImportError as error:
             raise ConfigError(
                 f"{path} is a file of torch, which is not installed: pip install 'jaxlm[torch]', or convert the weights"
@@ -84,7 +84,7 @@ class TorchFile:
         tensor = self._content[name].detach()
         dtype = self.tensors[name].dtype
         if dtype == jnp.bfloat16:  # numpy has none of its own, so torch does not hand it over
-            import torch
+            import torch  # pyright: ignore[reportMissingImports]
 
             return tensor.view(torch.int16).numpy().view(dtype)
         return tensor.numpy()

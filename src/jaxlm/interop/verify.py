@@ -83,8 +83,8 @@ def _reader(folder: Path, config: ModelConfig, layout: Layout) -> tuple[str, Cal
 
 
 def _transformers(folder: Path) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports] - extras
+    import transformers  # pyright: ignore[reportMissingImports]
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
