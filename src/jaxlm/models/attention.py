@@ -53,6 +53,24 @@ class Visibility(eqx.Module):
         return Visibility(inputs.positions, inputs.segment_ids, *keys, within_row=True)
 
 
+def _task(
+    q: NamedArray, group: int, window: int | None, within_row: bool, dropout: float, rule: ScoreRule
+) -> AttentionTask:
+    """What a backend must be able to do for these queries, on the devices of the current layout."""
+    return AttentionTask(
+        current_platform(),
+        q.dtype,
+        q.axis_size(POSITION),
+        head_size=q.axis_size(HEAD_SIZE),
+        group=group,
+        window=window,
+        capability=cuda_capability(current_device()),
+        within_row=within_row,
+        dropout=dropout,
+        rule=rule,
+    )
+
+
 @jax.named_scope("attention")  # by this name profiles know its operations
 def attention(
     q: NamedArray,
@@ -89,21 +107,9 @@ def attention(
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
     factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
-    within_row = visibility.within_row
     dropout = 0.0 if key is None else dropout
-    task = AttentionTask(
-        current_platform(),
-        q.dtype,
-        q.axis_size(POSITION),
-        head_size=q.axis_size(HEAD_SIZE),
-        group=num_heads // num_kv_heads,
-        window=window,
-        capability=cuda_capability(current_device()),
-        within_row=within_row,
-        dropout=dropout,
-        rule=rule,
-    )
-    choice = choose_attention(task, backend if within_row else AUTO)
+    task = _task(q, num_heads // num_kv_heads, window, visibility.within_row, dropout, rule)
+    choice = choose_attention(task, backend if visibility.within_row else AUTO)
     segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blocks":
         out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)

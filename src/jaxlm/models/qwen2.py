@@ -6,39 +6,18 @@ Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.
 from dataclasses import dataclass, field
 
 import jax
-from haliax import Axis
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.checks import check_at_least
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    check_window,
-    decoder_flops,
-    gated_mlp,
-    pre_norm_block,
-    projections,
-    rms_norm,
-)
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.decoder import projections
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.rotary import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.transformer import LayerKind
+from jaxlm.models.pre_norm import LateWindowConfig
+from jaxlm.models.rotary import DefaultRotary, RotaryConfig
 
 
 @ModelConfig.register_subclass("qwen2")
 @dataclass(frozen=True)
-class Qwen2Config(DecoderConfig):
-    """Qwen2's sizes; the defaults are Qwen2.5 0.5B.
-
-    Attributes:
-        sliding_window: how many tokens a token sees, itself included, behind the first max_window_layers layers; null means
-            all before it.
-        max_window_layers: the first so many layers see everything.
-        rope: how queries and keys are rotated.
-    """
+class Qwen2Config(LateWindowConfig):
+    """Qwen2's sizes; the defaults are Qwen2.5 0.5B."""
 
     seq_len: int = 4096
     hidden_dim: int = 896
@@ -48,33 +27,8 @@ class Qwen2Config(DecoderConfig):
     num_kv_heads: int | None = 2
     layer_norm_epsilon: float = 1e-6
     tie_word_embeddings: bool = True
-    sliding_window: int | None = None
-    max_window_layers: int = 0
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
 
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last."""
-        windows = [None if i < self.max_window_layers else self.sliding_window for i in range(self.num_layers)]
-        return tuple(LayerKind(self.rope, window) for window in windows)
-
-    def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
-        check_window(self.sliding_window)
-        check_at_least("model.max_window_layers", self.max_window_layers, 0)
-
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
-        keys = jax.random.split(key, 7)
-        attn = SelfAttention(**projections(self, keys[:4], qkv_bias=True, out_bias=False))
-        return pre_norm_block(self, attn, gated_mlp(self, keys[4:]))
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        """A freshly initialised model."""
-        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
-        return decoder_flops(self, vocab_size, mlp_matrices=3)
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """See `PreNormConfig.attention`."""
+        return SelfAttention(**projections(self, keys, qkv_bias=True, out_bias=False))
