@@ -19,6 +19,7 @@ import pytest
 
 from jaxlm.compiling import keep_compiled_programs, trace_step
 from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshConfig
@@ -71,6 +72,8 @@ for name, base in ROPES.items():
 LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2}]}])
 PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"})
 
+SIZED = tree()
+SIZED["trainer"]["train_batch_size"] = [{"start": 0, "value": 16}, {"start": 20, "value": 32}]
 WATCHED = tree()
 WATCHED["trainer"]["watch"] = {"interval": 2, "watch_targets": ["grads"]}
 
@@ -218,6 +221,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     found += [(path, WATCHED) for path in fields("trainer.watch", WatchConfig)]
     found += [(path, keep) for path in fields("trainer.checkpointer.keep.0", KeepRule)]
     # Of the other optimizers, what each computes: tests/optim/test_family.py.
+    found += [(path, SIZED) for path in fields("trainer.train_batch_size.1", BatchSize)]
     found += [(path, tree()) for path in fields("optimizer", OptimizerConfig.get_known_choices()["adam"])]
     for name, kind in ObjectiveConfig.get_known_choices().items():
         found += [(path, tree(objective={"type": name})) for path in fields("objective", kind)]
@@ -327,8 +331,8 @@ def test_data_fields(name, tmp_path):
         )
         tokenizer = config.load_tokenizer(show=lambda _: None)
         data = config.open(tokenizer, 16, show=lambda _: None)
-        examples = data.examples(batch_size=8, seed=0)
-        batches = train_batches(examples, batch_size=8, num_microbatches=1, layout=plan_of(tree()).layout)
+        eight = BatchSchedule.constant(8)
+        batches = train_batches(data.examples(eight, seed=0), eight, plan_of(tree()).layout)
         batch = next(batches)
         batches.close()
         folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
@@ -50,11 +51,11 @@ class TokenData:
     train: Mapping[str, Windows]
     validation: tuple[ValidationData, ...]
 
-    def examples(self, *, batch_size: int, seed: int) -> Mixture:
-        """What to train on, in the order that the seed gives."""
-        return Mixture(self.train, self._stages(batch_size), seed=seed, shuffle=self.config.shuffle)
+    def examples(self, batches: BatchSchedule, *, seed: int) -> Mixture:
+        """What to train on, in the order that the seed gives. Args: batches: by the phase's steps, as weights are."""
+        return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.config.shuffle)
 
-    def num_examples(self, *, batch_size: int, seed: int) -> int | None:
+    def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
         """How many there are until `stop_strategy` ends them; None where it never does.
 
         Raises:
@@ -62,7 +63,7 @@ class TokenData:
         """
         if self.config.stop_strategy == "restart":
             return None
-        ends = self.examples(batch_size=batch_size, seed=seed).exhausted_after()
+        ends = self.examples(batches, seed=seed).exhausted_after()
         never = [name for name, end in zip(self.train, ends, strict=True) if end is None]
         if self.config.stop_strategy == "first_exhausted":
             return min((end for end in ends if end is not None), default=None)
@@ -73,14 +74,16 @@ class TokenData:
             )
         return max(end for end in ends if end is not None)
 
-    def _stages(self, batch_size: int) -> list[Stage]:
+    def _stages(self, batches: BatchSchedule) -> list[Stage]:
         names = list(self.train)
         if len(names) == 1:
             return [Stage(0, (1,))]
         sizes = {name: float(len(windows)) for name, windows in self.train.items()}
         stages = weight_stages(self.config.train_weights or sizes, self.config.trained_names())
         size = self.config.mixture_block_size
-        return [Stage(stage.step * batch_size, block_counts(stage.weights, names, size)) for stage in stages]
+        starts = [batches.examples_before(stage.step) for stage in stages]
+        counts = [block_counts(stage.weights, names, size) for stage in stages]
+        return [Stage(*stage) for stage in zip(starts, counts, strict=True)]
 
 
 @dataclass(frozen=True)
