@@ -316,8 +316,9 @@ DATA = {
 }
 
 
-# Shown in tests/data/test_mixture.py, test_records.py and test_chat.py.
-MIXED = ("format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
+# Shown in tests/data/test_mixture.py, test_records.py, test_chat.py, test_hugging_face.py and test_corpus.py.
+DATASETS = ("id", "name", "split", "validation_split", "stream", "source")
+MIXED = (*DATASETS, "format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(DataConfig) if f.name not in MIXED])
