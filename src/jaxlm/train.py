@@ -171,7 +171,7 @@ def _train_phase(
             batches.restore(resumed.position())
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
-        listeners = run.listeners(phase, state)
+        listeners = run.listeners(phase, state, batches)
         steps = compile_steps(plan, phase, int(state.step), run.console.show)
         run.keep_programs(phase, steps)
         # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
