@@ -20,6 +20,7 @@ from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.interop.levanter import from_levanter
 from jaxlm.interop.model_section import with_hf_model
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
@@ -262,7 +263,9 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:
         print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
-    source = override(source, parsed.options)
+    source, notes = from_levanter(override(source, parsed.options))
+    for note in notes:
+        print(f"note: {note}")
     stem = None if parsed.config_path is None else Path(parsed.config_path).stem
     return decode_run(source, stem, kind)
 
@@ -278,7 +281,7 @@ def refuse_dry_run(config: RunConfig, because: str) -> None:
 
 def read_config(path: Path) -> RunConfig:
     """The configuration in a file, without a command line."""
-    return decode_run(load_yaml(path), path.stem)
+    return decode_run(from_levanter(load_yaml(path))[0], path.stem)
 
 
 def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R:
