@@ -14,6 +14,7 @@ import pytest
 
 from jaxlm.config import TrainerConfig, load_config
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
@@ -75,6 +76,39 @@ def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
     assert b"jax==" in values["packages/text_summary"][1].tensor.string_val[0]
 
 
+HISTOGRAM = Histogram(-1.0, 2.0, (3, 0, 4))
+NOT_FINITE = Histogram(float("inf"), float("-inf"), (0, 0, 0))
+
+
+def test_histograms_have_a_file_beside_the_metrics_and_no_record_twice(tmp_path):
+    path = tmp_path / "histograms.jsonl"
+    JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
+    assert not path.exists()
+    for resume_step in (0, 2):  # killed after step 4, and gone on from step 2
+        tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
+        for step in (2, 4)[resume_step // 2 :]:
+            tracker.log_histograms(step, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
+        tracker.close()
+    assert [(r["step"], r["name"]) for r in read_jsonl(path)] == [
+        (s, name) for s in (2, 4) for name in ("grad/hist/x", "bad")
+    ]
+    assert read_jsonl(path)[2] == {"step": 4, "name": "grad/hist/x", "low": -1.0, "high": 2.0, "counts": [3, 0, 4]}
+    assert read_jsonl(path)[3] == {"step": 4, "name": "bad", "low": None, "high": None, "counts": [0, 0, 0]}
+
+
+def test_tensorboard_shows_histograms(tmp_path):
+    pytest.importorskip("tensorboardX")
+    tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
+    tracker.log_histograms(5, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
+    tracker.close()
+    shown = {v.tag: (e.step, v.histo) for e in events(tmp_path / "run") for v in e.summary.value if v.HasField("histo")}
+    assert list(shown) == ["grad/hist/x"]
+    step, found = shown["grad/hist/x"]
+    assert (step, found.min, found.max, found.num) == (5, -1.0, 2.0, 7)
+    assert [*found.bucket_limit, *found.bucket] == [0.0, 1.0, 2.0, 3.0, 0.0, 4.0]
+    assert found.sum == pytest.approx(3 * -0.5 + 4 * 1.5)
+
+
 class Recording:
     """A tracker that keeps what it is told, and fails or blocks where it is asked to."""
 
@@ -91,6 +125,10 @@ class Recording:
     def log(self, step, metrics):
         self._called("log")
         self.records.append((step, dict(metrics)))
+
+    def log_histograms(self, step, histograms):
+        self._called("log_histograms")
+        self.records.append((step, dict(histograms)))
 
     def flush(self):
         self._called("flush")
@@ -209,6 +247,7 @@ def test_dumps_of_xla_need_its_flag(monkeypatch, tmp_path):
 
 WANDB_RUN = """
 import sys
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import RunFacts
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.engine.trackers.wandb import WandbConfig
@@ -218,6 +257,8 @@ config = WandbConfig(**eval(sys.argv[1]))
 tracker = GuardedTracker("wandb", lambda: config.open(facts), print)
 for step in (1, 2, 3, 2):
     tracker.log(step, {"train/loss": 5.0 - step})
+    if step != 1:
+        tracker.log_histograms(step, {"grad/hist/x": Histogram(-1.0, 2.0, (step, 0, 4))})
 tracker.flush()
 tracker.close()
 """
@@ -288,12 +329,16 @@ def test_wandb_offline_writes_the_run(tmp_path):
     assert artifacts["code"] == {"script.py", "other.py"}
     summary = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.summary.update}
     assert summary["parameter_count"] == "1234"
-    history = []
+    history, shown = [], {}
     for record in records:
         items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         if "train/loss" in items:
             history.append((record.history.step.num or items["_step"], items["train/loss"]))
+        if "grad/hist/x._type" in items:
+            parts = {key: items[f"grad/hist/x.{key}"] for key in ("_type", "values", "bins")}
+            shown[record.history.step.num or items["_step"]] = parts
     assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+    assert shown == {s: {"_type": "histogram", "values": [s, 0, 4], "bins": [-1.0, 0.0, 1.0, 2.0]} for s in (2, 3)}
 
 
 @pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])
