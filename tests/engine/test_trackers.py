@@ -20,6 +20,7 @@ from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.trackio import TrackioConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
+from tests.engine.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"
 FACTS = RunFacts("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
@@ -51,16 +52,8 @@ def test_what_was_flushed_is_there_without_closing(tmp_path):
 
 def events(folder: Path) -> list:
     """Every event of the only event file in a folder."""
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format that is read here by hand
-
     (path,) = folder.glob("events*")
-    raw, place, found = path.read_bytes(), 0, []
-    while place < len(raw):
-        length = int.from_bytes(raw[place : place + 8], "little")
-        found.append(Event.FromString(raw[place + 12 : place + 12 + length]))
-        place += length + 16  # length, its checksum, the event, its checksum
-    return found
+    return tensorboard_events(path)
 
 
 def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
@@ -282,26 +275,6 @@ def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.Comp
     )
 
 
-def wandb_records(folder: Path) -> list:
-    """What an offline run has written: a LevelDB log, whose records may be spread over blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    raw, place, records, whole = path.read_bytes(), 7, [], b""
-    while place + 7 < len(raw):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        length, kind = int.from_bytes(raw[place + 4 : place + 6], "little"), raw[place + 6]
-        whole += raw[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # all of a record, or the end of one
-            records.append(wandb_internal_pb2.Record.FromString(whole))
-            whole = b""
-    return records
-
-
 def test_wandb_offline_writes_the_run(tmp_path):
     pytest.importorskip("wandb")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
@@ -316,7 +289,8 @@ def test_wandb_offline_writes_the_run(tmp_path):
     result = run_wandb(tmp_path, config)
     assert result.returncode == 0, result.stderr
     assert "tracker wandb" not in result.stdout
-    records = wandb_records(tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(path)
     (run,) = (r.run for r in records if r.HasField("run"))
     assert (run.project, run.entity, run.run_id, run.run_group, list(run.tags)) == ("p", "e", "an-id", "g", ["one"])
     assert run.display_name == "my run"
