@@ -68,13 +68,13 @@ class Phase:
 
     def averaged(self, state: RunState) -> dict[str, LanguageModel]:
         """The model with each average in the place of what trains, by name; in the model's dtype."""
-        trainable, frozen = self.split(state.model)
+        return {name: self.with_average(state.model, state.slots[name].weights) for name in self.averages}
 
-        def model(name: str) -> LanguageModel:
-            weights = jax.tree.map(lambda a, w: a.astype(w.dtype), state.slots[name].weights, trainable)
-            return eqx.combine(weights, frozen, is_leaf=tree.is_named)
-
-        return {name: model(name) for name in self.averages}
+    def with_average(self, model: LanguageModel, average: Any) -> LanguageModel:
+        """The model with an average, which has its trainable leaves only, in their place; in the model's dtype."""
+        trainable, frozen = self.split(model)
+        weights = jax.tree.map(lambda a, w: a.astype(w.dtype), average, trainable)
+        return eqx.combine(weights, frozen, is_leaf=tree.is_named)
 
     def groups(self, model: LanguageModel) -> list[ParameterGroup]:
         """The parameter-group table, every trainable leaf in exactly one row."""
