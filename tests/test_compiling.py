@@ -24,6 +24,7 @@ def compiled(plan, **options):
     return step, "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_least_recomputation_that_fits_is_chosen():
     plan = plan_of()
     roomy, said = compiled(plan)
@@ -63,7 +64,8 @@ def test_no_array_of_all_logits_and_none_of_all_scores():
     assert "512,512]" not in text
 
 
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
 def test_accumulation_needs_no_more_memory(scan):
     def temporary(batch, per_device):
         trainer = {"train_batch_size": batch, "per_device_parallelism": per_device}

@@ -149,6 +149,7 @@ def test_what_is_merely_wasteful_or_overridden_is_said():
     assert plan_of(axis_resources={"batch": "data"}).warnings == ()
 
 
+@pytest.mark.slow
 def test_a_free_mesh_with_sequences_cut_in_two_computes_the_same():
     free = {"axes": {"data": -1, "context": 2, "model": 2}, "compute_mapping": {"position": "context"}}
     layout = plan_of(mesh=free, tensor_parallel_axes=["mlp", "heads"]).layout

@@ -8,7 +8,7 @@ from jaxlm.core.types import StepInfo
 from jaxlm.engine.reports import Reports, Totals, Workload
 from jaxlm.engine.step import Report
 from jaxlm.run import totals_at
-from tests.engine.helpers import TinyRun, arrays, batch, layout
+from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 
 def test_rates_and_totals_are_what_a_step_amounts_to():
@@ -45,7 +45,8 @@ def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(t
 def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
     seen: list[StepInfo] = []
     reports = Reports("train", Workload(16, 256, 1e6, None, 20), [seen.append])
-    run, where = TinyRun(layout()), layout()
+    where = one_device()
+    run = TinyRun(where)
     with where.use():
         for step in (1, 2, 3):
             run.state, report = run._step(run.state, batch(arrays(step), where), run._blank)

@@ -60,6 +60,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
     assert float(table[3][3]) == pytest.approx(found["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_another_batch_size_counts_the_same_and_few_batches_say_what_they_leave_out(finished):
     found = numbers(evaluate(finished))
     other = numbers(evaluate(finished, "--batch_size", "5"))

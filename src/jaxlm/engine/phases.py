@@ -98,6 +98,7 @@ class Recipe:
     seed: int
     precision: Precision
     phases: Sequence[Phase] = field(default_factory=tuple)
+    _abstract: dict[int, RunState] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def first_model(self) -> LanguageModel:
         """The model before the first phase. Traceable."""
@@ -127,8 +128,13 @@ class Recipe:
         )
 
     def abstract_state(self, phase: Phase) -> RunState:
-        """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers."""
-        return jax.eval_shape(lambda: self.fresh_state(phase))
+        """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers.
+
+        Traced once a phase: a start asks half a dozen times.
+        """
+        if phase.index not in self._abstract:
+            self._abstract[phase.index] = jax.eval_shape(lambda: self.fresh_state(phase))
+        return self._abstract[phase.index]
 
     def fresh_state(self, phase: Phase) -> RunState:
         """The state at the start of a phase, had the ones before it not trained. Traceable."""
