@@ -22,6 +22,7 @@ import pytest
 
 from jaxlm.compiling import keep_compiled_programs, trace_step
 from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshConfig
@@ -76,6 +77,8 @@ for name, base in ROPES.items():
 LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2}]}])
 PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"})
 
+SIZED = tree()
+SIZED["trainer"]["train_batch_size"] = [{"start": 0, "value": 16}, {"start": 20, "value": 32}]
 WATCHED = tree()
 WATCHED["trainer"]["watch"] = {"interval": 2, "watch_targets": ["grads"]}
 
@@ -223,6 +226,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     found += [(path, WATCHED) for path in fields("trainer.watch", WatchConfig)]
     found += [(path, keep) for path in fields("trainer.checkpointer.keep.0", KeepRule)]
     # Of the other optimizers, what each computes: tests/optim/test_family.py.
+    found += [(path, SIZED) for path in fields("trainer.train_batch_size.1", BatchSize)]
     found += [(path, tree()) for path in fields("optimizer", OptimizerConfig.get_known_choices()["adam"])]
     for name, kind in ObjectiveConfig.get_known_choices().items():
         found += [(path, tree(objective={"type": name})) for path in fields("objective", kind)]
@@ -331,8 +335,9 @@ DATA = {
 }
 
 
-# Shown in tests/data/test_mixture.py, test_records.py and test_chat.py.
-MIXED = ("format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
+# Shown in tests/data/test_mixture.py, test_records.py, test_chat.py, test_hugging_face.py and test_corpus.py.
+DATASETS = ("id", "name", "split", "validation_split", "stream", "source")
+MIXED = (*DATASETS, "format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(DataConfig) if f.name not in MIXED])
@@ -346,8 +351,8 @@ def test_data_fields(name, tmp_path):
         )
         tokenizer = config.load_tokenizer(show=lambda _: None)
         data = config.open(tokenizer, 16, show=lambda _: None)
-        examples = data.examples(batch_size=8, seed=0)
-        batches = train_batches(examples, batch_size=8, num_microbatches=1, layout=plan_of(tree()).layout)
+        eight = BatchSchedule.constant(8)
+        batches = train_batches(data.examples(eight, seed=0), eight, plan_of(tree()).layout)
         batch = next(batches)
         batches.close()
         folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
