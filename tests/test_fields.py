@@ -56,6 +56,7 @@ MODELS = {
     "mpt": {"type": "mpt", **LLAMA},
     "olmo2": {"type": "olmo2", **LLAMA},
     "phi3": {"type": "phi3", **LLAMA},
+    "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
@@ -92,6 +93,9 @@ CHANGES: dict[str, Any] = {
     "model.attn_soft_cap": 3.0,
     "model.final_soft_cap": 3.0,
     "model.sliding_window_pattern": 1,
+    "model.factory": {"model": {"factory": "examples.nnx_model:none"}},
+    "model.kwargs": {"model": {"kwargs": {"depth": 2}}},
+    "model.axes": {"model": {"axes": {"qkv": ["embed", None]}}},
     "model.local_rope": {"model": {"local_rope": {"theta": 77.0}}},
     "model.rope.partial_rotary_factor": 0.5,
     "model.rope.short_factor": {"model": {"seq_len": 8, "rope": {"short_factor": [3.0] * 4}}},
