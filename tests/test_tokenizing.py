@@ -10,7 +10,8 @@ from jaxlm.tokenizing import tokenize_on_ray
 from tests.data.helpers import write_corpus
 
 
-def test_a_cluster_is_there_while_caches_are_made_and_not_for_those_that_are_there(tmp_path):
+def test_a_cluster_is_there_while_caches_are_made_and_not_for_those_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     events: list[str] = []
 
     @dataclass(frozen=True)
@@ -25,7 +26,8 @@ def test_a_cluster_is_there_while_caches_are_made_and_not_for_those_that_are_the
     text = [str(tmp_path / "text")]
     config = DataConfig(train_urls=text, validation_urls=text, cache_dir=str(tmp_path / "cache"), vocab_size=270)
     tokenizer = config.load_tokenizer(lambda _: None)
-    tokenize_on_ray(None, [config], tokenizer, 16, print)
+    for none in (None, Cluster(auto_start_cluster=False)):
+        tokenize_on_ray(none, [config], tokenizer, 16, print)
     assert not config.is_tokenized()
     tokenize_on_ray(Cluster(), [config], tokenizer, 16, lambda _: None)
     assert config.is_tokenized()

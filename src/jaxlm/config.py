@@ -22,6 +22,7 @@ from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.interop.levanter import from_levanter
 from jaxlm.interop.model_section import with_hf_model
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
@@ -140,8 +141,6 @@ class TrainerConfig:
             self.profiler.check()
         if self.watch is not None:
             self.watch.check()
-        if self.ray is not None:
-            self.ray.check()
         if self.steps_per_eval < 1:
             raise ConfigError(f"trainer.steps_per_eval: {self.steps_per_eval} given, 1 or more steps expected")
         if self.max_eval_batches is not None and self.max_eval_batches < 1:
@@ -264,11 +263,18 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     if parsed.help:
         print(help_text(kind, command))
         raise SystemExit(0)
+    if parsed.config_path is None and not parsed.options:
+        raise ConfigError(
+            "no configuration is given. --config_path run.yaml reads a file (config/quickstart.yaml trains on text that"
+            " every Python has), --section.key value sets one key, and --help lists all keys"
+        )
     source = Source({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:
         print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
-    source = override(source, parsed.options)
+    source, notes = from_levanter(override(source, parsed.options))
+    for note in notes:
+        print(f"note: {note}")
     stem = None if parsed.config_path is None else Path(parsed.config_path).stem
     return decode_run(source, stem, kind)
 
@@ -284,7 +290,7 @@ def refuse_dry_run(config: RunConfig, because: str) -> None:
 
 def read_config(path: Path) -> RunConfig:
     """The configuration in a file, without a command line."""
-    return decode_run(load_yaml(path), path.stem)
+    return decode_run(from_levanter(load_yaml(path))[0], path.stem)
 
 
 def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R:

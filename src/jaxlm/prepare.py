@@ -86,8 +86,6 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     for section in sections:
         section.check()
     tokenizer = sections[0].load_tokenizer(show=console.show)
-    if config.trainer.ray is not None:
-        config.trainer.ray.check()
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, config.model.seq_len, console.show)
     sizes = batch_sizes(config.trainer)
     if sizes is not None:

@@ -23,7 +23,7 @@ from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import CrashListener, EvalHook, HistogramListener, ProgressListener, TrackerListener
+from jaxlm.engine.hooks import CrashListener, EvalHook, ProgressListener, TrackerListener
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.profiler import ProfileHook
 from jaxlm.engine.reports import Listener, Totals, Workload
@@ -106,7 +106,6 @@ class Run:
         return (
             TrackerListener(self.trackers),
             ProgressListener(self.console, phase, batches.records, skipped=int(state.guard.skipped)),
-            HistogramListener(self.plan.log_folder / "histograms.jsonl"),
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )
 

@@ -42,7 +42,7 @@ def _sample(arguments: Sequence[str]) -> int:
     trained = open_trained(options.checkpoint, keys)
     plan, tokenizer = trained.plan, trained.tokenizer
     with plan.layout.use():
-        model = jax.jit(plan.precision.to_compute)(trained.load_model())
+        model = jax.jit(plan.precision.to_compute)(trained.load_model(options.weights))
         prompts = options.prompt or [""]
         began = time.perf_counter()
         texts = generate(
@@ -56,6 +56,8 @@ def _sample(arguments: Sequence[str]) -> int:
             eos_id=tokenizer.eos_id,
         )
         seconds = time.perf_counter() - began
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     for prompt, ids in zip(prompts, texts, strict=True):
         print(prompt + tokenizer.decode(ids), end="\n---\n")
     num_tokens = sum(map(len, texts))

@@ -19,12 +19,14 @@ _MEETING_BYTES = 512
 def tokenize_on_ray(
     ray: RayConfig | None, sections: Sequence[DataConfig], tokenizer: Tokenizer, seq_len: int, show: Show
 ) -> None:
-    """Makes the caches that are not there. Without a `ray` nothing: they are then made where they are opened.
+    """Makes the caches that are not there. Without a cluster nothing: they are then made where they are opened.
 
     Raises:
         ConfigError: the cluster cannot be had, or the data cannot be tokenized.
     """
-    if ray is None or everywhere(all(section.is_tokenized() for section in sections) or not is_main_process()):
+    if ray is None or not ray.is_wanted:
+        return
+    if everywhere(not is_main_process() or all(section.is_tokenized() for section in sections)):
         return
     shared = ray.start_workers and jax.process_count() > 1
     with contextlib.ExitStack() as stack:

@@ -1,12 +1,11 @@
 import io
-import json
 import math
 
 import pytest
 
-from jaxlm.core.types import Histogram, StepInfo
+from jaxlm.core.types import StepInfo
 from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import CrashListener, HistogramListener, NonFiniteError, ProgressListener
+from jaxlm.engine.hooks import CrashListener, NonFiniteError, ProgressListener
 from tests.engine.helpers import phase
 
 
@@ -46,17 +45,3 @@ def test_a_skipped_step_names_its_records_and_others_ask_for_none():
         "step 3: loss or gradient is not finite; its update was left out (4 so far). Its batch: windows of batch 2"
         " (jaxlm.prepare --show_batch 2 prints them)"
     ) in shown.getvalue()
-
-
-def test_histograms_are_written_where_there_are_any(tmp_path):
-    listener = HistogramListener(tmp_path / "histograms.jsonl")
-    listener(info())
-    assert not list(tmp_path.iterdir())
-    listener(info(histograms={"grad/hist/x": Histogram(-1.0, 2.0, (3, 4))}))
-    assert json.loads((tmp_path / "histograms.jsonl").read_text()) == {
-        "step": 7,
-        "name": "grad/hist/x",
-        "low": -1.0,
-        "high": 2.0,
-        "counts": [3, 4],
-    }

@@ -14,7 +14,7 @@ from jaxlm.engine.hooks import ProgressListener
 from jaxlm.engine.reports import Reports, Totals, Workload
 from jaxlm.engine.step import Report
 from jaxlm.run import totals_at
-from tests.engine.helpers import TinyRun, arrays, batch, layout
+from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 
 def test_rates_and_totals_are_what_a_step_amounts_to():
@@ -58,7 +58,7 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
 
     seen: list[StepInfo] = []
     shown = io.StringIO()
-    phase = TinyRun(layout()).phase
+    phase = TinyRun(one_device()).phase
     progress = ProgressListener(Console(shown), phase, lambda step: "", skipped=0)
     workload = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, phase.end)
     reports = Reports("train", workload, [seen.append, progress], clock=clock)
@@ -78,7 +78,8 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
 def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
     seen: list[StepInfo] = []
     reports = Reports("train", Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20), [seen.append])
-    run, where = TinyRun(layout()), layout()
+    where = one_device()
+    run = TinyRun(where)
     with where.use():
         for step in (1, 2, 3):
             run.state, report = run._step(run.state, batch(arrays(step), where), run._blank)

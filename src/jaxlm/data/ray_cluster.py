@@ -49,20 +49,18 @@ class RayConfig:
     Attributes:
         address: `host:port` of a cluster that is running; null takes the environment's RAY_ADDRESS, or starts one.
         start_workers: let the machines of the run's other processes join the cluster while it tokenizes.
-        auto_start_cluster: start a cluster on process 0's machine where there is no address; false makes that an error.
+        auto_start_cluster: start a cluster on process 0's machine where there is no address; false tokenizes in process 0
+            then.
     """
 
     address: str | None = None
     start_workers: bool = True
     auto_start_cluster: bool = True
 
-    def check(self) -> None:
-        """Raises `ConfigError` where there is no cluster to be had."""
-        if self._running is None and not self.auto_start_cluster:
-            raise ConfigError(
-                f"trainer.ray.auto_start_cluster: false, but neither trainer.ray.address nor {_ADDRESS} names a cluster."
-                " Name one, or leave trainer.ray out to tokenize in this process"
-            )
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a cluster to tokenize on, or may be one."""
+        return self._running is not None or self.auto_start_cluster
 
     @contextlib.contextmanager
     def cluster(self, show: Show, *, shared: bool) -> Iterator["RayWorkers"]:
