@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _chat(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
-    named = open_model(options.checkpoint, keys, options.adapter)
+    named = open_model(options.checkpoint, keys, options.adapter, options.weights)
     template = ChatTemplate.load(options.chat_template, named.tokenizer, "--chat_template")
     stop_ids = tuple(dict.fromkeys((*named.stop_ids, *turn_ends(template, named.tokenizer))))
     with named.plan.layout.use():

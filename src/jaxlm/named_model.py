@@ -23,7 +23,7 @@ from jaxlm.interop.sources import open_tensors
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import CACHE_DTYPES, Decoding
 from jaxlm.plan import Plan, make_plan
-from jaxlm.trained import check_effective, open_trained
+from jaxlm.trained import AS_TRAINED, check_effective, open_trained
 
 _CHECKPOINT = "--checkpoint"
 
@@ -50,17 +50,18 @@ class NamedModel:
         return jax.jit(lambda model: self.plan.precision.to_compute(without_adapters(model)))(self.load())
 
 
-def open_model(name: str, keys: Mapping[str, Any], adapter: str | None = None) -> NamedModel:
+def open_model(name: str, keys: Mapping[str, Any], adapter: str | None = None, weights: str = AS_TRAINED) -> NamedModel:
     """What a path, a URL of a checkpoint, or the hub's `name` or `name@revision` means.
 
     Args:
         keys: dotted key -> value, over the configuration that was saved, or that the folder's config.json makes.
+        weights: of a checkpoint: see `Trained.load_model`.
         adapter: a PEFT folder whose adapters are put beside the layers.
 
     Raises:
         ConfigError: it is nothing of these, or cannot be opened as asked.
     """
-    opened = _imported(name, keys) if _is_hugging_face(name) else _checkpoint(name, keys)
+    opened = _imported(name, keys, weights) if _is_hugging_face(name) else _checkpoint(name, keys, weights)
     if adapter is None:
         return opened
     plan = opened.plan
@@ -80,15 +81,20 @@ def _is_hugging_face(name: str) -> bool:
     return not path.exists() and not name.startswith((".", "/", "~")) and ("@" in name or not path.parent.exists())
 
 
-def _checkpoint(name: str, keys: Mapping[str, Any]) -> NamedModel:
+def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
     trained = open_trained(name, keys)
     eos = trained.tokenizer.eos_id
+    stop_ids = () if eos is None else (eos,)
     return NamedModel(
-        trained.found.path, trained.tokenizer, trained.plan, () if eos is None else (eos,), trained.load_model
+        trained.found.path, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
     )
 
 
-def _imported(name: str, keys: Mapping[str, Any]) -> NamedModel:
+def _imported(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
+    if weights != AS_TRAINED:
+        raise ConfigError(
+            f"--weights: '{weights}' given, but {name} is of Hugging Face and has no averages. Leave it out"
+        )
     folder = main_first(lambda: local_folder(name, _CHECKPOINT, weights=True))
     opened = open_folder(folder)
     dtype = next(iter(open_tensors(folder).tensors.values())).dtype.name

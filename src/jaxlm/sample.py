@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
-    named = open_model(options.checkpoint, keys, options.adapter)
+    named = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts, stops = named.tokenizer, options.prompt or [""], options.stop or []
 
     def until(ids: list[int]) -> bool:
@@ -48,6 +48,8 @@ def _sample(arguments: Sequence[str]) -> int:
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
         texts = continued(model, ids, decoding, until if stops else None)
         seconds = time.perf_counter() - began
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     for prompt, new in zip(prompts, texts, strict=True):
         print(prompt + before_any(tokenizer.decode(new), stops), end="\n---\n")
     count = sum(map(len, texts))

@@ -77,9 +77,9 @@ def test_every_format_and_field_is_shown_somewhere():
         name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
     }
     assert found == {
-        "chat": ["messages_field", "chat_template", "mask_user_turns", "pack"],  # tests/data/test_chat.py
+        "chat": ["pack", "messages_field", "chat_template", "mask_user_turns"],  # tests/data/test_chat.py
         "pretokenized": ["input_ids_key"],
-        "supervised": ["input_field", "output_field", "separate_with", "mask_inputs", "pack"],
+        "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
     }
 
@@ -148,7 +148,7 @@ def test_levanter_1_11_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokeniz
     assert cache.num_bytes == len("no space behind this")
 
 
-def test_levanter_t9_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
+def test_t9_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     windows_of(base, train_urls=[f"{tmp_path}/a.txt"])
     small_tokenizer(310).save(tmp_path / "other")

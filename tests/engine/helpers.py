@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import MESH_AXES
@@ -19,7 +20,7 @@ from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Phase, Recipe, enter_phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
@@ -27,6 +28,12 @@ from jaxlm.optim.adam import AdamConfig
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2)
 VOCAB = 64
 AXES = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": VOCAB, "layers": 2}
+MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica": 2}, "ddp 8": {"fsdp": False}}
+EVERY_MESH = [
+    "fsdp 8",
+    "tp 2 x fsdp 4",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp 2 x 4", "ddp 8")),
+]
 F32 = Precision(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
 
 
@@ -86,11 +93,12 @@ class TinyRun:
     where: Layout
     phase: Phase = field(default_factory=phase)
     precision: Precision = F32
+    model: ModelConfig = MODEL
 
     def __post_init__(self):
-        key = (id(self.where), repr(self.phase), self.precision)
+        key = (id(self.where), repr((self.phase, self.model)), self.precision)
         if key not in _PROGRAMS:
-            recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+            recipe = Recipe(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))
             with self.where.use():
                 state = enter_phase(recipe, self.phase, self.where, None)

@@ -22,7 +22,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
-from jaxlm.models.base import Cache, Inputs, LanguageModel
+from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.sampling import Sampling
 
 CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
@@ -68,6 +68,10 @@ class Decoding:
             raise ConfigError(f"max_new_tokens: {self.max_new_tokens} given, 0 or more expected")
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype: '{self.cache_dtype}' given. Allowed: {', '.join(CACHE_DTYPES)}")
+        if self.cache_dtype is not None and model.lm_head() is None:
+            raise ConfigError(
+                f"cache_dtype: '{self.cache_dtype}' given, but this model keeps no keys and values. Leave it out"
+            )
         for i, prompt in enumerate(prompts):
             if not prompt:
                 raise ConfigError(f"prompt {i} is empty: give it at least one token, for example the tokenizer's BOS")
@@ -216,7 +220,7 @@ def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Arr
 class _State(eqx.Module):
     """What the loop carries. Row r has written `written[r, :step]`, and nothing from its end on; `token` is the last."""
 
-    cache: Cache
+    cache: Any
     token: jax.Array
     positions: jax.Array
     segment_ids: jax.Array
@@ -225,7 +229,7 @@ class _State(eqx.Module):
     step: jax.Array
 
 
-def _write(state: _State, cache: Cache, token: jax.Array, stops: jax.Array) -> _State:
+def _write(state: _State, cache: Any, token: jax.Array, stops: jax.Array) -> _State:
     alive = state.alive & (token[:, None] != stops).all(axis=1)
     kept = jnp.where(alive, token, _NO_TOKEN)[:, None]
     written = jax.lax.dynamic_update_slice_in_dim(state.written, kept, state.step, axis=1)
@@ -244,9 +248,10 @@ def _begin(
     """Reads the prompts and writes the first token of each; `room` is for how many there is place."""
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
-    cache = model.init_cache(Batch, Width.size + room, model.lm_head().dtype if dtype is None else dtype)
-    first = model.hidden(prompt, cache=cache)
-    assert first.cache is not None
+    dtype = (
+        next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf)) if dtype is None else dtype
+    )
+    first = model.hidden(prompt, cache=model.init_cache(Batch, Width.size + room, dtype))
     segment_ids = prompt.segment_ids[POSITION, -1].array
     state = _State(
         first.cache,
@@ -273,7 +278,6 @@ def _advance(
         columns = (state.token, state.positions, state.segment_ids)
         inputs = Inputs(*(hax.named(c[:, None], axes) for c in columns))
         hidden = model.hidden(inputs, cache=state.cache)
-        assert hidden.cache is not None
         return _write(state, hidden.cache, _choose(model, hidden.final, keys, state.step, sampling), stops)
 
     return _seen_by_all(jax.lax.while_loop(lambda s: (s.step < upto) & s.alive.any(), one, state))

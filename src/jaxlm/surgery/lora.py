@@ -56,6 +56,11 @@ class LoraLinear(eqx.Module):
         low = hax.dot(inputs, self.a, axis=self.base.In)
         return self.base(inputs) + hax.dot(low, self.b, axis=LORA) * self.scale
 
+    @property
+    def weight(self) -> NamedArray:
+        """The weight of the plain layer that computes the same: what the loss reads of an adapted head."""
+        return self.merged().weight
+
     def merged(self) -> Linear:
         """One plain layer that computes the same."""
         change = hax.dot(self.b, self.a, axis=LORA) * self.scale
