@@ -97,7 +97,7 @@ CHANGES: dict[str, Any] = {
     "model.sliding_window_pattern": 1,
     "model.factory": {"model": {"factory": "examples.nnx_model:none"}},
     "model.kwargs": {"model": {"kwargs": {"depth": 2}}},
-    "model.axes": {"model": {"axes": {"qkv": ["embed", None]}}},
+    "model.axes": {"model": {"axes": {"qkv": [None, "embed"]}}},
     "model.local_rope": {"model": {"local_rope": {"theta": 77.0}}},
     "model.rope.partial_rotary_factor": 0.5,
     "model.rope.short_factor": {"model": {"seq_len": 8, "rope": {"short_factor": [3.0] * 4}}},
