@@ -143,10 +143,10 @@ def test_lora_on_instructions(tmp_path, real):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_model(tmp_path / "hf")
-    steps = 12 if real else 40
+    steps = 8 if real else 30
     records = tuned(tmp_path, DOLLY if real else write_instructions(tmp_path / "train.jsonl"), steps)
     losses = [r["train/loss"] for r in records if "train/loss" in r]
-    assert np.mean(losses[-3:]) < losses[0] - (0.2 if real else 1.0)
+    assert np.mean(losses[-3:]) < losses[0] - (0.1 if real else 1.0)
     trained = open_trained(tmp_path / "checkpoints" / "lora")
     plan = trained.plan
     with plan.layout.use():

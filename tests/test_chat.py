@@ -74,6 +74,26 @@ def test_a_long_conversation_says_so_and_goes_on_anew(folder, monkeypatch, capsy
     assert shown.count("tokens/s]") == 1
 
 
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
+    class Talk:
+        num_tokens = 3
+
+        def answer(self, line):
+            yield "so far"
+            raise KeyboardInterrupt
+
+    chat._answer(Talk(), "Hello")
+    shown = capsys.readouterr()
+    assert shown.out == "so far [stopped]\n"
+    assert shown.err.startswith("[3 tokens, ")
+
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    assert list(chat._lines(asks=True)) == [], "where nothing is written, it ends"
+
+
 def test_without_a_template_it_says_what_to_do(folder, tmp_path, capsys):
     for path in folder.iterdir():
         if path.name != "chat_template.jinja":

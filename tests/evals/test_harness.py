@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from jaxlm import evaluate
+from jaxlm.core.errors import ConfigError
+from jaxlm.evals.base import EvalContext
+from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.llama import LlamaConfig
+from jaxlm.named_model import open_model
 from tests.answers import CAPITALS, instructions, write_model
 from tests.engine.helpers import layout
 
@@ -134,6 +138,21 @@ def test_numbers_are_those_of_the_harness_own_backend(tmp_path, monkeypatch, cap
                 assert value == theirs[task][name], (task, name)
             elif "stderr" not in name and name not in ("alias", "sample_len"):
                 assert value == pytest.approx(theirs[task][name], rel=1e-4), (task, name)
+
+    named = open_model(str(tmp_path / "hf"), {})
+    plan = named.plan
+    context = EvalContext(plan.layout, plan.precision, named.tokenizer, named.tokenizer.token_bytes(), (), print)
+    while_training = HarnessEvalConfig(tasks=["choice"], task_folder=str(tmp_path / "tasks"))
+    with plan.layout.use():
+        numbers = while_training.open(context).run(named.load())
+    assert numbers == {f"choice/{name}": ours["choice"][f"{name},none"] for name in ("acc", "acc_norm")}
+
+
+def test_without_tasks_or_with_unknown_ones_it_says_so():
+    with pytest.raises(ConfigError, match="needs at least one of tasks"):
+        HarnessEvalConfig().open(None)
+    with pytest.raises(ConfigError, match="limit: 0 given, 1 or more expected"):
+        HarnessEvalConfig(tasks=["a"], limit=0).open(None)
 
 
 @pytest.mark.parametrize(
