@@ -2,6 +2,8 @@
 
 import os
 
+from hypothesis import is_hypothesis_test, settings
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile much and compute little: without LLVM's optimisations they take little more than half of the time.
 for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}.items():
@@ -9,6 +11,16 @@ for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_opti
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}={value}"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--examples", type=int, help="so many examples of every property, instead of what each test says")
+
+
+def pytest_collection_modifyitems(config, items):
     """The longest first: whole runs of the command, which wait for each other least when they start early."""
+    if (examples := config.getoption("--examples")) is not None:
+        for test in filter(is_hypothesis_test, (getattr(item, "obj", None) for item in items)):
+            function = getattr(test, "__func__", test)
+            own = function._hypothesis_internal_use_settings
+            # There is no public way to change the settings of a test that has some.
+            function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
     items.sort(key=lambda item: not item.nodeid.startswith("tests/runs/"))

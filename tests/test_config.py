@@ -46,6 +46,21 @@ MISTAKES = {
         ("--trainer.train_batch_size", "48", "--trainer.per_device_parallelism", "4"),
         ["per_device_parallelism: 4", "Allowed: 1, 2, 3, 6"],
     ),
+    "later batch that does not divide": (
+        GOOD,
+        ("--trainer.train_batch_size", "[{start: 0, value: 16}, {start: 9, value: 20}]"),
+        ["train_batch_size: 20 sequences from step 9 on", "8 devices", "16, 24"],
+    ),
+    "batch sizes out of order": (
+        GOOD,
+        ("--trainer.train_batch_size", "[{start: 5, value: 16}, {start: 5, value: 32}]"),
+        ["train_batch_size: stages at the steps [5, 5]", "the first at 0"],
+    ),
+    "batch size of nothing": (
+        GOOD,
+        ("--trainer.train_batch_size", "[{start: 0, value: -1}]"),
+        ["train_batch_size.0.value: -1 given"],
+    ),
     "heads that do not divide": (GOOD.replace("num_heads: 4", "num_heads: 5"), (), ["model.num_heads", "5", "32"]),
     "key heads that do not divide": (
         GOOD.replace("num_kv_heads: 4", "num_kv_heads: 3"),

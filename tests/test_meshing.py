@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.batching import plan_batches
 from jaxlm.config import TrainerConfig, decode_run
 from jaxlm.core import tree
 from jaxlm.core.decode import decode
@@ -14,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import mesh_shape
 from jaxlm.core.yaml_source import Source
 from jaxlm.meshing import plan_mesh
-from jaxlm.plan import Plan, make_plan, plan_batches
+from jaxlm.plan import Plan, make_plan
 from tests.engine import helpers
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "intermediate_dim": 32}
@@ -53,11 +54,11 @@ def divided(devices: int, model: int, replica: int, batch: int, per_device: int,
     trainer = decode(TrainerConfig, Source({"train_batch_size": batch, key: per_device}))
     batches = plan_batches(trainer, shape.replica * shape.data)
     sizes = (shape.replica, shape.data, shape.model)
-    return sizes, batches.microbatch, batches.num_microbatches, batches.eval
+    return sizes, batches.train.first.microbatch, batches.train.first.num_microbatches, batches.eval
 
 
 @pytest.mark.parametrize(("given", "expected"), DIVISIONS)
-def test_how_batch_and_devices_divide(given, expected):
+def test_d5_how_batch_and_devices_divide(given, expected):
     assert divided(*given) == expected
     assert divided(*given, key="per_device_train_parallelism") == expected
 
@@ -68,7 +69,7 @@ def test_what_does_not_divide_is_named(given, named):
         divided(*given)
 
 
-def test_two_names_of_parallelism():
+def test_d4_two_names_of_parallelism():
     """Deviation: the guide's table says per_device_train_parallelism, its example per_device_parallelism."""
     both = TrainerConfig(per_device_parallelism=2, per_device_train_parallelism=2)
     assert both.parallelism == 2
@@ -92,14 +93,14 @@ def test_what_the_keys_come_to():
     assert mappings(**advanced) == (compute, compute | {"embed": "data"})
 
 
-def test_compute_axis_resources_exist():
+def test_d6_compute_axis_resources_exist():
     """Deviation: the guide documents compute_axis_resources, and the reference has no such key."""
     compute, parameter = mappings(compute_axis_resources={"mlp": "model"}, model_axis_size=2)
     assert compute == BATCH | {"mlp": "model"}
     assert parameter == BATCH | {"embed": "data"}
 
 
-def test_t6_a_list_of_fsdp_axes_shards_by_each():
+def test_t6_d7_a_list_of_fsdp_axes_shards_by_each():
     """Trap T6: the reference turns the list into text, and FSDP is off without a word."""
 
     def spread(fsdp: Any) -> dict[str, Any]:
@@ -149,6 +150,7 @@ def test_what_is_merely_wasteful_or_overridden_is_said():
     assert plan_of(axis_resources={"batch": "data"}).warnings == ()
 
 
+@pytest.mark.slow
 def test_a_free_mesh_with_sequences_cut_in_two_computes_the_same():
     free = {"axes": {"data": -1, "context": 2, "model": 2}, "compute_mapping": {"position": "context"}}
     layout = plan_of(mesh=free, tensor_parallel_axes=["mlp", "heads"]).layout

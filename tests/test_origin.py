@@ -127,7 +127,7 @@ def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
     assert result.checkpoint == trainings.place("adopted") / "step-6"
 
 
-def test_initialize_from_takes_the_model_alone(trainings):
+def test_d10_initialize_from_takes_the_model_alone(trainings):
     """Deviation: the guide says that the model is initialised, the reference loads the whole state and its step."""
     source = trainings.place("whole") / "step-2"
     result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})

@@ -9,7 +9,7 @@ from jaxlm.startup import check_accelerator
 from tests.test_meshing import plan_of
 
 
-def test_require_accelerator():
+def test_d22_require_accelerator_is_asked_for():
     """Deviation: the reference refuses CPUs by default, after trackers and Ray have started."""
     check_accelerator(plan_of())
     check_accelerator(plan_of(require_accelerator=False))

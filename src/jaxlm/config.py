@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
 from jaxlm.core.decode import decode, drop_stale_keys
 from jaxlm.core.distributed import DistributedConfig
@@ -20,6 +21,7 @@ from jaxlm.engine.trackers import TrackerConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.interop.levanter import from_levanter
 from jaxlm.interop.model_section import with_hf_model
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
@@ -41,7 +43,7 @@ class TrainerConfig:
         seed: of parameters, shuffling and dropout.
         num_train_steps: optimizer steps of a phase that does not say otherwise.
         train_batch_size: sequences a step, over all devices; -1 means `per_device_parallelism` on each device that
-            shares the batch.
+            shares the batch. Or sizes that change with the run's steps: `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
         per_device_parallelism: sequences a device works on at once; -1 means all of its share. Less than its share
             accumulates gradients over several micro-batches.
         per_device_train_parallelism: another name of `per_device_parallelism`.
@@ -89,7 +91,7 @@ class TrainerConfig:
     id: str | None = None
     seed: int = 0
     num_train_steps: int = 400_000
-    train_batch_size: int = 32
+    train_batch_size: int | list[BatchSize] = 32
     per_device_parallelism: int = -1
     per_device_train_parallelism: int = -1
     allow_nondivisible_batch_size: bool = False
@@ -262,7 +264,9 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:
         print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
-    source = override(source, parsed.options)
+    source, notes = from_levanter(override(source, parsed.options))
+    for note in notes:
+        print(f"note: {note}")
     stem = None if parsed.config_path is None else Path(parsed.config_path).stem
     return decode_run(source, stem, kind)
 
@@ -278,7 +282,7 @@ def refuse_dry_run(config: RunConfig, because: str) -> None:
 
 def read_config(path: Path) -> RunConfig:
     """The configuration in a file, without a command line."""
-    return decode_run(load_yaml(path), path.stem)
+    return decode_run(from_levanter(load_yaml(path))[0], path.stem)
 
 
 def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import jax
 
+from jaxlm.adapters import export_adapters, without_adapters
 from jaxlm.commands import run_command
-from jaxlm.exporting import export_adapters, export_model, without_adapters
+from jaxlm.exporting import export_model
 from jaxlm.interop.folder import DTYPES, parse_dtype
 from jaxlm.interop.verify import verify_folder
-from jaxlm.trained import open_trained
+from jaxlm.trained import add_checkpoint_options, open_trained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     to_hf = parser.add_subparsers(dest="direction", required=True).add_parser(
         "to-hf", help="a folder for transformers, vLLM or, with --adapters only, PEFT"
     )
-    to_hf.add_argument(
-        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
-    )
+    add_checkpoint_options(to_hf)
     to_hf.add_argument("--output_dir", required=True, help="a folder that is not there yet")
     to_hf.add_argument("--dtype", default=None, help=f"of the numbers: {', '.join(DTYPES)} (default: as trained)")
     to_hf.add_argument(
@@ -48,7 +47,7 @@ def _convert(options: argparse.Namespace) -> int:
     plan, folder = trained.plan, Path(options.output_dir)
     dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
     with plan.layout.use():
-        model = trained.load_model()
+        model = trained.load_model(options.weights)
         if options.adapters == "only":
             export_adapters(folder, model, plan, dtype)
             print(f"adapters of {trained.found.path} written to {folder}")

@@ -35,7 +35,7 @@ from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
 from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
 from jaxlm.plan import Plan
-from jaxlm.trained import Trained, checkpoint_parser, open_trained, parse_with_keys
+from jaxlm.trained import AS_TRAINED, Trained, checkpoint_parser, open_trained, parse_with_keys
 
 _DATA = "data."
 # Keys that say how much is read at once and in all, and where programs are kept.
@@ -50,7 +50,9 @@ _INSTEAD = {
         ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"),
         "nothing is trained, so nothing is mixed",
     ),
-    "data.train_urls": "nothing is trained; --data.validation_urls names the text to evaluate on",
+    **dict.fromkeys(
+        ("data.train_urls", "data.split"), "nothing is trained; --data.validation_urls names the text to evaluate on"
+    ),
 }
 
 
@@ -66,7 +68,8 @@ def _main(arguments: Sequence[str]) -> int:
     trained = open_trained(options.checkpoint, others, also=_EFFECTIVE)
     keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
     data = data_with(trained, for_data)
-    sums = evaluate(trained, data, options.batch_size, _most(trained.plan, options.max_batches))
+    most = _most(trained.plan, options.max_batches)
+    sums = evaluate(trained, data, options.batch_size, most, options.weights)
     _show(trained, sums, {source.name: source.config.tags for source in data.sources()})
     return 0
 
@@ -105,19 +108,24 @@ def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
     for name, instead in _INSTEAD.items():
         if name in options:
             raise ConfigError(f"command line: --{name} has no effect here: {instead}. Leave it out")
-    if not any(source.config.validation_urls for source in data.sources()):
+    if not any(source.has(VALIDATION) for source in data.sources()):
         raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
     return data
 
 
 def evaluate(
-    trained: Trained, data: DataConfig, batch_size: int | None = None, max_batches: int | None = None
+    trained: Trained,
+    data: DataConfig,
+    batch_size: int | None = None,
+    max_batches: int | None = None,
+    weights: str = AS_TRAINED,
 ) -> dict[str, LossSums]:
     """The sums of each source, or of each of `data.validation_urls` where the section is the one source; over one pass.
 
     Args:
         batch_size: sequences; None takes the run's.
         max_batches: of each source; None means all.
+        weights: which of the checkpoint's, as in `Trained.load_model`.
 
     Raises:
         ConfigError: the data is not there, or the batch does not divide over the devices.
@@ -131,7 +139,7 @@ def evaluate(
     show = lambda line: print(line, file=sys.stderr)  # noqa: E731
     sums: dict[str, LossSums] = {}
     with plan.layout.use():
-        model, token_bytes = trained.load_model(), trained.tokenizer.token_bytes()
+        model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
         for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, show, apart=other):
             batches = eval_batches(data_set.windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)

@@ -42,7 +42,7 @@ def _sample(arguments: Sequence[str]) -> int:
     trained = open_trained(options.checkpoint, keys)
     plan, tokenizer = trained.plan, trained.tokenizer
     with plan.layout.use():
-        model = jax.jit(plan.precision.to_compute)(trained.load_model())
+        model = jax.jit(plan.precision.to_compute)(trained.load_model(options.weights))
         prompts = options.prompt or [""]
         began = time.perf_counter()
         texts = generate(

@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxlm.batching import describe_batches
 from jaxlm.core import tree
 from jaxlm.core.decays import name_of
 from jaxlm.core.errors import ConfigError
@@ -26,7 +27,6 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
     flops = model.flops_per_token(plan.recipe.Vocab.size).causal
-    micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
@@ -39,7 +39,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
         ("model", _sizes(plan)),
-        ("batch", f"{batches.train} x {model.seq_len} = {plan.tokens_per_step:,} tokens a step, {micro}"),
+        ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "none of jaxlm's own"),

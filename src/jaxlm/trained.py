@@ -23,6 +23,7 @@ from jaxlm.engine.staging import staged
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan, make_plan
 
+AS_TRAINED = "trained"
 # Keys beside the model's that say how it is laid out and computed. The batch's must divide over the devices.
 _EFFECTIVE = tuple(
     f"trainer.{name}"
@@ -52,19 +53,47 @@ class Trained:
         """Of the phase that the checkpoint stands in."""
         return self.plan.data[self.found.cursor.phase]
 
-    def load_model(self) -> LanguageModel:
-        """The model in its parameters' dtype. Call it inside `plan.layout.use()`."""
-        abstract = self.plan.recipe.abstract_state(self.plan.phases[self.found.cursor.phase]).model
-        return restore(self.found, abstract, self.plan.layout, prefix="model")
+    def load_model(self, weights: str = AS_TRAINED) -> LanguageModel:
+        """The model in its parameters' dtype. Call it inside `plan.layout.use()`.
+
+        Args:
+            weights: the newest, `trained`, or an average that the run kept (`trainer.model_averaging`), `ema`.
+
+        Raises:
+            ConfigError: the run kept no such average.
+        """
+        phase = self.plan.phases[self.found.cursor.phase]
+        known = (AS_TRAINED, *phase.averages)
+        if weights not in known:
+            raise ConfigError(
+                f"--weights: '{weights}' given, and {self.found.path} has: {', '.join(known)}. A run keeps averages where"
+                " trainer.model_averaging says so"
+            )
+        abstract, layout = self.plan.recipe.abstract_state(phase), self.plan.layout
+        model = restore(self.found, abstract.model, layout, prefix="model")
+        if weights == AS_TRAINED:
+            return model
+        average = restore(self.found, abstract.slots[weights].weights, layout, prefix=f"slots.{weights}.weights")
+        return phase.with_average(model, average)
 
 
 def checkpoint_parser(command: str, description: str) -> argparse.ArgumentParser:
     """The command line of a command that takes a checkpoint, to which it adds its own options."""
     parser = argparse.ArgumentParser(prog=f"python -m {command}", description=description, allow_abbrev=False)
+    add_checkpoint_options(parser)
+    return parser
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Which checkpoint, and which weights of it."""
     parser.add_argument(
         "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
     )
-    return parser
+    parser.add_argument(
+        "--weights",
+        default=AS_TRAINED,
+        help="`trained` (default), or `ema`: the average that trainer.model_averaging has kept",
+    )
 
 
 def parse_with_keys(

@@ -373,6 +373,7 @@ def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:
     results.put(build(folder, corpus, tokenizer).fingerprint)
 
 
+@pytest.mark.slow
 def test_builders_in_several_processes_do_not_disturb_each_other(tmp_path, tokenizer):
     corpus = tmp_path / "text"
     corpus.mkdir()

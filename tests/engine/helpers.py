@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import MESH_AXES
@@ -27,6 +28,12 @@ from jaxlm.optim.adam import AdamConfig
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2)
 VOCAB = 64
 AXES = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": VOCAB, "layers": 2}
+MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica": 2}, "ddp 8": {"fsdp": False}}
+EVERY_MESH = [
+    "fsdp 8",
+    "tp 2 x fsdp 4",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp 2 x 4", "ddp 8")),
+]
 F32 = Precision(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
 
 

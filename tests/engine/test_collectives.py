@@ -7,9 +7,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.programs import Collective, collectives
-from tests.engine.helpers import MODEL, TinyRun, arrays, layout
-
-MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica": 2}, "ddp 8": {"fsdp": False}}
+from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, TinyRun, arrays, layout
 
 
 def unit_shapes(run: TinyRun) -> Counter[tuple[str, tuple[int, ...]]]:
@@ -32,7 +30,7 @@ def gathered(run: TinyRun) -> Counter[Collective]:
     return table
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", EVERY_MESH)
 def test_collectives_of_a_step(name):
     run = TinyRun(layout(**MESHES[name]))
     found = collectives(run.compiled_text(arrays(0)))

@@ -1,10 +1,9 @@
-import json
 import math
 
 import pytest
 
-from jaxlm.core.types import Histogram, StepInfo
-from jaxlm.engine.hooks import CrashListener, HistogramListener, NonFiniteError
+from jaxlm.core.types import StepInfo
+from jaxlm.engine.hooks import CrashListener, NonFiniteError
 
 
 def info(objective: float = 1.0, norm: float = 1.0, **more) -> StepInfo:
@@ -21,17 +20,3 @@ def test_crash_on_nan_and_on_inf_each_stop_at_their_own(value, key):
         with pytest.raises(NonFiniteError, match=f"step 7.*crash_{key}"):
             CrashListener(**on)(spoilt)
     CrashListener(on_nan=True, on_inf=True)(info())
-
-
-def test_histograms_are_written_where_there_are_any(tmp_path):
-    listener = HistogramListener(tmp_path / "histograms.jsonl")
-    listener(info())
-    assert not list(tmp_path.iterdir())
-    listener(info(histograms={"grad/hist/x": Histogram(-1.0, 2.0, (3, 4))}))
-    assert json.loads((tmp_path / "histograms.jsonl").read_text()) == {
-        "step": 7,
-        "name": "grad/hist/x",
-        "low": -1.0,
-        "high": 2.0,
-        "counts": [3, 4],
-    }

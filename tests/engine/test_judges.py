@@ -46,7 +46,7 @@ def optimizer(text: Any) -> AdamConfig:
     return decode(AdamConfig, Source({"skip_bad_steps": text}))
 
 
-def test_trap_t8_true_is_not_a_window_of_one_step():
+def test_t8_true_is_not_a_window_of_one_step():
     assert optimizer(False).judges == ()
     assert optimizer(True).judges == (SkipBadSteps(),)
     assert optimizer(True).judges[0].rolling_interval_length == 128
@@ -211,7 +211,7 @@ def test_watches_and_averages_change_no_bit_of_training(where):
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_deviation_every_average_can_be_traced(name):
+def test_d27_every_average_can_be_traced(name):
     """Against float64; one of them cannot run under jit in the program that its key comes from."""
     average = AVERAGES[name]
     follow, rng = jax.jit(average.follow), np.random.default_rng(0)

@@ -52,7 +52,7 @@ def test_the_clock_counts_from_the_last_save_of_any_kind():
     assert clock.due()
 
 
-def test_t1_the_guides_own_keep_example_can_be_read():
+def test_t1_d8_the_guides_own_keep_example_can_be_read():
     """Trap T1: the reference fails at its documentation's example, whose last rule has no `until`."""
     text = """
     keep:
@@ -73,6 +73,6 @@ def test_t1_the_guides_own_keep_example_can_be_read():
 
 
 @pytest.mark.parametrize("written", ["15m", "15min", "900s", "15 minutes", "0:15:00", 900, 900.0, "900", "0.25h"])
-def test_save_interval_in_every_way_of_writing_it(written):
+def test_d21_save_interval_in_every_way_of_writing_it(written):
     """Deviation: the reference refuses numbers."""
     assert decode(CheckpointerConfig, Source({"save_interval": written})).save_interval == timedelta(minutes=15)

@@ -14,7 +14,7 @@ from jaxlm.core import tree
 from jaxlm.data.packing import Windows, whole_documents
 from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
-from tests.engine.helpers import MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
+from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
 
 POISON = 63  # a batch whose first token this is, is poisoned
 
@@ -29,7 +29,7 @@ def assert_identical(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, but:
     assert different == []
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_microbatches):
     # Adam's first moment after one step is (1 - beta1) x the clipped gradient, so comparing states compares gradients.
     whole, cut = TinyRun(one_device()), TinyRun(one_device())
@@ -41,7 +41,7 @@ def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_
             np.testing.assert_allclose(host(cut)[path], expected, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
-def test_levanter_t7_with_chats_of_uneven_answers_the_gradient_does_not_depend_on_the_micro_batches():
+def test_t7_with_chats_of_uneven_answers_the_gradient_does_not_depend_on_the_micro_batches():
     # Answers of 1 to 10 tokens, packed: a mean of the micro-batches' means would weigh the short ones up.
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 11, 40)
@@ -59,10 +59,7 @@ def test_levanter_t7_with_chats_of_uneven_answers_the_gradient_does_not_depend_o
             np.testing.assert_allclose(host(cut)[path], expected, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
-MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica": 2}, "ddp 8": {"fsdp": False}}
-
-
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", EVERY_MESH)
 def test_every_mesh_trains_the_same(name, single_device_losses):
     run = TinyRun(layout(**MESHES[name]))
     losses = [run.step(arrays(i), 2 if name == "tp 2 x fsdp 4" else 1)["train/loss"] for i in range(20)]

@@ -14,11 +14,13 @@ import pytest
 
 from jaxlm.config import TrainerConfig, load_config
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.trackio import TrackioConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
+from tests.engine.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"
 FACTS = RunFacts("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
@@ -50,16 +52,8 @@ def test_what_was_flushed_is_there_without_closing(tmp_path):
 
 def events(folder: Path) -> list:
     """Every event of the only event file in a folder."""
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format that is read here by hand
-
     (path,) = folder.glob("events*")
-    raw, place, found = path.read_bytes(), 0, []
-    while place < len(raw):
-        length = int.from_bytes(raw[place : place + 8], "little")
-        found.append(Event.FromString(raw[place + 12 : place + 12 + length]))
-        place += length + 16  # length, its checksum, the event, its checksum
-    return found
+    return tensorboard_events(path)
 
 
 def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
@@ -73,6 +67,39 @@ def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
     assert b"seed: 7" in values["config/text_summary"][1].tensor.string_val[0]
     assert b"parameter_count: 1234" in values["summary/text_summary"][1].tensor.string_val[0]
     assert b"jax==" in values["packages/text_summary"][1].tensor.string_val[0]
+
+
+HISTOGRAM = Histogram(-1.0, 2.0, (3, 0, 4))
+NOT_FINITE = Histogram(float("inf"), float("-inf"), (0, 0, 0))
+
+
+def test_histograms_have_a_file_beside_the_metrics_and_no_record_twice(tmp_path):
+    path = tmp_path / "histograms.jsonl"
+    JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
+    assert not path.exists()
+    for resume_step in (0, 2):  # killed after step 4, and gone on from step 2
+        tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
+        for step in (2, 4)[resume_step // 2 :]:
+            tracker.log_histograms(step, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
+        tracker.close()
+    assert [(r["step"], r["name"]) for r in read_jsonl(path)] == [
+        (s, name) for s in (2, 4) for name in ("grad/hist/x", "bad")
+    ]
+    assert read_jsonl(path)[2] == {"step": 4, "name": "grad/hist/x", "low": -1.0, "high": 2.0, "counts": [3, 0, 4]}
+    assert read_jsonl(path)[3] == {"step": 4, "name": "bad", "low": None, "high": None, "counts": [0, 0, 0]}
+
+
+def test_tensorboard_shows_histograms(tmp_path):
+    pytest.importorskip("tensorboardX")
+    tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
+    tracker.log_histograms(5, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
+    tracker.close()
+    shown = {v.tag: (e.step, v.histo) for e in events(tmp_path / "run") for v in e.summary.value if v.HasField("histo")}
+    assert list(shown) == ["grad/hist/x"]
+    step, found = shown["grad/hist/x"]
+    assert (step, found.min, found.max, found.num) == (5, -1.0, 2.0, 7)
+    assert [*found.bucket_limit, *found.bucket] == [0.0, 1.0, 2.0, 3.0, 0.0, 4.0]
+    assert found.sum == pytest.approx(3 * -0.5 + 4 * 1.5)
 
 
 class Recording:
@@ -91,6 +118,10 @@ class Recording:
     def log(self, step, metrics):
         self._called("log")
         self.records.append((step, dict(metrics)))
+
+    def log_histograms(self, step, histograms):
+        self._called("log_histograms")
+        self.records.append((step, dict(histograms)))
 
     def flush(self):
         self._called("flush")
@@ -209,6 +240,7 @@ def test_dumps_of_xla_need_its_flag(monkeypatch, tmp_path):
 
 WANDB_RUN = """
 import sys
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import RunFacts
 from jaxlm.engine.trackers.guarded import GuardedTracker
 from jaxlm.engine.trackers.wandb import WandbConfig
@@ -218,6 +250,8 @@ config = WandbConfig(**eval(sys.argv[1]))
 tracker = GuardedTracker("wandb", lambda: config.open(facts), print)
 for step in (1, 2, 3, 2):
     tracker.log(step, {"train/loss": 5.0 - step})
+    if step != 1:
+        tracker.log_histograms(step, {"grad/hist/x": Histogram(-1.0, 2.0, (step, 0, 4))})
 tracker.flush()
 tracker.close()
 """
@@ -241,26 +275,6 @@ def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.Comp
     )
 
 
-def wandb_records(folder: Path) -> list:
-    """What an offline run has written: a LevelDB log, whose records may be spread over blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    raw, place, records, whole = path.read_bytes(), 7, [], b""
-    while place + 7 < len(raw):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        length, kind = int.from_bytes(raw[place + 4 : place + 6], "little"), raw[place + 6]
-        whole += raw[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # all of a record, or the end of one
-            records.append(wandb_internal_pb2.Record.FromString(whole))
-            whole = b""
-    return records
-
-
 def test_wandb_offline_writes_the_run(tmp_path):
     pytest.importorskip("wandb")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
@@ -275,7 +289,8 @@ def test_wandb_offline_writes_the_run(tmp_path):
     result = run_wandb(tmp_path, config)
     assert result.returncode == 0, result.stderr
     assert "tracker wandb" not in result.stdout
-    records = wandb_records(tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(path)
     (run,) = (r.run for r in records if r.HasField("run"))
     assert (run.project, run.entity, run.run_id, run.run_group, list(run.tags)) == ("p", "e", "an-id", "g", ["one"])
     assert run.display_name == "my run"
@@ -288,12 +303,16 @@ def test_wandb_offline_writes_the_run(tmp_path):
     assert artifacts["code"] == {"script.py", "other.py"}
     summary = {u.key or ".".join(u.nested_key): u.value_json for r in records for u in r.summary.update}
     assert summary["parameter_count"] == "1234"
-    history = []
+    history, shown = [], {}
     for record in records:
         items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         if "train/loss" in items:
             history.append((record.history.step.num or items["_step"], items["train/loss"]))
+        if "grad/hist/x._type" in items:
+            parts = {key: items[f"grad/hist/x.{key}"] for key in ("_type", "values", "bins")}
+            shown[record.history.step.num or items["_step"]] = parts
     assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+    assert shown == {s: {"_type": "histogram", "values": [s, 0, 4], "bins": [-1.0, 0.0, 1.0, 2.0]} for s in (2, 3)}
 
 
 @pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])

@@ -63,7 +63,15 @@ def plain(q, k, v, segments, window):
 @pytest.mark.parametrize("backend", [blocks, plain])
 @pytest.mark.parametrize(
     ("length", "num_segments", "window"),
-    [(1, 1, None), (7, 1, None), (128, 2, None), (131, 5, 3), (257, 32, None), (300, 3, 40), (300, 1, 1000)],
+    [
+        (1, 1, None),
+        pytest.param(7, 1, None, marks=pytest.mark.slow),
+        pytest.param(128, 2, None, marks=pytest.mark.slow),
+        (131, 5, 3),
+        pytest.param(257, 32, None, marks=pytest.mark.slow),
+        (300, 3, 40),
+        pytest.param(300, 1, 1000, marks=pytest.mark.slow),
+    ],
 )
 def test_is_the_definition(backend, length, num_segments, window):
     q, k, v, segments, d_out = random_case(length, num_segments)

@@ -170,8 +170,22 @@ def stood_in(monkeypatch):
     monkeypatch.setattr(fused, "_dot_product_attention_bwd_p_wrapper", backward)
 
 
-@pytest.mark.parametrize("rows", [whole_rows, packed_rows])
-@pytest.mark.parametrize(("packed", "windowed"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("packed", "windowed", "rows"),
+    [
+        (True, True, packed_rows),
+        (False, True, whole_rows),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (True, False, whole_rows),
+                (True, False, packed_rows),
+                (True, True, whole_rows),
+                (False, True, packed_rows),
+            ]
+        ),
+    ],
+)
 @pytest.mark.usefixtures("stood_in")
 def test_is_plain_attention(monkeypatch, rows, packed, windowed):
     monkeypatch.setattr(selftest, "TOLERANCE", 1e-5)

@@ -11,8 +11,7 @@ import pytest
 
 DATA_WAYS = {"fsdp8": 8, "tp2_fsdp4": 4, "tp2_fsdp4_vocab": 4, "hsdp2x4": 4}
 HEAD = 64 * 32
-QUICK = {"llama": ["tp2_fsdp4"]}
-SLOW = {"llama": ["fsdp8", "tp2_fsdp4_vocab", "hsdp2x4"], "gpt2": list(DATA_WAYS)}
+FAMILIES = {"llama": list(DATA_WAYS), "gpt2": list(DATA_WAYS)}
 
 
 @lru_cache
@@ -30,12 +29,12 @@ def reports(family: str, layouts: tuple[str, ...]) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "together"),
     [
-        pytest.param(family, layout, tuple(layouts), marks=marks, id=f"{family}-{layout}")
-        for table, marks in ((QUICK, []), (SLOW, [pytest.mark.slow]))
-        for family, layouts in table.items()
+        pytest.param(family, layout, tuple(layouts), id=f"{family}-{layout}")
+        for family, layouts in FAMILIES.items()
         for layout in layouts
     ],
 )

@@ -11,7 +11,9 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.gpt2 import Gpt2Config
 from jaxlm.models.linear import Linear
 
-VARIANTS = [(scan, keep) for scan in (True, False) for keep in ("none", "cheap", "full", ("query", "attention", "mlp"))]
+SCANNED = [(True, keep) for keep in ("none", "cheap", "full", ("query", "attention", "mlp"))]
+UNROLLED = [(False, keep) for keep in ("none", "full")]
+VARIANTS = SCANNED + UNROLLED
 
 
 LAYERS = 2

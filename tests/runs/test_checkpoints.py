@@ -47,6 +47,7 @@ def flip(path: Path) -> None:
 DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_damage_to_any_file_is_noticed(finished, workplace, damage):
     place = copied(finished, workplace)

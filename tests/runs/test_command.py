@@ -143,12 +143,10 @@ def test_a_folder_that_cannot_be_written_is_said_at_the_start(workplace):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "said"),
-    [
-        ("sealing", r"No space left.*make room, and start"),
-        pytest.param("writing arrays", "File too large", marks=pytest.mark.slow),
-    ],
+    [("sealing", r"No space left.*make room, and start"), ("writing arrays", "File too large")],
 )
 def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
     full = {"module": "tests.runs.full_disk", "JAXLM_TEST_DISK_FULL": place}

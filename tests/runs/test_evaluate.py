@@ -1,5 +1,6 @@
 """A checkpoint's validation loss, by source and in all, against what training logged."""
 
+import hashlib
 import json
 import math
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.evaluate import main
 from jaxlm.sample import main as sample
 from tests.runs.commands import Finished, Workplace
@@ -19,7 +21,8 @@ def finished(workplace) -> Workplace:
     held_out = place.corpus / "validation"
     text = path.read_text().replace(f"[{held_out}]", f"[{held_out}/bisect.py, {held_out}/heapq.py]")
     path.write_text(text.replace("max_eval_batches: 2", "max_eval_batches: null"))
-    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "12")
+    averaging = ("--trainer.model_averaging", "{type: ema, beta: 0.7}")
+    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "12", *averaging)
     assert result.code == 0, result.err
     return place
 
@@ -57,6 +60,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
     assert float(table[3][3]) == pytest.approx(found["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_another_batch_size_counts_the_same_and_few_batches_say_what_they_leave_out(finished):
     found = numbers(evaluate(finished))
     other = numbers(evaluate(finished, "--batch_size", "5"))
@@ -135,3 +139,48 @@ def test_sample_computes_as_its_keys_say(finished, monkeypatch, capsys):
     for keys in ((), ("--trainer.mp", "p=f32,c=bfloat16")):
         assert sample(["--checkpoint", "checkpoints/run", *keys]) == 0
     assert seen == [{"float32"}, {"bfloat16"}]
+
+
+def test_samples_are_of_the_average_where_that_is_asked_for(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished.folder)
+    seen = []
+
+    def generate(model, *_, **__):
+        seen.append({path: np.asarray(leaf.array) for path, leaf in tree.leaves(model)})
+        return [[]]
+
+    monkeypatch.setattr("jaxlm.sample.generate", generate)
+    for weights in ((), ("--weights", "trained"), ("--weights", "ema")):
+        assert sample(["--checkpoint", "checkpoints/run", *weights]) == 0
+    trained, named, averaged = seen
+    saved = finished.digest("step-12")
+    for path, array in averaged.items():
+        assert hashlib.sha256(array.tobytes()).hexdigest() == saved[f"slots.ema.weights.{path}"]
+        np.testing.assert_array_equal(named[path], trained[path])
+    assert any((averaged[path] != trained[path]).any() for path in trained)
+    assert sample(["--checkpoint", "checkpoints/run", "--weights", "best"]) == 2
+    assert "--weights: 'best' given" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_average_is_evaluated_as_training_did(finished):
+    lines = (finished.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = next(r for r in map(json.loads, reversed(lines)) if "eval/ema/loss" in r)
+    assert logged["eval/ema/loss"] != logged["eval/loss"]
+    found = numbers(evaluate(finished, "--weights", "ema"))
+    np.testing.assert_allclose(found["loss"], logged["eval/ema/loss"], rtol=1e-6)
+    result = finished.run(
+        *(
+            "to-hf",
+            "--checkpoint",
+            "checkpoints/run",
+            "--output_dir",
+            "averaged",
+            "--weights",
+            "ema",
+            "--verify",
+            "true",
+        ),
+        module="jaxlm.convert",
+    )
+    assert result.code == 0, result.err

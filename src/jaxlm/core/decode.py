@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -203,15 +203,15 @@ class _Decoder:
         if chosen is None:
             known = sorted(kind.get_known_choices())
             given = tree.get(CHOICE_TYPE_KEY)
-            near = difflib.get_close_matches(str(given), known, n=1)
-            hint = f". Did you mean '{near[0]}'?" if near else ""
+            near = _nearest(str(given), known)
+            hint = f". Did you mean '{near}'?" if near else ""
             problem = "no type given" if given is None else f"{_shown(given)} given"
             raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
         return chosen
 
     def _unknown_key(self, kind: type, key: str, path: KeyPath, fields: Mapping[str, Any]) -> ConfigError:
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        near = _nearest(key, fields)
+        hint = f" Did you mean '{near}'?" if near else ""
         section = ".".join(map(str, path)) or "the top level"
         named = f"{section} (type {choice_name(kind)})" if is_choice(kind) else section
         return self._error((*path, key), f"no such key in {named}.{hint} Allowed: {', '.join(fields)}")
@@ -219,6 +219,13 @@ class _Decoder:
     def _error(self, path: KeyPath, problem: str) -> ConfigError:
         where = self._source.where(path)
         return ConfigError(f"{where + ': ' if where else ''}{'.'.join(map(str, path)) or 'configuration'}: {problem}")
+
+
+def _nearest(given: str, known: Collection[str]) -> str | None:
+    """The name that is meant: the same words in another order, or nearly the same letters."""
+    words = sorted(given.split("_"))
+    reordered = (name for name in known if sorted(name.split("_")) == words)
+    return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
 
 
 def _required(field: dataclasses.Field) -> bool:

@@ -62,6 +62,17 @@ class Histogram:
     high: float
     counts: tuple[int, ...]
 
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """Of the bins, one more than there are; a histogram of equal numbers is 1 wide."""
+        width = (self.high - self.low if self.high > self.low else 1.0) / len(self.counts)
+        return tuple(self.low + width * number for number in range(len(self.counts) + 1))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the numbers was finite: there are no ends then."""
+        return not any(self.counts)
+
 
 @dataclass(frozen=True)
 class StepInfo:

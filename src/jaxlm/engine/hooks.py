@@ -1,12 +1,9 @@
 """What looks on while a phase trains."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from jaxlm.core.runtime import is_main_process
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.console import Console, duration
 from jaxlm.engine.phases import Phase
@@ -25,23 +22,8 @@ class TrackerListener:
     def __call__(self, info: StepInfo) -> None:
         for tracker in self._trackers:
             tracker.log(info.step, info.metrics)
-
-
-class HistogramListener:
-    """Writes the histograms of the watched arrays, one JSON line each."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __call__(self, info: StepInfo) -> None:
-        if not info.histograms or not is_main_process():
-            return
-        lines = (
-            json.dumps({"step": info.step, "name": name, "low": h.low, "high": h.high, "counts": h.counts})
-            for name, h in info.histograms.items()
-        )
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+            if info.histograms:
+                tracker.log_histograms(info.step, info.histograms)
 
 
 class ProgressListener:

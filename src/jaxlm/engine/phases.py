@@ -68,13 +68,13 @@ class Phase:
 
     def averaged(self, state: RunState) -> dict[str, LanguageModel]:
         """The model with each average in the place of what trains, by name; in the model's dtype."""
-        trainable, frozen = self.split(state.model)
+        return {name: self.with_average(state.model, state.slots[name].weights) for name in self.averages}
 
-        def model(name: str) -> LanguageModel:
-            weights = jax.tree.map(lambda a, w: a.astype(w.dtype), state.slots[name].weights, trainable)
-            return eqx.combine(weights, frozen, is_leaf=tree.is_named)
-
-        return {name: model(name) for name in self.averages}
+    def with_average(self, model: LanguageModel, average: Any) -> LanguageModel:
+        """The model with an average, which has its trainable leaves only, in their place; in the model's dtype."""
+        trainable, frozen = self.split(model)
+        weights = jax.tree.map(lambda a, w: a.astype(w.dtype), average, trainable)
+        return eqx.combine(weights, frozen, is_leaf=tree.is_named)
 
     def groups(self, model: LanguageModel) -> list[ParameterGroup]:
         """The parameter-group table, every trainable leaf in exactly one row."""
@@ -98,6 +98,7 @@ class Recipe:
     seed: int
     precision: Precision
     phases: Sequence[Phase] = field(default_factory=tuple)
+    _abstract: dict[int, RunState] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def first_model(self) -> LanguageModel:
         """The model before the first phase. Traceable."""
@@ -127,8 +128,13 @@ class Recipe:
         )
 
     def abstract_state(self, phase: Phase) -> RunState:
-        """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers."""
-        return jax.eval_shape(lambda: self.fresh_state(phase))
+        """Shapes and dtypes of the state in a phase: all surgeries up to it, replayed without numbers.
+
+        Traced once a phase: a start asks half a dozen times.
+        """
+        if phase.index not in self._abstract:
+            self._abstract[phase.index] = jax.eval_shape(lambda: self.fresh_state(phase))
+        return self._abstract[phase.index]
 
     def fresh_state(self, phase: Phase) -> RunState:
         """The state at the start of a phase, had the ones before it not trained. Traceable."""

@@ -29,7 +29,8 @@ class WatchConfig:
             the same for the same tokens on any mesh.
         include_norms: the norm of each target as a whole.
         include_per_parameter_norms: of each array in it.
-        include_histograms: of each array, in 64 equal bins; they go to `<log_dir>/<id>/histograms.jsonl`.
+        include_histograms: of each array, in 64 equal bins; they go to
+            `<log_dir>/<id>/histograms.jsonl`, and to TensorBoard and wandb as histograms.
         split_scan_layers: each layer on its own where layers are stacked in one array.
         interval: steps between two looks.
     """

@@ -70,8 +70,8 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         """What rotated vectors are multiplied by."""
 
     @abc.abstractmethod
-    def check(self) -> None:
-        """Raises `ConfigError` where the numbers make no rotation."""
+    def check(self, size: int) -> None:
+        """Raises `ConfigError` where the numbers make no rotation of `size` features."""
 
     def num_turned(self, head_size: int) -> int:
         """How many features of a head turn."""
@@ -100,7 +100,7 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
             " positions need an even number. Change model.num_heads, model.hidden_dim, model.head_dim or"
             " model.rope.partial_rotary_factor"
         )
-    rope.check()
+    rope.check(turned)
 
 
 def _positive(rope: RotaryConfig, *names: str) -> None:
@@ -122,7 +122,7 @@ class DefaultRotary(RotaryConfig):
         """See `RotaryConfig`."""
         return 1.0
 
-    def check(self) -> None:
+    def check(self, size: int) -> None:
         """See `RotaryConfig`."""
 
 
@@ -145,7 +145,7 @@ class LinearRotary(RotaryConfig):
         """See `RotaryConfig`."""
         return 1.0
 
-    def check(self) -> None:
+    def check(self, size: int) -> None:
         """See `RotaryConfig`."""
         _positive(self, "factor")
 
@@ -179,7 +179,7 @@ class Llama3Rotary(RotaryConfig):
         """See `RotaryConfig`."""
         return 1.0
 
-    def check(self) -> None:
+    def check(self, size: int) -> None:
         """See `RotaryConfig`."""
         _positive(self, "factor", "low_freq_factor", "original_max_position_embeddings")
         if self.high_freq_factor <= self.low_freq_factor:
@@ -227,7 +227,7 @@ class YarnRotary(RotaryConfig):
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-    def check(self) -> None:
+    def check(self, size: int) -> None:
         """See `RotaryConfig`."""
         _positive(self, "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 
@@ -257,12 +257,7 @@ class LongRotary(RotaryConfig):
 
     def frequencies(self, size: int, seq_len: int) -> np.ndarray:
         """See `RotaryConfig`."""
-        name = "long_factor" if seq_len > self.original_max_position_embeddings else "short_factor"
-        factors = getattr(self, name)
-        if len(factors) != size // 2:
-            raise ConfigError(
-                f"model.rope.{name}: {len(factors)} factors given, one for each of {size // 2} pairs expected"
-            )
+        factors = self.long_factor if seq_len > self.original_max_position_embeddings else self.short_factor
         return _series(self.theta, size) / np.asarray(factors, np.float64)
 
     def amplitude(self, seq_len: int) -> float:
@@ -272,9 +267,15 @@ class LongRotary(RotaryConfig):
             return 1.0
         return math.sqrt(1 + math.log(stretched) / math.log(self.original_max_position_embeddings))
 
-    def check(self) -> None:
+    def check(self, size: int) -> None:
         """See `RotaryConfig`."""
         _positive(self, "original_max_position_embeddings", "max_position_embeddings")
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(self, name)) != size // 2:
+                raise ConfigError(
+                    f"model.rope.{name}: {len(getattr(self, name))} factors given, one for each of {size // 2} pairs"
+                    " expected"
+                )
 
 
 def _series(theta: float, size: int) -> np.ndarray:

@@ -5,7 +5,7 @@ W x + (alpha / r) B A x, with A random and B zero, so that the adapted model beg
 Kalajdzievski 2023 (arXiv:2312.03732): alpha / sqrt(r) keeps the update's size the same for every rank (`rslora`).
 
     x {.., In} --- W (frozen) ------------------------+--- {.., Out}
-               \\-- dropout - A {rank, In} - B {Out, rank} * scale --/
+               \\-- A {rank, In} -- B {Out, rank} * scale --------/
 """
 
 import math
@@ -55,6 +55,11 @@ class LoraLinear(eqx.Module):
         """{.., In} to {.., Out}."""
         low = hax.dot(inputs, self.a, axis=self.base.In)
         return self.base(inputs) + hax.dot(low, self.b, axis=LORA) * self.scale
+
+    @property
+    def weight(self) -> NamedArray:
+        """The weight of the plain layer that computes the same: what the loss reads of an adapted head."""
+        return self.merged().weight
 
     def merged(self) -> Linear:
         """One plain layer that computes the same."""

@@ -38,6 +38,10 @@ class Csv:
         """See `Tracker.log`."""
         self._file.writelines(f"{step},{name},{value}\n" for name, value in metrics.items())
 
+    def log_histograms(self, step, histograms):
+        """See `Tracker.log_histograms`."""
+        self._file.writelines(f"{step},{name},{h.low}..{h.high}\n" for name, h in histograms.items())
+
     def flush(self):
         """See `Tracker.flush`."""
         self._file.flush()

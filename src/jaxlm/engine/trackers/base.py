@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import draccus
 
+from jaxlm.core.types import Histogram
+
 DEFAULT_TYPE = "wandb"
 
 
@@ -15,6 +17,10 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record. A step may have several, of different metrics."""
+        ...
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """What `trainer.watch.include_histograms` looks at, by name; called only where that is asked for."""
         ...
 
     def flush(self) -> None:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers.base import Tracker
 
 _Job = Callable[[Tracker], None]
@@ -56,6 +57,10 @@ class GuardedTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Puts the record into the queue."""
         self._give(lambda tracker: tracker.log(step, metrics))
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """The same for histograms."""
+        self._give(lambda tracker: tracker.log_histograms(step, histograms))
 
     def flush(self) -> None:
         """Waits a moment for what is in the queue; not at all before the tracker is open, or once it was too slow."""

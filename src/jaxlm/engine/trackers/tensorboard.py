@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import environment
 from jaxlm.engine.trackers.base import RunFacts, Tracker, TrackerConfig
 
@@ -66,7 +69,7 @@ class TensorboardConfig(TrackerConfig):
 
 
 class TensorboardTracker:
-    """Scalars by step."""
+    """Scalars and histograms by step."""
 
     def __init__(self, writer):
         """Args: writer: a `tensorboardX.SummaryWriter`."""
@@ -76,6 +79,15 @@ class TensorboardTracker:
         """One scalar for each metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """One histogram for each array; its sums are those of the bins' middles."""
+        for name, found in histograms.items():
+            if not found.is_empty:
+                edges, counts = np.asarray(found.edges), np.asarray(found.counts)
+                middles = (edges[:-1] + edges[1:]) / 2
+                sums = counts.sum(), (counts * middles).sum(), (counts * middles**2).sum()
+                self._writer.add_histogram_raw(name, found.low, found.high, *sums, edges[1:], counts, step)
 
     def flush(self) -> None:
         """Writes out what is queued."""

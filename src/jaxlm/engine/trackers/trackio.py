@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import environment
 from jaxlm.engine.trackers.base import RunFacts, Tracker, TrackerConfig
 
@@ -76,6 +77,9 @@ class TrackioTracker:
         """Records of steps that the database has already are left out: a run that goes on repeats them to the last bit."""
         if step >= self._first:
             self._handle.log(dict(metrics), step=step)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Nothing: Trackio shows none. They are in `histograms.jsonl`."""
 
     def flush(self) -> None:
         """Nothing: Trackio writes on its own, twice a second."""

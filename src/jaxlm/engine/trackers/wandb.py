@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import environment
 from jaxlm.engine.trackers.base import RunFacts, Tracker, TrackerConfig
 
@@ -137,6 +140,14 @@ class WandbTracker:
         """Records of steps that wandb has already are left out: a run that goes on repeats them to the last bit."""
         if step >= self._handle.step:
             self._handle.log(dict(metrics), step=step)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """One `wandb.Histogram` for each array."""
+        import wandb
+
+        found = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
+        if step >= self._handle.step:
+            self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in found.items()}, step=step)
 
     def flush(self) -> None:
         """Nothing: what was logged is in wandb's own process already."""

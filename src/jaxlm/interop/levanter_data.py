@@ -1,0 +1,87 @@
+"""Levanter's spelling of the `data` section: datasets by `id`, `components`, names with slashes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_HUB = ("id", "name", "split", "stream")
+_CACHE_OPTIONS = "cache_options"
+
+
+def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The section with its spellings replaced by those here, and a line on each that was."""
+    notes: list[str] = []
+    made = _source(section, "data", notes.append)
+    if "components" in made:
+        parts = made.pop("components")
+        made["configs"] = {name: _component(part) for name, part in parts.items()}
+        notes.append("data.components is read as data.configs")
+    if isinstance(made.get("configs"), Mapping):
+        _name_sources(made, notes.append)
+    if made.get("stop_strategy") == "restart_strategy":
+        made["stop_strategy"] = "restart"
+    length = made.get("shuffle")
+    if isinstance(length, int) and not isinstance(length, bool):
+        made["shuffle"] = {"type": "era", "era_length": length}
+        notes.append(f"data.shuffle: {length} is read as {{type: era, era_length: {length}}}")
+    return made, notes
+
+
+def _source(section: Mapping[str, Any], key: str, note: Callable[[str], None]) -> dict[str, Any]:
+    """A source whose dataset is named by URLs."""
+    made = {name: value for name, value in section.items() if name not in (*_HUB, _CACHE_OPTIONS)}
+    if section.get(_CACHE_OPTIONS):
+        note(f"{key}.{_CACHE_OPTIONS} is left out: how much is tokenized at once follows from the machine")
+    if section.get("id") is None:
+        return made | {name: section[name] for name in _HUB if section.get(name) and name != "id"}
+    for urls, split in (("train_urls", section.get("split") or "train"), ("validation_urls", "validation")):
+        if urls not in made:
+            made[urls] = [_hub_url(section["id"], section.get("name"), split)]
+    note(f"{key}.id is read as {key}.train_urls and validation_urls: {made['train_urls'][0]}")
+    if section.get("stream"):
+        note(f"{key}.stream is left out: a dataset of the hub is copied once")
+    return made
+
+
+def _hub_url(name: str, configuration: str | None, split: str) -> str:
+    return f"hf:{name}?" + (f"name={configuration}&" if configuration else "") + f"split={split}"
+
+
+def _component(part: Any) -> Any:
+    """One of `components`: its `source`, whose `type` follows from its keys, and what stands beside it."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("source"), Mapping):
+        return part
+    beside = {key: value for key, value in part.items() if key != "source"}
+    return beside | {key: value for key, value in part["source"].items() if key != "type"}
+
+
+def _name_sources(made: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Names become ones that can be folders, and those that are only evaluated on need no weight."""
+    configs = {
+        name: _source(part, f"data.configs.{name}", note) if isinstance(part, Mapping) else part
+        for name, part in made["configs"].items()
+    }
+    names = {name: name.replace("/", ".") for name in configs}
+    made["configs"] = {names[name]: _in_its_group(name, part) for name, part in configs.items()}
+    if names.keys() != made["configs"].keys():
+        note("data.configs: names with a slash get a point, and the part before it as a tag")
+    trained = {names[name] for name, part in configs.items() if not isinstance(part, Mapping) or part.get("train_urls")}
+
+    def weights(given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        renamed = {names.get(name, name): weight for name, weight in given.items()}
+        only_evaluated = made["configs"].keys() - trained
+        return {name: weight for name, weight in renamed.items() if weight != 0 or name not in only_evaluated}
+
+    stages = made.get("train_weights")
+    if isinstance(stages, list):
+        made["train_weights"] = [[*s[:-1], weights(s[-1])] if isinstance(s, list) and s else s for s in stages]
+    elif stages is not None:
+        made["train_weights"] = weights(stages)
+
+
+def _in_its_group(name: str, part: Any) -> Any:
+    group, slash, _ = name.rpartition("/")
+    if not slash or not isinstance(part, Mapping):
+        return part
+    return {**part, "tags": [*(part.get("tags") or []), group.replace("/", ".")]}

@@ -1,0 +1,157 @@
+"""What Levanter's published configurations write differently is read as what it is called here, or said with what to do."""
+
+from typing import Any
+
+import pytest
+
+from jaxlm.config import RunConfig, decode_run
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.interop.levanter import from_levanter
+
+
+def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
+    source, notes = from_levanter(Source(tree))
+    return decode_run(source, None), notes
+
+
+# name: (what is written there, the same here, words of the notes)
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "a dataset by id": (
+        {"data": {"id": "a/b", "name": "c", "stream": True}},
+        {
+            "data": {
+                "train_urls": ["hf:a/b?name=c&split=train"],
+                "validation_urls": ["hf:a/b?name=c&split=validation"],
+            }
+        },
+        ["data.id", "data.stream"],
+    ),
+    "datasets by id in a mixture": (
+        {"data": {"configs": {"a": {"id": "x/y", "split": "all"}, "b": {"train_urls": ["t"]}}}},
+        {
+            "data": {
+                "configs": {
+                    "a": {"train_urls": ["hf:x/y?split=all"], "validation_urls": ["hf:x/y?split=validation"]},
+                    "b": {"train_urls": ["t"]},
+                }
+            }
+        },
+        ["data.configs.a.id"],
+    ),
+    "components": (
+        {"data": {"components": {"m": {"source": {"type": "url", "train_urls": ["t"]}, "tags": ["x"]}}}},
+        {"data": {"configs": {"m": {"train_urls": ["t"], "tags": ["x"]}}}},
+        ["data.components"],
+    ),
+    "sources that are only evaluated on": (
+        {
+            "data": {
+                "configs": {"a": {"train_urls": ["t"]}, "p/x": {"validation_urls": ["v"], "tags": ["y"]}},
+                "train_weights": [[0, {"a": 1.0, "p/x": 0.0}]],
+                "stop_strategy": "restart_strategy",
+            }
+        },
+        {
+            "data": {
+                "configs": {"a": {"train_urls": ["t"]}, "p.x": {"validation_urls": ["v"], "tags": ["y", "p"]}},
+                "train_weights": [[0, {"a": 1.0}]],
+            }
+        },
+        ["slash"],
+    ),
+    "eras": ({"data": {"shuffle": 7}}, {"data": {"shuffle": {"type": "era", "era_length": 7}}}, ["data.shuffle"]),
+    "lengths": (
+        {"model": {"type": "gpt2", "max_seq_len": 64}, "train_seq_len": 64},
+        {"model": {"type": "gpt2", "seq_len": 64}},
+        ["model.max_seq_len", "train_seq_len"],
+    ),
+    "attention": (
+        {"model": {"attn_backend": "vanilla", "flash_attention_block_size": 512, "gradient_checkpointing": "nested"}},
+        {"model": {"attn_backend": "plain", "gradient_checkpointing": "full"}},
+        ["flash_attention_block_size", "nested"],
+    ),
+    "attention without blocks": (
+        {"model": {"use_flash_attention": False}},
+        {"model": {"attn_backend": "plain"}},
+        [],
+    ),
+    "what a family always has": (
+        {"model": {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": False, "rope": {"factor": 1.0}}},
+        {"model": {"rope": {}}},
+        [],
+    ),
+    "what a family may have": (
+        {"model": {"type": "gpt2", "use_bias": False, "upcast_attn": True}},
+        {"model": {"type": "gpt2", "use_bias": False, "upcast_attn": True}},
+        [],
+    ),
+    "weights of the reference": (
+        {"model": {"reference_checkpoint": "a/b"}, "initialize_from_hf": True},
+        {"initialize_from_hf": "a/b"},
+        ["reference_checkpoint"],
+    ),
+    "a tracker by its old name": (
+        {"trainer": {"wandb": {"project": "p"}}},
+        {"trainer": {"tracker": {"type": "wandb", "project": "p"}}},
+        ["trainer.wandb"],
+    ),
+    "trackers that are always on": (
+        {"trainer": {"tracker": [{"type": "json_logger"}, {"type": "tensorboard"}]}},
+        {"trainer": {"tracker": [{"type": "tensorboard"}]}},
+        ["json_logger"],
+    ),
+    "a profile": (
+        {"trainer": {"profiler": True, "profiler_start_step": 7, "profiler_perfetto_link": False}},
+        {"trainer": {"profiler": {"start_step": 7}}},
+        [],
+    ),
+    "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
+    "what asks for nothing": (
+        {
+            "optimizer": {"cooldown": None, "haps": None},
+            "trainer": {"quantization": None, "wandb": None, "ray": {}},
+            "eval_harness": None,
+        },
+        {"optimizer": {}, "trainer": {}},
+        [],
+    ),
+    "other names": (
+        {
+            "z_loss_weight": 1e-4,
+            "trainer": {"model_ici_axis_size": 2, "ray": {"auto_start_cluster": False}},
+            "data": {"cache_options": {"batch_size": 9}},
+        },
+        {"objective": {"type": "next_token", "z_loss_weight": 1e-4}, "trainer": {"model_axis_size": 2}},
+        ["trainer.ray", "cache_options", "z_loss_weight", "model_ici_axis_size"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_levanters_spelling_is_the_same_run(name):
+    theirs, ours, words = SAME[name]
+    config, notes = read(theirs)
+    assert config == decode_run(Source(ours), None)
+    assert len(notes) == len(words)
+    for word in words:
+        assert any(word in note for note in notes), notes
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp8": ({"trainer": {"quantization": {"fp8": True}}}, r"trainer\.quantization: .*bfloat16"),
+    "harness": ({"eval_harness": {"task_spec": ["mmlu"]}}, r"eval_harness: .*lm-eval"),
+    "sophia": ({"optimizer": {"type": "sophia-h"}}, r"optimizer\.type: 'sophia-h'"),
+    "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
+    "a cluster": ({"trainer": {"ray": {"address": "ray://x"}}}, r"trainer\.ray: an address"),
+    "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
+    "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),
+    "other tasks": ({"supervised_data": {"mmlu": {}}}, r"supervised_data: .*data\.configs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_here_is_said_with_what_to_do(name):
+    tree, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        read(tree)

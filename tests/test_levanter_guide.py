@@ -1,0 +1,254 @@
+"""Every kind of YAML block in Levanter's configuration guide resolves to what the guide says of it; so do its defaults.
+
+The blocks here are our own, with the guide's keys. Where the guide itself lies beside the project, its blocks are read too.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+
+from jaxlm.config import RunConfig, decode_run, read_config, run_id_of
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.data.records.chat import ChatFormat
+from jaxlm.engine.save_policy import KeepRule
+from jaxlm.engine.trackers import RunFacts, environment
+from jaxlm.engine.trackers.tensorboard import TensorboardConfig
+from jaxlm.engine.trackers.wandb import WandbConfig
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.mpt import MptConfig
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.plan import make_plan
+
+GUIDE = Path(__file__).parents[2] / "shared" / "seeds" / "levanter-configuration-guide.txt"
+NUM_BLOCKS = 10  # in the guide; two of them are one file each of a pair
+
+SOURCE = """
+train_urls:
+    - "gs://bucket/text/train.{1..16}-of-16.jsonl.gz"
+validation_urls:
+    - "gs://bucket/text/held_out.{1..2}-of-2.jsonl.gz"
+cache_dir: "gs://bucket/tokens/"
+"""
+FILES = {"data.yaml": SOURCE}
+BLOCKS = {
+    "a whole run": """
+data: !include data.yaml
+model:
+  type: gpt2
+  hidden_dim: 96
+  num_heads: 12
+  num_layers: 2
+  seq_len: 64
+  gradient_checkpointing: true
+  scale_attn_by_inverse_layer_idx: true
+trainer:
+  tracker:
+    type: wandb
+    project: "mine"
+    tags: [ "text", "gpt2"]
+
+  mp: p=f32,c=bfloat16
+  model_axis_size: 1
+  per_device_parallelism: 4
+
+  train_batch_size: 512
+optimizer:
+  learning_rate: 6E-4
+  weight_decay: 0.1
+  min_lr_ratio: 0.1
+""",
+    "an include": "data: !include data.yaml\ntrainer:\n    num_train_steps: 2000000\n",
+    "keep": "trainer:\n  checkpointer:\n    keep:\n      - every: 100\n        until: 1000\n      - every: 500\n",
+    "wandb": "trainer:\n    tracker:\n        type: wandb\n        project: mine\n        entity: us\n",
+    "wandb without its type": "trainer:\n    tracker:\n      project: mine\n      entity: us\n",
+    "tensorboard": "trainer:\n    tracker:\n        type: tensorboard\n        logdir: logs\n",
+    "two trackers": "trainer:\n  tracker:\n  - type: wandb\n    entity: us\n  - type: tensorboard\n    logdir: logs\n",
+}
+TINY = "model: {seq_len: 16, hidden_dim: 32, intermediate_dim: 32, num_layers: 1, num_heads: 4}\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text: str) -> RunConfig:
+        for name, content in {**FILES, "my-run.yaml": text}.items():
+            (tmp_path / name).write_text(content)
+        return read_config(tmp_path / "my-run.yaml")
+
+    return read
+
+
+def test_a_run_as_the_guide_writes_it(read):
+    config = read(BLOCKS["a whole run"])
+    assert config.data.train_urls == ["gs://bucket/text/train.{1..16}-of-16.jsonl.gz"]
+    assert config.data.cache_dir == "gs://bucket/tokens/"
+    model = config.model
+    assert isinstance(model, Gpt2Config)
+    assert (model.hidden_dim, model.num_layers, model.scale_attn_by_inverse_layer_idx) == (96, 2, True)
+    assert config.trainer.trackers == [WandbConfig(project="mine", tags=["text", "gpt2"])]
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (6e-4, 0.1)
+    plan = make_plan(config, run_id_of(config), 512)  # on the 8 devices of the tests
+    assert (plan.batches.num_microbatches, plan.batches.microbatch) == (16, 32)
+    assert str(plan.precision.compute) == "bfloat16"
+
+
+def test_an_included_section_is_that_section(read):
+    config = read(BLOCKS["an include"])
+    assert config.data == read("data:\n" + re.sub(r"^", "    ", SOURCE, flags=re.MULTILINE)).data
+    assert config.trainer.num_train_steps == 2_000_000
+
+
+def test_the_keep_example(read):
+    checkpointer = read(BLOCKS["keep"]).trainer.checkpointer
+    assert checkpointer.keep == [KeepRule(100, 1000), KeepRule(500)]
+    assert checkpointer.save_interval == timedelta(minutes=15)
+
+
+def test_trackers_as_the_guide_writes_them(read):
+    wandb, board = WandbConfig(project="mine", entity="us"), TensorboardConfig(logdir="logs")
+    assert read(BLOCKS["wandb"]).trainer.trackers == [wandb]
+    assert read(BLOCKS["wandb without its type"]).trainer.trackers == [wandb]
+    assert read(BLOCKS["tensorboard"]).trainer.trackers == [board]
+    assert read(BLOCKS["two trackers"]).trainer.trackers == [WandbConfig(entity="us"), board]
+
+
+def fresh(text: str = "{}") -> RunConfig:
+    return decode_run(Source(yaml.safe_load(text)), "mine")
+
+
+def test_t10_d1_the_documented_learning_rate():
+    assert fresh().optimizer.learning_rate == 1e-4
+
+
+def test_t10_d2_the_documented_weight_decay():
+    assert fresh().optimizer.weight_decay == 0.0
+
+
+def test_t10_d3_the_documented_batch_size():
+    assert fresh().trainer.train_batch_size == 32
+
+
+def test_every_other_documented_default():
+    trainer, optimizer = fresh().trainer, fresh().optimizer
+    assert (trainer.seed, trainer.num_train_steps, trainer.steps_per_eval, trainer.max_eval_batches) == (
+        0,
+        400_000,
+        1000,
+        None,
+    )
+    assert (trainer.mp, trainer.log_dir, trainer.batch_axis, trainer.fsdp_axis) == ("f32", "logs/", "batch", "embed")
+    assert (trainer.tensor_parallel_axes, trainer.model_axis_size) == (None, 1)
+    assert (trainer.load_checkpoint, trainer.initialize_from) == (None, None)
+    assert trainer.checkpointer.save_interval == timedelta(minutes=15)
+    assert trainer.checkpointer.keep == [KeepRule(10_000)]
+    assert isinstance(optimizer, AdamConfig)
+    assert (optimizer.lr_schedule, optimizer.min_lr_ratio, optimizer.warmup, optimizer.decay) == (
+        "cosine",
+        0.1,
+        0.01,
+        None,
+    )
+    assert (optimizer.rewarmup, optimizer.cycles, optimizer.cycle_length) == (0.0, None, None)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.max_grad_norm) == (0.9, 0.95, 1e-8, 1.0)
+
+
+def test_d9_checkpoints_go_below_the_runs_name():
+    plan = make_plan(fresh(TINY), "mine", 64)
+    assert plan.checkpoint_folder == Path("checkpoints/mine")
+    flat = fresh(TINY + "trainer: {checkpointer: {append_run_id_to_base_path: false}}")
+    assert make_plan(flat, "mine", 64).checkpoint_folder == Path("checkpoints")
+
+
+def test_d11_the_project_is_wandbs_to_choose():
+    assert WandbConfig().project is None
+
+
+def test_d12_tensorboard_files_go_below_the_runs_name(monkeypatch):
+    library = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", library)
+    monkeypatch.setattr(environment, "packages", list)
+    TensorboardConfig().open(RunFacts("mine", 0, True, {}, "", {}))
+    assert library.SummaryWriter.call_args.args == (str(Path("tblogs/mine")),)
+
+
+def test_d15_without_a_type_the_model_is_a_llama():
+    assert fresh().model == LlamaConfig()  # as in the reference; the guide's example says Gpt2
+
+
+def test_d16_mpt_is_there():
+    assert isinstance(fresh("model: {type: mpt}").model, MptConfig)
+
+
+def test_d17_fractions_are_of_the_cycle():
+    optimizer = fresh("optimizer: {learning_rate: 1.0, warmup: 0.1, rewarmup: 0.2, cycles: 2}").optimizer
+    rates = [float(optimizer.schedule(1000)(step)) for step in (50, 275, 500, 600)]
+    assert rates == pytest.approx([1.0, 0.55, 0.1, 1.0], rel=1e-5)
+
+
+def test_d19_messages_are_named_by_a_field():
+    source = fresh("data: {format: {type: chat, messages_field: turns}}").data
+    assert source.format == ChatFormat(messages_field="turns")
+    with pytest.raises(ConfigError, match=r"messages_key.*Did you mean 'messages_field'"):
+        fresh("data: {format: {type: chat, messages_key: turns}}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("batch_size", "train_batch_size"), ("eval_per_device_parallelism", "per_device_eval_parallelism")],
+)
+def test_d20_keys_of_other_pages_are_named_with_what_is_meant(wrong, meant):
+    with pytest.raises(ConfigError, match=rf"trainer\.{wrong}.*Did you mean '{meant}'"):
+        fresh(f"trainer: {{{wrong}: 8}}")
+
+
+TABLE = Path(__file__).parents[1] / "docs" / "from-levanter.md"
+NUMBERED = [*(f"T{n}" for n in range(1, 11)), *(f"D{n}" for n in range(1, 28))]
+
+
+def test_every_trap_and_deviation_has_a_test_named_after_it():
+    rows = re.findall(r"^\| ([TD]\d+) \|.*\| `(\S+)::(\w+)` \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [number for number, _, _ in rows] == NUMBERED
+    for number, path, test in rows:
+        assert f"_{number.lower()}_" in test
+        assert f"def {test}(" in (TABLE.parents[1] / path).read_text(encoding="utf-8"), f"{path} has no {test}"
+
+
+def blocks_of(guide: str) -> Iterator[str]:
+    """The YAML blocks of a text that has lost its fences: they begin at a section, and end where prose begins."""
+    block: list[str] = []
+    for line in [*guide.splitlines(), "The end."]:
+        begins = re.match(r"(# [\w-]+\.yaml|[a-z_]+:( |$))", line) is not None
+        if not begins and not (block and re.match(r"\s|$", line)):
+            if block:
+                yield "\n".join(block).rstrip() + "\n"
+            block = []
+        elif line.startswith("# ") and block:
+            yield "\n".join(block).rstrip() + "\n"
+            block = [line]
+        else:
+            block.append(line)
+
+
+@pytest.mark.skipif(not GUIDE.is_file(), reason="needs the guide")
+def test_every_block_of_the_guide_itself_resolves(tmp_path):
+    found = list(blocks_of(GUIDE.read_text(encoding="utf-8")))
+    assert len(found) == NUM_BLOCKS
+    for block in found:
+        name = re.match(r"# (\S+)", block)
+        (tmp_path / (name[1] if name else "block.yaml")).write_text(block)
+    for number, block in enumerate(found):
+        path = tmp_path / f"block-{number}.yaml"
+        if "\ntrain_urls:" in block:  # the included file: a section
+            block = "data:\n" + re.sub(r"^", "  ", block, flags=re.MULTILINE)
+        elif block.startswith("checkpointer:"):
+            block = "trainer:\n" + re.sub(r"^", "  ", block, flags=re.MULTILINE)
+        path.write_text(block)
+        config = read_config(path)
+        make_plan(config, run_id_of(config), 50_257)
