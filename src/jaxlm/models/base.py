@@ -31,20 +31,47 @@ class Inputs(eqx.Module):
     segment_ids: NamedArray
 
 
+class Column(eqx.Module):
+    """The keys, or the values, in a cache. Head before position, so that a head's keys are one matrix.
+
+    Attributes:
+        numbers: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
+        scale: float32 {layers, batch, kv_heads, key_position}, what int8 numbers are multiplied by; None where the
+            numbers are the values themselves.
+    """
+
+    numbers: NamedArray
+    scale: NamedArray | None = None
+
+
 class Cache(eqx.Module):
     """Keys and values of everything read so far, for decoding token by token.
 
     Attributes:
-        keys, values: {layers, batch, key_position, kv_heads, head_size}.
+        keys, values: of all layers.
         positions, segment_ids: int32 {batch, key_position}; segment 0 marks a slot that holds nothing.
         length: scalar int32, the slots in use (the same for every row: prompts are padded on the left).
+        fresh: nothing has been read yet: what comes first attends to itself alone, as in training.
     """
 
-    keys: NamedArray
-    values: NamedArray
+    keys: Column
+    values: Column
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
+    fresh: bool = eqx.field(static=True, default=False)
+
+
+class Auxiliary(eqx.Module):
+    """A number that layers find on their way: logged, and minimised with its coefficient.
+
+    Attributes:
+        sum: its weight is the number of tokens that are no padding.
+        coefficient: what it is multiplied by in the objective; 0 only logs it.
+    """
+
+    sum: Sum
+    coefficient: float = eqx.field(static=True)
 
 
 class Hidden(eqx.Module):
@@ -53,12 +80,12 @@ class Hidden(eqx.Module):
     Attributes:
         final: {batch, position, embed}, after the last norm: what the head reads. Without a head, logits {.., vocab}.
         cache: the cache with these inputs in it, if one was given.
-        aux: auxiliary losses by name (a router's load balance, ...), as sums.
+        aux: what else the layers found, by the name that it is logged under (a router's load balance, ...).
     """
 
     final: NamedArray
     cache: Any = None
-    aux: dict[str, Sum] = eqx.field(default_factory=dict)
+    aux: dict[str, Auxiliary] = eqx.field(default_factory=dict)
 
 
 class LanguageModel(eqx.Module):
@@ -101,7 +128,11 @@ class LanguageModel(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        """What the model keeps while it writes up to `capacity` tokens a row: usually a `Cache`. Nothing is in it yet."""
+        """What the model keeps while it writes up to `capacity` tokens a row: usually a `Cache`. Nothing is in it yet.
+
+        Args:
+            dtype: of its numbers; int8 keeps a scale for each head of each token beside them.
+        """
 
 
 @dataclass(frozen=True)
@@ -112,7 +143,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         seq_len: tokens a training example.
         gradient_checkpointing: what the backward pass computes again instead of finding it: `none`, `cheap` (or false:
             norms and activations, but no matrix product), `full` (or true: all but each layer's input), a list of
-            what to keep (query, key, value, attention, mlp), or `auto`: the least that fits into memory.
+            what to keep (query, key, value, attention, mlp, expert), or `auto`: the least that fits into memory.
         scan_layers: one compiled layer run in a loop (true), every layer compiled on its own (false), or `auto`. The
             parameters, and so the checkpoints, have the same layout either way.
         attn_backend: what attention runs on: `auto` takes the best that can do it here, and says which and why.
