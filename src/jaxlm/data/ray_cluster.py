@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,7 +87,9 @@ class RayConfig:
             token = os.environ.setdefault(_TOKEN, secrets.token_hex(32))
         before = signal.getsignal(signal.SIGTERM)
         try:
-            with _said_of(running, ray.exceptions.RayError):
+            with _said_of(running, ray.exceptions.RayError), warnings.catch_warnings():
+                # Ray forks only to start its own programs at once, which is safe beside jax's threads.
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
                 # Of the workers' output nothing is wanted here: what fails comes back as an exception.
                 where: dict[str, Any] = {"address": running}
                 if running is None:
