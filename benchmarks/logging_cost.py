@@ -69,7 +69,7 @@ def measure(plan, folder: Path, segments: int, steps: int) -> dict[bool, list[fl
     ]
     trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *guarded]
     listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, skipped=0)]
-    workload = Workload(plan.batches.train, plan.tokens_per_step, 1e9, None, 10**6)
+    workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
     found: dict[bool, list[float]] = {False: [], True: []}
     number = 0
     for segment in range(2 * segments + 2):

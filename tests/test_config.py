@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm import train
+from jaxlm import __main__, train
 from jaxlm.config import decode_run, read_config, run_id_of
 from jaxlm.core.decode import dump
 from jaxlm.core.yaml_source import Source, load_yaml
@@ -46,6 +46,21 @@ MISTAKES = {
         ("--trainer.train_batch_size", "48", "--trainer.per_device_parallelism", "4"),
         ["per_device_parallelism: 4", "Allowed: 1, 2, 3, 6"],
     ),
+    "later batch that does not divide": (
+        GOOD,
+        ("--trainer.train_batch_size", "[{start: 0, value: 16}, {start: 9, value: 20}]"),
+        ["train_batch_size: 20 sequences from step 9 on", "8 devices", "16, 24"],
+    ),
+    "batch sizes out of order": (
+        GOOD,
+        ("--trainer.train_batch_size", "[{start: 5, value: 16}, {start: 5, value: 32}]"),
+        ["train_batch_size: stages at the steps [5, 5]", "the first at 0"],
+    ),
+    "batch size of nothing": (
+        GOOD,
+        ("--trainer.train_batch_size", "[{start: 0, value: -1}]"),
+        ["train_batch_size.0.value: -1 given"],
+    ),
     "heads that do not divide": (GOOD.replace("num_heads: 4", "num_heads: 5"), (), ["model.num_heads", "5", "32"]),
     "key heads that do not divide": (
         GOOD.replace("num_kv_heads: 4", "num_kv_heads: 3"),
@@ -78,6 +93,7 @@ MISTAKES = {
     "bad schedule": (GOOD, ("--optimizer.lr_schedule", "cosin"), ["lr_schedule", "'cosin'", "cosine"]),
     "missing tokenizer": (GOOD, ("--data.tokenizer", "gone.json"), ["data.tokenizer", "gone.json"]),
     "option without value": (GOOD, ("--dry_run",), ["--dry_run", "needs a value"]),
+    "nearly the option for the file": (GOOD, ("--confg_path", "x.yaml"), ["--confg_path", "--config_path"]),
     "word that is no option": (GOOD, ("dry_run",), ["'dry_run'"]),
 }
 
@@ -105,6 +121,13 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, here, capsys):
 def test_a_missing_file(here, capsys):
     assert train.main(["--config_path", "gone.yaml"]) == 2
     assert str(here / "gone.yaml") in capsys.readouterr().err
+
+
+def test_without_a_configuration_the_first_step_is_named(here, capsys):
+    assert train.main([]) == 2
+    assert "--config_path" in capsys.readouterr().err
+    assert __main__.main() == 0
+    assert "python -m jaxlm.train --config_path config/quickstart.yaml" in capsys.readouterr().out
 
 
 def test_the_id_is_the_files_stem_unless_given(here):

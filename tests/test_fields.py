@@ -22,6 +22,7 @@ import pytest
 
 from jaxlm.compiling import keep_compiled_programs, trace_step
 from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshConfig
@@ -55,6 +56,7 @@ MODELS = {
     "mpt": {"type": "mpt", **LLAMA},
     "olmo2": {"type": "olmo2", **LLAMA},
     "phi3": {"type": "phi3", **LLAMA},
+    "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
@@ -76,6 +78,8 @@ for name, base in ROPES.items():
 LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2}]}])
 PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"})
 
+SIZED = tree()
+SIZED["trainer"]["train_batch_size"] = [{"start": 0, "value": 16}, {"start": 20, "value": 32}]
 WATCHED = tree()
 WATCHED["trainer"]["watch"] = {"interval": 2, "watch_targets": ["grads"]}
 
@@ -89,6 +93,9 @@ CHANGES: dict[str, Any] = {
     "model.attn_soft_cap": 3.0,
     "model.final_soft_cap": 3.0,
     "model.sliding_window_pattern": 1,
+    "model.factory": {"model": {"factory": "examples.nnx_model:none"}},
+    "model.kwargs": {"model": {"kwargs": {"depth": 2}}},
+    "model.axes": {"model": {"axes": {"qkv": [None, "embed"]}}},
     "model.local_rope": {"model": {"local_rope": {"theta": 77.0}}},
     "model.rope.partial_rotary_factor": 0.5,
     "model.rope.short_factor": {"model": {"seq_len": 8, "rope": {"short_factor": [3.0] * 4}}},
@@ -223,6 +230,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     found += [(path, WATCHED) for path in fields("trainer.watch", WatchConfig)]
     found += [(path, keep) for path in fields("trainer.checkpointer.keep.0", KeepRule)]
     # Of the other optimizers, what each computes: tests/optim/test_family.py.
+    found += [(path, SIZED) for path in fields("trainer.train_batch_size.1", BatchSize)]
     found += [(path, tree()) for path in fields("optimizer", OptimizerConfig.get_known_choices()["adam"])]
     for name, kind in ObjectiveConfig.get_known_choices().items():
         found += [(path, tree(objective={"type": name})) for path in fields("objective", kind)]
@@ -331,8 +339,9 @@ DATA = {
 }
 
 
-# Shown in tests/data/test_mixture.py, test_records.py and test_chat.py.
-MIXED = ("format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
+# Shown in tests/data/test_mixture.py, test_records.py, test_chat.py, test_hugging_face.py and test_corpus.py.
+DATASETS = ("id", "name", "split", "validation_split", "stream", "source")
+MIXED = (*DATASETS, "format", "tags", "configs", "train_weights", "stop_strategy", "mixture_block_size")
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(DataConfig) if f.name not in MIXED])
@@ -346,8 +355,8 @@ def test_data_fields(name, tmp_path):
         )
         tokenizer = config.load_tokenizer(show=lambda _: None)
         data = config.open(tokenizer, 16, show=lambda _: None)
-        examples = data.examples(batch_size=8, seed=0)
-        batches = train_batches(examples, batch_size=8, num_microbatches=1, layout=plan_of(tree()).layout)
+        eight = BatchSchedule.constant(8)
+        batches = train_batches(data.examples(eight, seed=0), eight, plan_of(tree()).layout)
         batch = next(batches)
         batches.close()
         folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())

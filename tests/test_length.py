@@ -3,6 +3,7 @@
 import pytest
 
 from jaxlm.config import decode_run
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
 from jaxlm.length import check_length, with_length_of_data
@@ -22,7 +23,7 @@ def resolved(tmp_path):
         config = decode_run(Source({"model": dict(MODEL), "data": own, **sections}), None)
         tokenizer = config.data.load_tokenizer(show=lambda _: None)
         show = (lambda _: None) if said is None else said.append
-        return with_length_of_data(config, 8, tokenizer, show), tokenizer
+        return with_length_of_data(config, BatchSchedule.constant(8), tokenizer, show), tokenizer
 
     resolve.folder = tmp_path
     return resolve
@@ -36,7 +37,9 @@ def test_epochs_are_as_many_steps_as_they_take(resolved):
     config, tokenizer = resolved(epoch=3)
     windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
     assert steps(config) == [-(-3 * len(windows) // 8)]
-    assert with_length_of_data(config, 8, tokenizer, print) == config  # as a run that goes on does it
+    assert (
+        with_length_of_data(config, BatchSchedule.constant(8), tokenizer, print) == config
+    )  # as a run that goes on does it
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
     assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]
     assert steps(resolved(trainer={"num_train_steps": 5})[0]) == [5]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.batching import plan_batches
 from jaxlm.config import TrainerConfig, decode_run
 from jaxlm.core import tree
 from jaxlm.core.decode import decode
@@ -14,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import mesh_shape
 from jaxlm.core.yaml_source import Source
 from jaxlm.meshing import plan_mesh
-from jaxlm.plan import Plan, make_plan, plan_batches
+from jaxlm.plan import Plan, make_plan
 from tests.engine import helpers
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "intermediate_dim": 32}
@@ -53,7 +54,7 @@ def divided(devices: int, model: int, replica: int, batch: int, per_device: int,
     trainer = decode(TrainerConfig, Source({"train_batch_size": batch, key: per_device}))
     batches = plan_batches(trainer, shape.replica * shape.data)
     sizes = (shape.replica, shape.data, shape.model)
-    return sizes, batches.microbatch, batches.num_microbatches, batches.eval
+    return sizes, batches.train.first.microbatch, batches.train.first.num_microbatches, batches.eval
 
 
 @pytest.mark.parametrize(("given", "expected"), DIVISIONS)

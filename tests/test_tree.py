@@ -1,6 +1,7 @@
 """The shape of the repository: import direction, recipes that trace, documented functions, the tree in the README."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.__main__ import COMMANDS
 from jaxlm.compiling import trace_step
 from jaxlm.config import read_config
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.plan import make_plan
+from tests.answers import LLAMA
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "jaxlm"
@@ -31,7 +34,13 @@ def test_import_contracts():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_resolves_and_traces(path):
+def test_every_recipe_resolves_and_traces(path, tmp_path, monkeypatch):
+    # Recipes that begin with a model of Hugging Face call it so.
+    (tmp_path / "model-folder").mkdir()
+    (tmp_path / "model-folder" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 320, **LLAMA})
+    )
+    monkeypatch.chdir(tmp_path)
     config = read_config(path)
     # The recipes are written for any number of devices; here are eight, so the batch must divide by that.
     config = replace(config, trainer=replace(config.trainer, train_batch_size=8, per_device_parallelism=-1))
@@ -86,3 +95,8 @@ def test_no_file_is_too_long_and_none_is_unfinished():
         text = path.read_text()
         assert text.count("\n") <= 400, path
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path
+
+
+def test_every_command_is_listed():
+    commands = {path.stem for path in SOURCE.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    assert set(COMMANDS) == commands - {"__main__"}

@@ -1,7 +1,7 @@
 """Tracing and compiling the training step ahead of its first batch, and keeping what was compiled."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, MICROBATCH
+from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.runtime import everywhere
@@ -19,7 +20,7 @@ from jaxlm.core.xla_options import compiler_options
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
-from jaxlm.engine.step import make_train_step
+from jaxlm.engine.step import Report, make_train_step
 from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, auto_is, parse_keep
 from jaxlm.plan import Plan
 
@@ -65,41 +66,91 @@ class CompiledStep:
         """Whether a device has the memory, as far as that is known."""
         return self.num_bytes is None or self.limit is None or self.num_bytes <= USABLE * self.limit
 
+    def require_room(self) -> None:
+        """Raises `ConfigError` where the step needs more memory than there is at all, before the machine finds out."""
+        if self.num_bytes is not None and self.limit is not None and self.num_bytes > self.limit:
+            raise ConfigError(
+                f"the training step needs {gib(self.num_bytes)} a device, and there are {gib(self.limit)}. {_LESS}"
+            )
+
     def __str__(self) -> str:
         memory = "unknown" if self.num_bytes is None else gib(self.num_bytes)
         there = "" if self.limit is None else f" of {gib(self.limit)}"
         return f"compiled in {self.seconds:.1f} s; memory a device {memory}{there}"
 
 
-def trace_step(plan: Plan, phase: Phase, keep: str = CHEAP) -> jax.stages.Traced:
+@dataclass(frozen=True)
+class StepPrograms:
+    """The training steps of a phase, a program for each shape of its batches. Called as one of them.
+
+    Attributes:
+        by_shape: (micro-batches, sequences of one) -> the step.
+    """
+
+    by_shape: Mapping[tuple[int, int], CompiledStep]
+
+    def __call__(self, state: RunState, batch: TokenBatch, ballot: jax.Array) -> tuple[RunState, Report]:
+        """See `make_train_step`."""
+        num_microbatches, microbatch, _ = batch.tokens.array.shape
+        return self.by_shape[num_microbatches, microbatch].call(state, batch, ballot)
+
+    def require_room(self) -> None:
+        """See `CompiledStep.require_room`."""
+        for step in self.by_shape.values():
+            step.require_room()
+
+    def of(self, stage: BatchStage) -> CompiledStep:
+        """The step for the batches of a stage."""
+        return self.by_shape[stage.shape]
+
+
+def trace_step(plan: Plan, phase: Phase, keep: str = CHEAP, *, stage: BatchStage | None = None) -> jax.stages.Traced:
     """The traced training step of a phase, from shapes alone. Call it inside `plan.layout.use()`.
 
     Args:
         keep: what `model.gradient_checkpointing: auto` stands for.
+        stage: whose batches it takes; the largest ones where that is None.
     """
     abstract = plan.recipe.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     with auto_is(keep):
-        return step.trace(_placed(abstract, plan.layout), abstract_batch(plan), Ballot.abstract(plan.layout))
+        return step.trace(_placed(abstract, plan.layout), abstract_batch(plan, stage), Ballot.abstract(plan.layout))
 
 
-def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit: int | None = None) -> CompiledStep:
+def compile_steps(plan: Plan, phase: Phase, first_step: int, show: Callable[[str], None]) -> StepPrograms:
+    """The compiled steps for all batches of a phase from `first_step` on: what does not fit is known before any trains."""
+    stages = plan.batches.train.between(first_step, phase.end)
+    by_shape = {stage.shape: stage for stage in reversed(stages)}
+    return StepPrograms({shape: compile_step(plan, phase, show, stage=by_shape[shape]) for shape in reversed(by_shape)})
+
+
+def compile_step(
+    plan: Plan,
+    phase: Phase,
+    show: Callable[[str], None],
+    *,
+    stage: BatchStage | None = None,
+    limit: int | None = None,
+) -> CompiledStep:
     """The compiled training step of a phase, announced and timed.
 
     Where the configuration leaves recomputation to be chosen, it is the least that fits into memory, found by compiling;
     the next start finds what was compiled, whether it fitted or not, in the cache.
 
     Args:
+        stage: whose batches it takes; the largest ones where that is None.
         limit: bytes of memory that a device has, where it is not one of those that are there.
     """
-    show(f"compiling the step of phase '{phase.name}' ...")
+    stage = stage or plan.batches.train.largest
+    size = f" for batches of {stage.size}" if len(plan.batches.train.stages) > 1 else ""
+    show(f"compiling the step of phase '{phase.name}'{size} ...")
     automatic = plan.config.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     limit = memory_limit() if limit is None else limit
     for keep in candidates:
         named = f" (recomputation {keep})" if automatic else ""
         last = keep == candidates[-1]
-        step, refusal = _attempt(plan, phase, keep, limit)
+        step, refusal = _attempt(plan, phase, stage, keep, limit)
         # One answer for all processes: their programs must be the same, whatever memory each of them has.
         fits_all = everywhere(step is not None and step.fits)
         if everywhere(step is not None):
@@ -118,20 +169,22 @@ def compile_step(plan: Plan, phase: Phase, show: Callable[[str], None], *, limit
     return step
 
 
-def _attempt(plan: Plan, phase: Phase, keep: str, limit: int | None) -> tuple[CompiledStep | None, str]:
+def _attempt(
+    plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int | None
+) -> tuple[CompiledStep | None, str]:
     """The compiled step, or None and what the compiler says where it finds no memory for it."""
     try:
-        return _compile(plan, phase, keep, limit), ""
+        return _compile(plan, phase, stage, keep, limit), ""
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith(_NO_MEMORY):
             raise
         return None, str(error).splitlines()[0][:300]
 
 
-def _compile(plan: Plan, phase: Phase, keep: str, limit: int | None) -> CompiledStep:
+def _compile(plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int | None) -> CompiledStep:
     began = time.perf_counter()
     options: Any = compiler_options(plan.layout.platform)  # jax declares what it takes by the default, None
-    traced = trace_step(plan, phase, keep)
+    traced = trace_step(plan, phase, keep, stage=stage)
     call = traced.lower().compile(options)
     memory = call.memory_analysis()
     needed = memory and (
@@ -165,11 +218,12 @@ def _placed(abstract: RunState, layout: Layout) -> RunState:
     )
 
 
-def abstract_batch(plan: Plan) -> TokenBatch:
-    """Shapes, dtypes and places of a training batch {microbatch, batch, position}."""
+def abstract_batch(plan: Plan, stage: BatchStage | None = None) -> TokenBatch:
+    """Shapes, dtypes and places of a training batch {microbatch, batch, position}, the largest where no stage is named."""
+    num_microbatches, microbatch = (stage or plan.batches.train.largest).shape
     axes = (
-        hax.Axis(MICROBATCH, plan.batches.num_microbatches),
-        hax.Axis(BATCH, plan.batches.microbatch),
+        hax.Axis(MICROBATCH, num_microbatches),
+        hax.Axis(BATCH, microbatch),
         plan.config.model.Pos,
     )
     place = plan.layout.compute_sharding(axes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
 from jaxlm.core.decode import decode, drop_stale_keys
 from jaxlm.core.distributed import DistributedConfig
@@ -42,7 +43,7 @@ class TrainerConfig:
         seed: of parameters, shuffling and dropout.
         num_train_steps: optimizer steps of a phase that does not say otherwise.
         train_batch_size: sequences a step, over all devices; -1 means `per_device_parallelism` on each device that
-            shares the batch.
+            shares the batch. Or sizes that change with the run's steps: `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
         per_device_parallelism: sequences a device works on at once; -1 means all of its share. Less than its share
             accumulates gradients over several micro-batches.
         per_device_train_parallelism: another name of `per_device_parallelism`.
@@ -90,7 +91,7 @@ class TrainerConfig:
     id: str | None = None
     seed: int = 0
     num_train_steps: int = 400_000
-    train_batch_size: int = 32
+    train_batch_size: int | list[BatchSize] = 32
     per_device_parallelism: int = -1
     per_device_train_parallelism: int = -1
     allow_nondivisible_batch_size: bool = False
@@ -259,6 +260,11 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     if parsed.help:
         print(help_text(kind, command))
         raise SystemExit(0)
+    if parsed.config_path is None and not parsed.options:
+        raise ConfigError(
+            "no configuration is given. --config_path run.yaml reads a file (config/quickstart.yaml trains on text that"
+            " every Python has), --section.key value sets one key, and --help lists all keys"
+        )
     source = Source({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import jax
 
+from jaxlm.adapters import export_adapters, without_adapters
 from jaxlm.commands import run_command
-from jaxlm.exporting import export_adapters, export_model, without_adapters
+from jaxlm.exporting import export_model
 from jaxlm.interop.folder import DTYPES, parse_dtype
 from jaxlm.interop.verify import verify_folder
 from jaxlm.trained import add_checkpoint_options, open_trained

@@ -4,7 +4,9 @@ The one thing that it writes is the picture of the schedule, where the run itsel
 written, a line says so.
 """
 
-from jaxlm.compiling import compile_step, gib
+from typing import Any
+
+from jaxlm.compiling import compile_steps, gib
 from jaxlm.config import RunConfig
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import Phase
@@ -30,8 +32,13 @@ def dry_run(plan: Plan, console: Console) -> None:
     console.show(table("plan (dry run: no data is read, nothing is trained)", rows))
     with plan.layout.use():
         for phase in plan.phases:
-            memory = compile_step(plan, phase, console.show).call.memory_analysis()
-            console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *_memory_rows(memory)]))
+            steps = compile_steps(plan, phase, phase.start, console.show)
+            memory = [
+                row
+                for shape, step in steps.by_shape.items()
+                for row in _memory_rows(shape, step.call.memory_analysis())
+            ]
+            console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *memory]))
     console.show(f"schedule: {_picture(plan)}")
     console.show("dry run complete: the step compiles")
 
@@ -47,12 +54,13 @@ def _picture(plan: Plan) -> str:
     return str(path)
 
 
-def _memory_rows(memory) -> list[tuple[str, str]]:
+def _memory_rows(shape: tuple[int, int], memory: Any) -> list[tuple[str, str]]:
+    of = f"memory a device, {shape[0]} x {shape[1]} sequences:"
     if memory is None:
-        return [("memory", "this platform does not tell")]
+        return [(of, "this platform does not tell")]
     return [
-        ("memory a device, state and batch", gib(memory.argument_size_in_bytes)),
-        ("memory a device, temporary", gib(memory.temp_size_in_bytes)),
+        (f"{of} state and batch", gib(memory.argument_size_in_bytes)),
+        (f"{of} temporary", gib(memory.temp_size_in_bytes)),
     ]
 
 

@@ -50,7 +50,9 @@ _INSTEAD = {
         ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"),
         "nothing is trained, so nothing is mixed",
     ),
-    "data.train_urls": "nothing is trained; --data.validation_urls names the text to evaluate on",
+    **dict.fromkeys(
+        ("data.train_urls", "data.split"), "nothing is trained; --data.validation_urls names the text to evaluate on"
+    ),
 }
 
 
@@ -106,7 +108,7 @@ def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
     for name, instead in _INSTEAD.items():
         if name in options:
             raise ConfigError(f"command line: --{name} has no effect here: {instead}. Leave it out")
-    if not any(source.config.validation_urls for source in data.sources()):
+    if not any(source.has(VALIDATION) for source in data.sources()):
         raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
     return data
 

@@ -5,22 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.adapters import without_adapters
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.folder import save_folder
-from jaxlm.interop.peft import Adapter, save_adapters
 from jaxlm.interop.publishing import is_taken
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
-from jaxlm.surgery.lora import LoraLinear, merge_lora
-
-
-def without_adapters(model: LanguageModel) -> LanguageModel:
-    """The model with its adapters, if there are any, folded into the layers that they stand beside."""
-    return merge_lora(model) if tree.modules(model, LoraLinear) else model
 
 
 def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any) -> None:
@@ -33,23 +25,6 @@ def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Toke
     merged, config = without_adapters(model), plan.config.model
     files = tokenizer.files(most_tokens=config.seq_len)
     save_folder(folder, merged, config, plan.layout, dtype=dtype, files=files, special_ids=special)
-
-
-def export_adapters(folder: Path, model: LanguageModel, plan: Plan, dtype: Any) -> None:
-    """Writes the adapters alone, in PEFT's layout.
-
-    Raises:
-        ConfigError: there are none, or their layers have no tensor of their own there.
-    """
-    adapters = [
-        Adapter(path, layer.a, layer.b, layer.base.In, layer.base.Out, layer.scale)
-        for path, layer in tree.modules_by_path(model, LoraLinear)
-    ]
-    if not adapters:
-        raise ConfigError("the checkpoint has no adapters. Leave --adapters out")
-    save_adapters(
-        folder, adapters, plan.config.model, plan.layout, dtype=dtype, base=str(plan.config.initialize_from_hf)
-    )
 
 
 @dataclass(frozen=True)

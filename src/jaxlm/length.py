@@ -1,11 +1,11 @@
 """How many steps a run's data lasts, where that decides how long it trains."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from jaxlm.config import RunConfig, TrainerConfig
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.config import DataConfig, TokenData
@@ -38,7 +38,9 @@ def check_length(config: RunConfig) -> None:
             )
 
 
-def with_length_of_data(config: RunConfig, batch_size: int, tokenizer: Any, show: Callable[[str], None]) -> RunConfig:
+def with_length_of_data(
+    config: RunConfig, batches: BatchSchedule, tokenizer: Any, show: Callable[[str], None]
+) -> RunConfig:
     """The configuration with the `num_train_steps` that `epoch` or `data.stop_strategy` come to, where they are set.
 
     Raises:
@@ -46,45 +48,53 @@ def with_length_of_data(config: RunConfig, batch_size: int, tokenizer: Any, show
     """
     check_length(config)
     phases, sections = plan_phases(config)
-    steps = {}
+    steps, start = {}, 0
     for phase, section in zip(phases, sections, strict=True):
         own = config.phases[phase.index].num_train_steps if config.phases else None
         by_epoch = bool(config.epoch) and own is None
         if by_epoch or section.stop_strategy != "restart":
             data = main_first(lambda section=section: section.open(tokenizer, config.model.seq_len, show))
-            num_steps = _of_epochs(config, data, batch_size) if by_epoch else phase.num_steps
-            steps[phase.index] = _until_exhausted(phase, num_steps, data, batch_size, config.trainer.seed, show)
+            own_batches = batches.counted_from(start)
+            num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
+            steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, show)
+        start += steps.get(phase.index, phase.num_steps)
     return _with_steps(config, steps)
 
 
-def _of_epochs(config: RunConfig, data: TokenData, batch_size: int) -> int:
+def _of_epochs(config: RunConfig, data: TokenData, batches: BatchSchedule) -> int:
     """The steps in which every window is seen `epoch` times; what the last batch lacks is taken from one epoch more."""
     (windows,) = data.train.values()
-    num_steps = math.ceil(config.epoch * len(windows) / batch_size)
+    num_steps = batches.steps_for(config.epoch * len(windows))
     given = config.trainer.num_train_steps
     if given not in (TrainerConfig.num_train_steps, num_steps):
         raise ConfigError(
             f"epoch: {config.epoch} means {num_steps} steps ({len(windows)} windows of {windows.seq_len} tokens,"
-            f" {batch_size} a batch), but trainer.num_train_steps: {given} is given. Leave one of them out"
+            f" {_sizes(batches)} a batch), but trainer.num_train_steps: {given} is given. Leave one of them out"
         )
     return num_steps
 
 
 def _until_exhausted(
-    phase: Phase, num_steps: int, data: TokenData, batch_size: int, seed: int, show: Callable[[str], None]
+    phase: Phase, num_steps: int, data: TokenData, batches: BatchSchedule, seed: int, show: Callable[[str], None]
 ) -> int:
-    most = data.num_examples(batch_size=batch_size, seed=seed)
-    if most is None or most // batch_size >= num_steps:
+    most = data.num_examples(batches, seed=seed)
+    if most is None or batches.whole_steps(most) >= num_steps:
         return num_steps
-    if most < batch_size:
+    enough_for = batches.whole_steps(most)
+    if not enough_for:
         raise ConfigError(
-            f"data.stop_strategy: {data.config.stop_strategy} ends after {most} examples, less than one batch of {batch_size}"
+            f"data.stop_strategy: {data.config.stop_strategy} ends after {most} examples, less than one batch of"
+            f" {batches.first.size}"
         )
     show(
-        f"phase '{phase.name}': {most // batch_size} steps instead of {num_steps}: then the data is read"
+        f"phase '{phase.name}': {enough_for} steps instead of {num_steps}: then the data is read"
         f" (data.stop_strategy: {data.config.stop_strategy})"
     )
-    return most // batch_size
+    return enough_for
+
+
+def _sizes(batches: BatchSchedule) -> str:
+    return ", then ".join(str(stage.size) for stage in batches.stages)
 
 
 def _with_steps(config: RunConfig, steps: dict[int, int]) -> RunConfig:

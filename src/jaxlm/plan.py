@@ -8,7 +8,8 @@ from typing import Any
 import haliax as hax
 import jax
 
-from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig
+from jaxlm.batching import BatchPlan, plan_batches, unreached
+from jaxlm.config import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
@@ -27,75 +28,6 @@ from jaxlm.models.base import ModelConfig, vocab_axis
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """How a step's sequences are divided.
-
-    Attributes:
-        train: sequences a step. Where they do not fill the micro-batches, empty ones do.
-        num_microbatches: parts that the step works on one after another.
-        microbatch: sequences of one part, over all devices.
-        eval: sequences of an evaluation batch.
-    """
-
-    train: int
-    num_microbatches: int
-    microbatch: int
-    eval: int
-
-
-def plan_batches(trainer: TrainerConfig, ways: int) -> BatchPlan:
-    """Divides the batch over `ways` devices and, where `per_device_parallelism` asks for it, over micro-batches.
-
-    Raises:
-        ConfigError: the sizes do not divide; says which would.
-    """
-    per_device = trainer.parallelism
-    size = trainer.train_batch_size
-    for name, value in (("train_batch_size", size), ("per_device_parallelism", per_device)):
-        if value != -1 and value < 1:
-            raise ConfigError(f"trainer.{name}: {value} given, -1 or 1 and more expected")
-    if size == -1:
-        if per_device == -1:
-            raise ConfigError("trainer.train_batch_size: -1 needs trainer.per_device_parallelism to be given")
-        size = per_device * ways
-    share = -(-size // ways)
-    if per_device == -1:
-        per_device = share
-    if not trainer.allow_nondivisible_batch_size:
-        _check_divides(size, ways, per_device)
-    for_eval = trainer.per_device_eval_parallelism
-    if for_eval != -1 and for_eval < 1:
-        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, -1 or 1 and more expected")
-    return BatchPlan(
-        train=size,
-        num_microbatches=-(-size // (per_device * ways)),
-        microbatch=per_device * ways,
-        eval=(per_device if for_eval == -1 else for_eval) * ways,
-    )
-
-
-def _check_divides(size: int, ways: int, per_device: int) -> None:
-    if size % ways:
-        raise ConfigError(
-            f"trainer.train_batch_size: {size} sequences do not divide over the {ways} devices that share the batch"
-            f" (replica x data). Nearest that do: {_multiples_near(size, ways)}. Or pad each batch with empty sequences:"
-            " trainer.allow_nondivisible_batch_size true"
-        )
-    share = size // ways
-    if share % per_device:
-        divisors = [d for d in range(1, share + 1) if share % d == 0]
-        raise ConfigError(
-            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the {ways}"
-            f" devices gets of train_batch_size {size}. Allowed: {', '.join(map(str, divisors))}"
-        )
-
-
-def _multiples_near(size: int, ways: int) -> str:
-    below = size // ways * ways
-    return ", ".join(str(n) for n in (below, below + ways) if n > 0)
-
-
-@dataclass(frozen=True)
 class Plan:
     """A run, worked out.
 
@@ -107,7 +39,7 @@ class Plan:
         warnings: what the configuration wastes or overrides.
         recipe: the model, its precision and the phases.
         data: of each phase.
-        batches: how a step's sequences are divided.
+        batches: how large they are, and how they are divided.
     """
 
     config: RunConfig
@@ -136,8 +68,8 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions that a step trains on, padding included."""
-        return self.batches.train * self.config.model.seq_len
+        """Positions that a step with the largest batch trains on, padding included."""
+        return self.batches.train.largest.size * self.config.model.seq_len
 
     @property
     def log_folder(self) -> Path:
@@ -197,7 +129,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         run_id=run_id,
         mesh=meshing.shape,
         layout=meshing.layout,
-        warnings=meshing.warnings,
+        warnings=(*meshing.warnings, *unreached(trainer, phases[-1].end)),
         recipe=Recipe(config.model, Vocab, trainer.seed, precision, phases),
         data=data,
         batches=plan_batches(trainer, meshing.layout.ways(BATCH)),

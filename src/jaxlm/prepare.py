@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxlm.batching import batch_sizes
 from jaxlm.commands import run_command
 from jaxlm.config import RunConfig, load_config, refuse_dry_run
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import TokenCache
 from jaxlm.data.config import TokenData
@@ -83,8 +85,9 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     for section in sections:
         section.check()
     tokenizer = sections[0].load_tokenizer(show=console.show)
-    if config.trainer.train_batch_size > 0:
-        config = with_length_of_data(config, config.trainer.train_batch_size, tokenizer, console.show)
+    sizes = batch_sizes(config.trainer)
+    if sizes is not None:
+        config = with_length_of_data(config, BatchSchedule.of(sizes), tokenizer, console.show)
     phases = plan_phases(config)[0]
     prepared = []
     for phase, section in zip(phases, sections, strict=True):
@@ -94,11 +97,11 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
     """Raises `ConfigError` unless the run has a training batch `number`, whose size is known without its devices."""
-    size, last = config.trainer.train_batch_size, phases[-1].end
+    last = phases[-1].end
     if not 0 <= number < last:
         raise ConfigError(f"--show_batch: {number} given; the run's {last} steps have batches 0 to {last - 1}")
-    if size < 1:
-        raise ConfigError(f"--show_batch: needs trainer.train_batch_size, which is {size}: devices would decide it")
+    if batch_sizes(config.trainer) is None:
+        raise ConfigError("--show_batch: needs trainer.train_batch_size, which is -1: devices would decide it")
 
 
 def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: Tokenizer, number: int) -> Iterator[str]:
@@ -110,10 +113,13 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
         ConfigError: as `check_batch`.
     """
     check_batch(config, number, [one.phase for one in prepared])
-    size = config.trainer.train_batch_size
+    sizes = batch_sizes(config.trainer)
+    assert sizes is not None, "check_batch has looked"
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
-    mixture = data.examples(batch_size=size, seed=config.trainer.seed)
-    examples = (number - phase.start) * size + np.arange(size)
+    batches = BatchSchedule.of(sizes)
+    mixture = data.examples(batches.counted_from(phase.start), seed=config.trainer.seed)
+    size = batches.at(number).size
+    examples = batches.examples_between(phase.start, number) + np.arange(size)
     columns = mixture.read(examples)
     yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {mixture.seq_len} tokens"
     for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.compiling import CompiledStep
+from jaxlm.compiling import StepPrograms
 from jaxlm.config import as_run_config
 from jaxlm.core import tree
 from jaxlm.core.decode import choice_name, dump, encode
@@ -90,13 +90,14 @@ class Run:
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
 
-    def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[], str]) -> list[ProfileHook]:
-        """The profiler, where one is configured. Args: program: the text of the phase's compiled step."""
+    def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
+        """The profiler, where one is configured. Args: program: the text of a step's compiled program, by its number."""
         config = self.plan.config.trainer.profiler
         if config is None:
             return []
         folder = self.plan.log_folder / "profile" / phase.name
-        return [ProfileHook(config, folder, phase, first_step=first_step, program=program, show=self.console.show)]
+        recorded = functools.partial(program, min(first_step + config.start_step, phase.end - 1))
+        return [ProfileHook(config, folder, phase, first_step=first_step, program=recorded, show=self.console.show)]
 
     def listeners(self, phase: Phase, state: RunState) -> tuple[Listener, ...]:
         """Who is told of every step."""
@@ -107,15 +108,17 @@ class Run:
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )
 
-    def keep_programs(self, phase: Phase, step: CompiledStep) -> None:
-        """Writes the phase's program to the log folder, in the forms that are asked for."""
+    def keep_programs(self, phase: Phase, steps: StepPrograms) -> None:
+        """Writes the phase's programs to the log folder, in the forms that are asked for."""
         trainer = self.plan.config.trainer
         wanted = {"jaxpr": trainer.log_jaxprs, "hlo": trainer.log_xla_hlo}
-        texts = {"jaxpr": lambda: str(step.traced.jaxpr), "hlo": lambda: step.call.as_text() or ""}
+        texts = {"jaxpr": lambda step: str(step.traced.jaxpr), "hlo": lambda step: step.call.as_text() or ""}
         folder = self.plan.log_folder / "artifacts"
         for form in (form for form in texts if wanted[form] and is_main_process()):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{phase.name}.{form}.txt").write_text(texts[form]())
+            for (num_microbatches, microbatch), step in steps.by_shape.items():
+                of_size = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
+                (folder / f"{phase.name}{of_size}.{form}.txt").write_text(texts[form](step))
 
     def adopt(self, state: RunState, found: Found) -> None:
         """Saves another run's state as this run's first checkpoint, and waits until that is done."""
@@ -144,11 +147,11 @@ class Run:
         plan = self.plan
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
-        flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * plan.tokens_per_step
+        seq_len = plan.config.model.seq_len
         return Workload(
-            examples=plan.batches.train,
-            tokens=plan.tokens_per_step,
-            flops=flops,
+            batches=plan.batches.train,
+            tokens=seq_len,
+            flops=plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * seq_len,
             peak_flops=None if peak is None else peak * len(devices),
             num_steps=plan.num_steps,
             before=self.before,

@@ -56,6 +56,8 @@ def _sample(arguments: Sequence[str]) -> int:
             eos_id=tokenizer.eos_id,
         )
         seconds = time.perf_counter() - began
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     for prompt, ids in zip(prompts, texts, strict=True):
         print(prompt + tokenizer.decode(ids), end="\n---\n")
     num_tokens = sum(map(len, texts))

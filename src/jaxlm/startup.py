@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxlm.batching import describe_batches
 from jaxlm.core import tree
 from jaxlm.core.decays import name_of
 from jaxlm.core.errors import ConfigError
@@ -24,9 +25,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     """The plan as rows of two columns."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
-    chunk = default_chunk_tokens(plan.layout.platform)
     flops = model.flops_per_token(plan.recipe.Vocab.size).causal
-    micro = f"{batches.num_microbatches} micro-batches of {batches.microbatch}"
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
@@ -34,16 +33,16 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in plan.warnings],
+        *[("warning", text) for text in (*plan.warnings, *_built(plan).notes)],
         ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
         ("model", _sizes(plan)),
-        ("batch", f"{batches.train} x {model.seq_len} = {plan.tokens_per_step:,} tokens a step, {micro}"),
+        ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "none of jaxlm's own"),
-        ("loss", f"chunks of {chunk} tokens, gradient in the forward pass: logits are never whole"),
+        ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
@@ -69,6 +68,17 @@ def _sizes(plan: Plan) -> str:
     return f"{kind}, {count:,} parameters, vocabulary {plan.recipe.Vocab.size:,}"
 
 
+def _built(plan: Plan) -> LanguageModel:
+    """The model without numbers, before any surgery."""
+    return jax.eval_shape(plan.recipe.first_model)
+
+
+def _logits(plan: Plan) -> str:
+    if jax.eval_shape(lambda model: model.lm_head(), _built(plan)) is None:
+        return "from logits that the model makes whole"
+    return "gradient in the forward pass: logits are never whole"
+
+
 def _remat(plan: Plan) -> str:
     keep = parse_keep(plan.config.model.gradient_checkpointing)
     if keep == AUTO:
@@ -83,20 +93,21 @@ def _remat(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
-    loop, reason = in_a_loop(
-        model.scan_layers, model.Layers.size, platform=layout.platform, num_devices=layout.mesh.size
-    )
+    bodies = tree.modules(_built(plan), Transformer)
+    if not bodies:
+        return "the model's own"
+    num_layers = bodies[0].layers.Block.size
+    loop, reason = in_a_loop(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
     """What the layers of the plan's training step attend with, each that differs once."""
     model, layout = plan.config.model, plan.layout
-    built = jax.eval_shape(lambda: model.build(plan.recipe.Vocab, key=jax.random.key(0)))
     shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
-        for body in tree.modules(built, Transformer)
+        for body in tree.modules(_built(plan), Transformer)
         for layer in tree.modules(body, SelfAttention)
         for kind in body.kinds
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.commands import run_command
-from jaxlm.compiling import compile_step, keep_compiled_programs
+from jaxlm.compiling import compile_steps, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
@@ -153,12 +153,13 @@ def _train_phase(
     plan = run.plan
     data = run.open_data(phase)
     saver = run.saver(phase)
-    batches = train_batches(
-        data.examples(batch_size=plan.batches.train, seed=plan.config.trainer.seed),
-        batch_size=plan.batches.train,
-        num_microbatches=plan.batches.num_microbatches,
-        layout=plan.layout,
-    )
+    sizes = plan.batches.train
+    first_step = phase.start if resumed is None else resumed.cursor.step
+    examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
+    batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
+    # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
+    steps = compile_steps(plan, phase, first_step, run.console.show)
+    steps.require_room()
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if resumed is None:
@@ -169,16 +170,15 @@ def _train_phase(
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state)
-        step = compile_step(plan, phase, run.console.show)
-        run.keep_programs(phase, step)
+        run.keep_programs(phase, steps)
         # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
-        profiling = run.profile_hooks(phase, int(state.step), lambda: step.call.as_text() or "")
+        profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:
             closing.callback(hook.close)
         return run_phase(
             state,
             phase,
-            step.call,
+            steps,
             batches,
             reports=Reports(phase.name, run.workload(), listeners, plan.config.trainer.watch),
             hooks=[*profiling, run.eval_hook(phase, data), *run.export_hooks(phase)],

@@ -1,6 +1,7 @@
 """Datasets that the library `datasets` has written, read with and without it."""
 
 import json
+import shutil
 import sys
 
 import pyarrow as pa
@@ -112,6 +113,81 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset_builder", missing)
         with pytest.raises(ConfigError, match=r"data\.train_urls\[0\]: 'hf:some/data.*cannot be loaded.*doesn't exist"):
             texts(self.URL, mirror=tmp_path)
+
+
+class TestKeys:
+    """`id`, `name`, `split`, `validation_split` and `stream` of a source."""
+
+    @pytest.fixture
+    def saved(self, tmp_path, dataset, datasets):
+        parts = {"train": dataset.select(range(40)), "test": dataset.select(range(40, 50))}
+        datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+        return str(tmp_path / "saved")
+
+    @pytest.fixture
+    def said(self, tmp_path):
+        def said(**keys) -> dict[str, list[str]]:
+            config = DataConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
+            config.check()
+            [source] = config.sources()
+            return {split: list(source.documents(split)) for split in ("train", "validation") if source.has(split)}
+
+        return said
+
+    def test_a_folder_of_splits(self, saved, said):
+        assert said(id=saved, validation_split="test") == {"train": TEXTS[:40], "validation": TEXTS[40:]}
+        assert said(id=saved, split="test", validation_split=None) == {"train": TEXTS[40:]}
+        assert said(id=f"{saved}/train", validation_split=None) == {"train": TEXTS[:40]}
+        other = said(id=saved, validation_urls=[f"{saved}/test"])
+        assert other == {"train": TEXTS[:40], "validation": TEXTS[40:]}
+
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            (
+                {},
+                r"data\.validation_split: 'validation' given, .* has no such split. It has: test, train; null evaluates",
+            ),
+            ({"split": "tarin"}, r"data\.split: 'tarin' given, .*It has: test, train"),
+            ({"name": "main"}, r"data\.name: has no effect on .*saved"),
+            ({"train_urls": ["x.txt"]}, r"data\.id: given beside data\.train_urls"),
+            ({"id": None, "split": "test"}, r"data\.split: has no effect without data\.id"),
+            ({"id": None, "stream": True}, r"data\.stream: has no effect without data\.id"),
+        ],
+    )
+    def test_what_cannot_be(self, saved, said, keys, message):
+        with pytest.raises(ConfigError, match=message):
+            said(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
+
+    def test_streamed_rows_are_those_that_are_loaded(self, tmp_path, said, monkeypatch, datasets):
+        """A folder of files goes through the same library as the hub does, without a network."""
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
+        (tmp_path / "repo").mkdir()
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+        for split in ("train", "validation"):
+            (tmp_path / "repo" / f"{split}.jsonl").write_text(rows)
+        id = str(tmp_path / "repo")
+        loaded = said(id=id)
+        assert (tmp_path / "library").exists()
+        assert loaded == {"train": TEXTS, "validation": TEXTS}
+        shutil.rmtree(tmp_path / "cache")
+        shutil.rmtree(tmp_path / "library")
+        assert said(id=id, stream=True) == loaded
+        assert not list((tmp_path / "library").rglob("*.arrow"))
+
+    def test_no_network(self, said, monkeypatch, datasets):
+        """Deviation: the reference ends with a traceback of the hub's client."""
+
+        def unreachable(id, **options):
+            raise ConnectionError(f"Couldn't reach '{id}' on the Hub")
+
+        monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+        with pytest.raises(
+            ConfigError, match=r"data\.id: 'hf:some/data\?split=train' cannot be loaded: Conn"
+        ) as caught:
+            said(id="some/data")
+        assert "datasets.load_dataset('some/data').save_to_disk('FOLDER')" in str(caught.value)
+        assert "name FOLDER in data.id instead" in str(caught.value)
 
 
 def test_the_library_is_missing(monkeypatch, tmp_path):

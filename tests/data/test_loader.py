@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, MICROBATCH, POSITION, REPLICA
+from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
@@ -55,11 +56,13 @@ def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) ->
 
 
 def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> WindowBatches:
+    layout = layout or layout_of()
+    ways = layout.ways(BATCH)
+    microbatch = -(-batch_size // (num_microbatches * ways)) * ways
     return train_batches(
         Mixture({"": windows}, [Stage(0, (1,))], seed=seed, shuffle=shuffle),
-        batch_size=batch_size,
-        num_microbatches=num_microbatches,
-        layout=layout or layout_of(),
+        BatchSchedule((BatchStage(0, batch_size, num_microbatches, microbatch),)),
+        layout,
     )
 
 
@@ -160,7 +163,7 @@ def test_a_restored_position_goes_on_identically(windows, before, num_microbatch
     first.close()
     again = open_batches(windows, num_microbatches=num_microbatches)
     again.restore(state)
-    assert again.state() == state == {"examples": 8 * before}
+    assert again.state() == state == {"examples": 8 * before, "step": before}
     assert_same(take(again, 3), expected[before:])
 
 
@@ -170,7 +173,33 @@ def test_the_position_holds_for_another_batch_size(windows):
     batches = open_batches(windows, batch_size=16)
     batches.restore({"examples": 12})
     np.testing.assert_array_equal(take(batches, 1)[0]["tokens"][:, 0], order[12:28])
-    assert batches.state() == {"examples": 28}
+    assert batches.state() == {"examples": 28, "step": 1}
+
+
+SIZES = ((0, 4), (3, 16), (5, 8))
+
+
+@pytest.mark.parametrize("before", [0, 2, 3, 4, 7])
+def test_sizes_that_change_take_each_example_once_and_a_position_goes_on(windows, before):
+    """Against one batch after another, cut out of the order by a plain loop."""
+    mixture = Mixture({"": windows}, [Stage(0, (1,))], seed=5, shuffle=True)
+    schedule = BatchSchedule(tuple(BatchStage(start, size, 2, size // 2) for start, size in SIZES))
+    sizes = [4, 4, 4, 16, 16, 8, 8, 8, 8, 8]
+    order = plain_rows(windows.cache.num_tokens, mixture.find(np.arange(sum(sizes)))[1])
+    batches = train_batches(mixture, schedule, layout_of())
+    for _ in range(before):
+        next(batches)
+    state = batches.state()
+    batches.close()
+    assert state == {"examples": sum(sizes[:before]), "step": before}
+    again = train_batches(mixture, schedule, layout_of())
+    again.restore(state)
+    found = take(again, len(sizes) - before)
+    assert [len(batch["tokens"]) for batch in found] == sizes[before:]
+    for name in NAMES:
+        np.testing.assert_array_equal(
+            np.concatenate([batch[name] for batch in found]), order[name][sum(sizes[:before]) :], err_msg=name
+        )
 
 
 def test_restoring_while_it_reads_ahead(windows):
@@ -222,7 +251,7 @@ def test_a_failure_names_the_place_and_keeps_its_traceback():
             next(batches)
         functions = [entry.name for entry in caught.traceback]
         assert "read" in functions
-    assert batches.state() == {"examples": 4}
+    assert batches.state() == {"examples": 4, "step": 2}
     batches.close()
 
 

@@ -20,7 +20,7 @@ from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Phase, Recipe, enter_phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
@@ -93,11 +93,12 @@ class TinyRun:
     where: Layout
     phase: Phase = field(default_factory=phase)
     precision: Precision = F32
+    model: ModelConfig = MODEL
 
     def __post_init__(self):
-        key = (id(self.where), repr(self.phase), self.precision)
+        key = (id(self.where), repr((self.phase, self.model)), self.precision)
         if key not in _PROGRAMS:
-            recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+            recipe = Recipe(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))
             with self.where.use():
                 state = enter_phase(recipe, self.phase, self.where, None)

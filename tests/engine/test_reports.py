@@ -4,6 +4,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.reports import Reports, Totals, Workload
 from jaxlm.engine.step import Report
@@ -12,8 +13,8 @@ from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 
 def test_rates_and_totals_are_what_a_step_amounts_to():
-    work = Workload(examples=8, tokens=1024, flops=3e12, peak_flops=2e13, num_steps=40)
-    assert work.throughput(0.5) == {
+    work = Workload(BatchSchedule.constant(8), tokens=128, flops=3e12 / 8, peak_flops=2e13, num_steps=40)
+    assert work.throughput(1, 0.5) == {
         "throughput/duration": 0.5,
         "throughput/examples_per_second": 16.0,
         "throughput/tokens_per_second": 2048.0,
@@ -30,13 +31,13 @@ def test_rates_and_totals_are_what_a_step_amounts_to():
 
 def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first = Workload(4, 512, 1e9, None, 40)
+    first = Workload(BatchSchedule.constant(4), 128, 1e9 / 4, None, 40)
     records = [{"step": step, **first.progress(step)} for step in range(1, 21)]
     records += [{"step": 20, "eval/loss": 1.0}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     before = totals_at(path, 20)
     assert before == Totals(20, 20 * 512, 20.0)
-    then = Workload(8, 1024, 2e9, None, 40, before).progress(30)
+    then = Workload(BatchSchedule.constant(8), 128, 1e9 / 4, None, 40, before).progress(30)
     assert then["throughput/total_tokens"] == 20 * 512 + 10 * 1024
     assert then["throughput/total_gflops"] == 20 + 10 * 2
     assert totals_at(path, 0) == totals_at(tmp_path / "none.jsonl", 20) == Totals()
@@ -44,7 +45,7 @@ def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(t
 
 def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
     seen: list[StepInfo] = []
-    reports = Reports("train", Workload(16, 256, 1e6, None, 20), [seen.append])
+    reports = Reports("train", Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20), [seen.append])
     where = one_device()
     run = TinyRun(where)
     with where.use():

@@ -143,7 +143,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "harness": ({"eval_harness": {"task_spec": ["mmlu"]}}, r"eval_harness: .*lm-eval"),
     "sophia": ({"optimizer": {"type": "sophia-h"}}, r"optimizer\.type: 'sophia-h'"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
-    "batch sizes": ({"trainer": {"train_batch_size": [{"start": 0, "value": 8}]}}, r"train_batch_size: a schedule"),
     "a cluster": ({"trainer": {"ray": {"address": "ray://x"}}}, r"trainer\.ray: an address"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),

@@ -47,6 +47,14 @@ def test_its_classes_train_and_their_checkpoint_is_read_again(installed):
         "good day",
         "--optimizer.learning_rate",
         "0.04",
+        "--data.train_urls",
+        "[]",
+        "--data.validation_urls",
+        "[]",
+        "--data.cache_dir",
+        "sums",
+        "--data.source",
+        "{type: acme_sums, num_records: 4000}",
     )
     result = installed.run(*RUN, *options, module="acme_lm.program", **environment(installed))
     assert result.code == 0, result.err

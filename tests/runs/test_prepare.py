@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlm.config import read_config
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
+from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.sharding import Layout
 from jaxlm.data.loader import train_batches
 from jaxlm.engine.console import Console
@@ -53,10 +54,9 @@ def test_shows_the_rows_that_a_step_sees(config_path):
     assert [data.phase.name for data in prepared] == ["first", "second"]
     for data in prepared:
         batches = train_batches(
-            data.data.examples(batch_size=4, seed=config.trainer.seed),
-            batch_size=4,
-            num_microbatches=2,
-            layout=layout,
+            data.data.examples(BatchSchedule.constant(4), seed=config.trainer.seed),
+            BatchSchedule((BatchStage(0, 4, 2, 2),)),
+            layout,
         )
         for number in range(data.phase.start, data.phase.end):
             batch = next(batches)

@@ -2,18 +2,20 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
 from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
 from jaxlm.data.mixture import Mixture, Stage
-from jaxlm.data.named_source import TRAIN, VALIDATION, NamedSource, SourceConfig
+from jaxlm.data.named_source import NamedSource
 from jaxlm.data.packing import Windows
 from jaxlm.data.shuffle_config import EraShuffle
+from jaxlm.data.source_config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer, document_ends, load_tokenizer
 from jaxlm.data.weights import block_counts, weight_stages
@@ -50,11 +52,11 @@ class TokenData:
     train: Mapping[str, Windows]
     validation: tuple[ValidationData, ...]
 
-    def examples(self, *, batch_size: int, seed: int) -> Mixture:
-        """What to train on, in the order that the seed gives."""
-        return Mixture(self.train, self._stages(batch_size), seed=seed, shuffle=self.config.shuffle)
+    def examples(self, batches: BatchSchedule, *, seed: int) -> Mixture:
+        """What to train on, in the order that the seed gives. Args: batches: by the phase's steps, as weights are."""
+        return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.config.shuffle)
 
-    def num_examples(self, *, batch_size: int, seed: int) -> int | None:
+    def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
         """How many there are until `stop_strategy` ends them; None where it never does.
 
         Raises:
@@ -62,7 +64,7 @@ class TokenData:
         """
         if self.config.stop_strategy == "restart":
             return None
-        ends = self.examples(batch_size=batch_size, seed=seed).exhausted_after()
+        ends = self.examples(batches, seed=seed).exhausted_after()
         never = [name for name, end in zip(self.train, ends, strict=True) if end is None]
         if self.config.stop_strategy == "first_exhausted":
             return min((end for end in ends if end is not None), default=None)
@@ -73,14 +75,16 @@ class TokenData:
             )
         return max(end for end in ends if end is not None)
 
-    def _stages(self, batch_size: int) -> list[Stage]:
+    def _stages(self, batches: BatchSchedule) -> list[Stage]:
         names = list(self.train)
         if len(names) == 1:
             return [Stage(0, (1,))]
         sizes = {name: float(len(windows)) for name, windows in self.train.items()}
         stages = weight_stages(self.config.train_weights or sizes, self.config.trained_names())
         size = self.config.mixture_block_size
-        return [Stage(stage.step * batch_size, block_counts(stage.weights, names, size)) for stage in stages]
+        starts = [batches.examples_before(stage.step) for stage in stages]
+        counts = [block_counts(stage.weights, names, size) for stage in stages]
+        return [Stage(*stage) for stage in zip(starts, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class DataConfig(SourceConfig):
 
     def trained_names(self) -> list[str]:
         """Of the sources that can be trained on."""
-        return [source.name for source in self.sources() if source.config.train_urls]
+        return [source.name for source in self.sources() if source.has(TRAIN)]
 
     def check(self) -> None:
         """Looks for every file, remote ones included, and writes and copies nothing.
@@ -144,7 +148,7 @@ class DataConfig(SourceConfig):
         self.check_mixture()
         if not self.trained_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
-            raise ConfigError(f"{where}. Name files, folders or globs, or 'stdlib:train'")
+            raise ConfigError(f"{where}. Name files, folders or globs, or 'stdlib:train'; or a dataset by its id")
         self._check_tokenizer()
         for source in self.sources():
             source.check()
@@ -155,7 +159,7 @@ class DataConfig(SourceConfig):
         Not among it: `cache_dir`, the validation text, which nothing is trained on, and weights, which may change on the way.
         """
         trained = {"bpe": self.vocab_size or _DEFAULT_VOCABULARY}
-        trained_on = [source for source in self.sources() if source.config.train_urls]
+        trained_on = [source for source in self.sources() if source.has(TRAIN)]
         by_name = {source.name: source.content() for source in trained_on}
         return {
             **(by_name.get("") or {"sources": by_name}),
@@ -207,7 +211,7 @@ class DataConfig(SourceConfig):
         return tuple(
             ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show, apart=apart))
             for source in self.sources()
-            if source.config.validation_urls
+            if source.has(VALIDATION)
         )
 
     def validation_documents(self) -> Iterator[str]:
@@ -246,7 +250,7 @@ class DataConfig(SourceConfig):
                 raise ConfigError("data.train_weights: has no effect on one source. Name several under data.configs")
             return
         usual = SourceConfig()
-        for key in ("train_urls", "validation_urls", "text_key", "format", "tags"):
+        for key in (item.name for item in fields(SourceConfig) if item.name != "cache_dir"):
             if getattr(self, key) != getattr(usual, key):
                 raise ConfigError(
                     f"data.{key}: has no effect beside data.configs, whose sources have their own. Move it into one, or"

@@ -1,23 +1,29 @@
 """Datasets of Hugging Face: folders that `Dataset.save_to_disk` has written, and those of the hub by their id.
 
-hf:openai/gsm8k?name=main&split=train&revision=...
+hf:openai/gsm8k?name=main&split=train&revision=...     or data: {id: openai/gsm8k, name: main, split: train}
 
 Of the hub's, a copy is kept as such a folder, in <cache_dir>/mirror/<hash of the URL>/. It is read from then on, without
 asking the hub again; name a revision, or delete the copy, for another state.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show, Source
 from jaxlm.data.durable import locked, needing_space, prepared, replacing_folder
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 SCHEME = "hf:"
+_ROWS = 1000  # that are streamed at once
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _OPTIONS = ("name", "split", "revision")
 
@@ -45,10 +51,38 @@ def saved_files(folder: Path, key: str) -> list[Path]:
     return paths
 
 
+def write_rows(tables: Iterable["pa.Table"], folder: Path) -> int:
+    """Makes `folder` a saved dataset of one file. Returns the number of rows."""
+    import pyarrow as pa
+
+    folder.mkdir()
+    name, num_rows, writer = "data-00000-of-00001.arrow", 0, None
+    with contextlib.ExitStack() as closing:
+        for table in tables:
+            if writer is None:
+                writer = closing.enter_context(pa.ipc.new_stream(str(folder / name), table.schema))
+            writer.write_table(table)
+            num_rows += table.num_rows
+    (folder / _STATE).write_text(json.dumps({"_data_files": [{"filename": name}] if num_rows else []}))
+    (folder / _INFO).write_text("{}")
+    return num_rows
+
+
+def saved_splits(folder: Path) -> list[str]:
+    """Of a folder that `DatasetDict.save_to_disk` has written; none of any other."""
+    if not (folder / _SPLITS).is_file():
+        return []
+    return sorted(path.name for path in folder.iterdir() if is_saved_dataset(path))
+
+
+def saved_split(folder: Path) -> str | None:
+    """Which split a saved dataset is, where it says so."""
+    return json.loads((folder / _STATE).read_text()).get("_split")
+
+
 def check_no_splits(folder: Path, key: str) -> None:
     """Raises `ConfigError` for a folder of several splits (a saved `DatasetDict`): one must be named."""
-    if (folder / _SPLITS).is_file():
-        splits = sorted(path.name for path in folder.iterdir() if is_saved_dataset(path))
+    if splits := saved_splits(folder):
         raise ConfigError(
             f"{key}: {folder} holds a dataset of several splits. Name one: {folder}/{' or /'.join(splits)}"
         )
@@ -63,12 +97,14 @@ class HubDataset(Source):
         key: where, for messages.
         id: the hub's name for it.
         options: `name` (of the configuration), `split`, `revision`.
+        stream: whether its rows are read one after another, and kept here alone.
     """
 
     url: str
     key: str
     id: str
     options: tuple[tuple[str, str], ...]
+    stream: bool = False
 
     @property
     def name(self) -> str:
@@ -85,14 +121,16 @@ class HubDataset(Source):
         """See `Source.has_records`."""
         return True
 
-    def check(self, mirror: Path) -> None:
-        """Asks the hub about it, unless a copy is here.
+    def check(self, mirror: Path) -> list[str]:
+        """Asks the hub about it, unless a copy is here. Returns its splits, none where nobody says.
 
         Raises:
             ConfigError: `datasets` is not installed, or the hub has no such dataset or does not answer.
         """
-        if not self.is_here(mirror):
-            self._call("load_dataset_builder", **{k: v for k, v in self.options if k != "split"})
+        if self.is_here(mirror):
+            return []
+        builder = self._call("load_dataset_builder", **{k: v for k, v in self.options if k != "split"})
+        return sorted(builder.info.splits or ())
 
     def is_here(self, mirror: Path) -> bool:
         """See `Source.is_here`."""
@@ -111,27 +149,48 @@ class HubDataset(Source):
         return mirror / hashlib.sha256(self.url.encode()).hexdigest()[:16]
 
     def _copy(self, place: Path, show: Show) -> None:
-        show(f"mirror: {self.url}: loading through the library datasets ...")
-        dataset = self._call("load_dataset", **dict(self.options))
+        how = "streaming" if self.stream else "loading"
+        show(f"mirror: {self.url}: {how} through the library datasets ...")
         with needing_space(place), replacing_folder(place) as unfinished:
-            dataset.save_to_disk(str(unfinished))
-        show(f"mirror: {self.url}: {dataset.num_rows:,} rows, kept in {place}")
+            if self.stream:
+                rows = self._call("load_dataset", **dict(self.options), streaming=True)
+                num_rows = write_rows(self._answered(rows.with_format("arrow").iter(_ROWS)), unfinished)
+            else:
+                dataset = self._call("load_dataset", **dict(self.options))
+                dataset.save_to_disk(str(unfinished))
+                num_rows = dataset.num_rows
+        show(f"mirror: {self.url}: {num_rows:,} rows, kept in {place}")
 
-    def _call(self, function: str, **options: str) -> Any:
+    def _answered(self, tables: Iterator[Any]) -> Iterator[Any]:
+        """The same, with what fails on the way said as `_call` says it."""
+        with self._failing():
+            yield from tables
+
+    def _call(self, function: str, **options: Any) -> Any:
         try:
             import datasets  # pyright: ignore[reportMissingImports]
-            from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
                 f"{self.key}: '{self.url}' needs the library datasets, which is not installed: pip install"
                 " 'jaxlm[hf]' (or datasets)"
             ) from error
+        with self._failing():
+            return getattr(datasets, function)(self.id, **options)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]
+
         # No such dataset, name or split; no network; a dataset that is a script; one that breaks while it is read.
         failures = (OSError, ValueError, RuntimeError, DatasetsError)
         try:
-            return getattr(datasets, function)(self.id, **options)
+            yield
         except failures as error:
-            raise ConfigError(f"{self.key}: '{self.url}' cannot be loaded: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{self.key}: '{self.url}' cannot be loaded: {type(error).__name__}: {error}\nWithout a network: save it"
+                f" where there is one, datasets.load_dataset('{self.id}').save_to_disk('FOLDER'), copy that here, and name"
+                f" FOLDER in {self.key} instead"
+            ) from error
 
 
 def hub_dataset(url: str, key: str) -> HubDataset:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
+from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.base import Batches
@@ -21,69 +22,70 @@ _PREFETCHED = 2
 _COLUMNS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
 
 
-def train_batches(mixture: Mixture, *, batch_size: int, num_microbatches: int, layout: Layout) -> "WindowBatches":
+def train_batches(mixture: Mixture, batches: BatchSchedule, layout: Layout, *, first_step: int = 0) -> "WindowBatches":
     """Batches {microbatch, batch, position} of a mixture's examples.
 
-    Where `batch_size` examples do not fill micro-batches that divide over the devices, padding without weight does.
+    Where a batch's examples do not fill its micro-batches, padding without weight does.
+
+    Args:
+        first_step: the schedule's step that the first batch is of.
     """
-    ways = layout.ways(BATCH)
-    axes = (
-        hax.Axis(MICROBATCH, num_microbatches),
-        hax.Axis(BATCH, -(-batch_size // (num_microbatches * ways)) * ways),
-        hax.Axis(POSITION, mixture.seq_len),
-    )
-    return WindowBatches(_Order(mixture, axes, layout, batch_size), batch_size)
+    return WindowBatches(_Order(mixture, batches, layout), first_step)
 
 
 @dataclass(frozen=True)
 class _Order:
     """Example after example, on devices.
 
-    Attributes:
-        axes: (microbatch, batch, position); row m x batch + j of a step is row j of micro-batch m.
-        batch_size: examples a step; rows beyond them are padding.
+    Row m x batch + j of a step is row j of micro-batch m; rows beyond its batch size are padding.
     """
 
     mixture: Mixture
-    axes: tuple[hax.Axis, ...]
+    batches: BatchSchedule
     layout: Layout
-    batch_size: int
 
-    def batch(self, first: int) -> TokenBatch:
+    def batch(self, first: int, stage: BatchStage) -> TokenBatch:
         """The batch that begins with example `first`."""
+        axes = (
+            hax.Axis(MICROBATCH, stage.num_microbatches),
+            hax.Axis(BATCH, stage.microbatch),
+            hax.Axis(POSITION, self.mixture.seq_len),
+        )
 
         def read(rows: np.ndarray) -> Columns:
-            return _blanked(self.mixture.read(first + rows), rows >= self.batch_size)
+            return _blanked(self.mixture.read(first + rows), rows >= stage.size)
 
-        return _on_devices(read, self.axes, self.layout)
+        return _on_devices(read, axes, self.layout)
 
 
 class WindowBatches(Batches):
-    """Row r of batch b is example b x batch_size + r of a mixture."""
+    """A step's rows are the examples behind those of all steps before it."""
 
-    def __init__(self, order: _Order, batch_size: int):
+    def __init__(self, order: _Order, first_step: int):
         self._order = order
-        self._batch_size = batch_size
+        self._step = first_step
         self._consumed = 0
         self._ahead: Prefetch[TokenBatch] | None = None
 
     def __next__(self) -> TokenBatch:
         if self._ahead is None:
             # Made of plain values and not of `self`, which the thread must not keep alive.
-            make = functools.partial(_nth_batch, self._order, self._consumed, self._batch_size)
+            make = functools.partial(_nth_batch, self._order, self._consumed, self._step)
             self._ahead = Prefetch(make, depth=_PREFETCHED)
         batch = self._ahead.take()
-        self._consumed += self._batch_size
+        self._consumed += self._order.batches.at(self._step).size
+        self._step += 1
         return batch
 
     def state(self) -> dict[str, Any]:
-        """{"examples": examples consumed}."""
-        return {"examples": self._consumed}
+        """{"examples": examples consumed, "step": the step of the next batch}."""
+        return {"examples": self._consumed, "step": self._step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Batches.restore`. The batch size may be another than before."""
+        """See `Batches.restore`. The batch sizes may be others than before."""
         self.close()
         self._consumed = int(state["examples"])
+        self._step = int(state.get("step", self._step))  # positions from before sizes could change say no step
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -92,8 +94,9 @@ class WindowBatches(Batches):
             self._ahead = None
 
 
-def _nth_batch(order: _Order, start: int, batch_size: int, number: int) -> TokenBatch:
-    return order.batch(start + number * batch_size)
+def _nth_batch(order: _Order, consumed: int, first_step: int, number: int) -> TokenBatch:
+    step = first_step + number
+    return order.batch(consumed + order.batches.examples_between(first_step, step), order.batches.at(step))
 
 
 def eval_batches(windows: Windows, *, batch_size: int, layout: Layout, max_batches: int | None) -> Iterator[TokenBatch]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +14,12 @@ from jaxlm.data.cache_building import open_or_build
 from jaxlm.data.origins import Origins, make_origins
 from jaxlm.data.packing import Windows, describe_whole, whole_documents
 from jaxlm.data.recipe import cache_recipe, check_same, content_of
-from jaxlm.data.records.base import Encoder, FormatConfig
+from jaxlm.data.records.base import Encoder
 from jaxlm.data.records.text import TextFormat
-from jaxlm.data.sources import find_files, list_sources
+from jaxlm.data.source_config import TRAIN, USUAL_TEXT_KEY, VALIDATION, Listed, SourceConfig
+from jaxlm.data.sources import open_files
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
-
-TRAIN, VALIDATION = "train", "validation"
-USUAL_TEXT_KEY = "text"
-
-
-@dataclass(frozen=True)
-class SourceConfig:
-    """A source of text.
-
-    Attributes:
-        train_urls: files, folders and globs of .txt, .py, .jsonl, .json, .parquet and .arrow, also compressed; the same
-            behind `s3://`, `https://` and whatever else fsspec reads; `hf:ID?name=..&split=..` for a dataset of the Hugging
-            Face hub; `stdlib:train` for Python's standard library.
-        validation_urls: the same, to evaluate on; `stdlib:validation` holds what `stdlib:train` leaves out.
-        cache_dir: its token caches; null keeps them below `data.cache_dir`, under the source's name.
-        text_key: the key of the text in records (.jsonl, .json), and its column in tables (.parquet, .arrow).
-        format: what its records are: text, chats, prompts with completions, or token ids.
-        tags: groups that it is evaluated with, as `eval/<tag>/loss` and `eval/<tag>/bpb`.
-    """
-
-    train_urls: list[str] = field(default_factory=list)
-    validation_urls: list[str] = field(default_factory=list)
-    cache_dir: str | None = None
-    text_key: str = USUAL_TEXT_KEY
-    format: FormatConfig = field(default_factory=TextFormat)
-    tags: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,9 +48,9 @@ class NamedSource:
         """Where copies of remote files are kept."""
         return self.home / "mirror"
 
-    def urls(self, split: str) -> list[str]:
-        """As they are configured."""
-        return {TRAIN: self.config.train_urls, VALIDATION: self.config.validation_urls}[split]
+    def has(self, split: str) -> bool:
+        """Whether there is anything to train on, or to evaluate on."""
+        return self.config.has(split)
 
     def check(self) -> None:
         """Looks for its files, remote ones included, and writes and copies nothing.
@@ -85,10 +60,7 @@ class NamedSource:
                 or with other options.
         """
         splits = {
-            split: [
-                s for some in list_sources(self.urls(split), self._key_of(split), self.mirror, self.home) for s in some
-            ]
-            for split in (TRAIN, VALIDATION)
+            split: [source for one in self._listed(split) for source in one.sources] for split in (TRAIN, VALIDATION)
         }
         self._check_records([source for sources in splits.values() for source in sources])
         for split, sources in splits.items():
@@ -98,7 +70,7 @@ class NamedSource:
 
     def files(self, split: str, show: Show = print) -> list[TextFile]:
         """Its files, remote ones copied first."""
-        return self._files(split, self.urls(split), show)
+        return self._files(self._listed(split), show)
 
     def documents(self, split: str) -> Iterator[str]:
         """Their text."""
@@ -145,11 +117,15 @@ class NamedSource:
 
     def origins(self, split: str, windows: Windows) -> Origins:
         """Which of its URLs each token of an open cache is from."""
-        urls = list(dict.fromkeys(self.urls(split)))
-        return make_origins(windows.cache, urls, [len(self._files(split, urls[: n + 1])) for n in range(len(urls))])
+        listed = list({one.url: one for one in reversed(self._listed(split))}.values())[::-1]
+        files_until = [len(self._files(listed[: n + 1], print)) for n in range(len(listed))]
+        return make_origins(windows.cache, [one.url for one in listed], files_until)
 
-    def _files(self, split: str, urls: list[str], show: Show = print) -> list[TextFile]:
-        return find_files(urls, self._key_of(split), self._text_key, self.mirror, show, self.home)
+    def _listed(self, split: str) -> list[Listed]:
+        return self.config.listed(split, self.key, self.mirror, self.home)
+
+    def _files(self, listed: list[Listed], show: Show) -> list[TextFile]:
+        return open_files([(one.key, one.sources) for one in listed], self._text_key, self.mirror, show)
 
     @property
     def _text_key(self) -> str:
@@ -174,9 +150,6 @@ class NamedSource:
                 f"{self.key}.text_key: '{self._text_key}' given, but no file is .jsonl, .json, .parquet or .arrow,"
                 " and others have no keys. Leave it out"
             )
-
-    def _key_of(self, split: str) -> str:
-        return f"{self.key}.{split}_urls"
 
     def _check_cache(self, split: str) -> None:
         """Compares what needs no tokenizer; opening the cache compares the rest."""

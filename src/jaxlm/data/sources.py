@@ -97,17 +97,28 @@ def find_files(
     Raises:
         ConfigError: as `list_sources`, or a copy that fails.
     """
+    listed = list_sources(urls, key, mirror, cache)
+    return open_files([(f"{key}[{number}]", some) for number, some in enumerate(listed)], text_key, mirror, show)
+
+
+def open_files(
+    listed: Sequence[tuple[str, Sequence[Source]]], text_key: str, mirror: Path, show: Show
+) -> list[TextFile]:
+    """The files of sources, each once, in their order; copied first where they are not here.
+
+    Args:
+        listed: where each is configured (`data.train_urls[0]`), and the sources that this means.
+    """
     found: dict[Path, TextFile] = {}
     names: set[str] = set()
-    listed = list_sources(urls, key, mirror, cache)
-    _copy([source for sources in listed for source in sources], mirror, show)
-    for number, sources in enumerate(listed):
+    _copy([source for _, sources in listed for source in sources], mirror, show)
+    for where, sources in listed:
         for name, path in (file for source in sources for file in source.files(mirror, show)):
             place = path.resolve()
             if place in found:
                 continue
             # Files may have one name; the later ones say which URL they are of, and which file of it.
-            wanted = [name, f"{name} ({key}[{number}])"]
+            wanted = [name, f"{name} ({where})"]
             name = next((w for w in wanted if w not in names), f"{wanted[1]} {len(found)}")
             names.add(name)
             found[place] = TextFile(path, name, text_key)

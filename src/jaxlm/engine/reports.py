@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import Histogram, StepInfo
 from jaxlm.engine.step import Report
 from jaxlm.engine.watch import WatchConfig, arrived
@@ -35,18 +36,18 @@ class Totals:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step amounts to, and how many there are.
+    """What the steps amount to, and how many there are.
 
     Attributes:
-        examples: sequences a step, over all devices.
-        tokens: a step, over all devices.
-        flops: of one step, over all devices (attention counted causally).
+        batches: sequences of each step, over all devices.
+        tokens: of a sequence.
+        flops: of a sequence (attention counted causally).
         peak_flops: a second, of all devices together; None where it is not known.
         num_steps: of the whole run.
         before: what earlier processes of this run have done, perhaps with another batch size.
     """
 
-    examples: int
+    batches: BatchSchedule
     tokens: int
     flops: float
     peak_flops: float | None
@@ -55,24 +56,25 @@ class Workload:
 
     def progress(self, step: int) -> dict[str, float]:
         """How far the run is after `step` steps of it."""
-        steps = step - self.before.step
+        examples = self.batches.examples_between(self.before.step, step)
         return {
             "global_step": step,
             "run_progress": step / self.num_steps,
-            "throughput/total_tokens": self.before.tokens + steps * self.tokens,
-            "throughput/total_gflops": self.before.gflops + steps * self.flops / 1e9,
+            "throughput/total_tokens": self.before.tokens + examples * self.tokens,
+            "throughput/total_gflops": self.before.gflops + examples * self.flops / 1e9,
         }
 
-    def throughput(self, seconds: float) -> dict[str, float]:
-        """The rates of a step that took so long."""
+    def throughput(self, step: int, seconds: float) -> dict[str, float]:
+        """The rates of a step, counted from 1, that took so long."""
+        rate = self.batches.at(step - 1).size / seconds
         numbers = {
             "throughput/duration": seconds,
-            "throughput/examples_per_second": self.examples / seconds,
-            "throughput/tokens_per_second": self.tokens / seconds,
-            "throughput/gflops_per_second": self.flops / seconds / 1e9,
+            "throughput/examples_per_second": rate,
+            "throughput/tokens_per_second": rate * self.tokens,
+            "throughput/gflops_per_second": rate * self.flops / 1e9,
         }
         if self.peak_flops is not None:
-            numbers["throughput/mfu"] = self.flops / seconds / self.peak_flops
+            numbers["throughput/mfu"] = rate * self.flops / self.peak_flops
         return numbers
 
 
@@ -129,7 +131,7 @@ class Reports:
             metrics |= scalars
         self.tally = np.asarray(report.tally)
         now = time.perf_counter()
-        metrics |= self._workload.progress(step) | self._workload.throughput(now - self._last_arrival)
+        metrics |= self._workload.progress(step) | self._workload.throughput(step, now - self._last_arrival)
         metrics |= {"throughput/loading_time": loading_s, "throughput/hook_time": self._hooks_s}
         self._last_arrival, self._hooks_s = now, 0.0
         for listener in self._listeners:

@@ -138,11 +138,6 @@ class _Reading:
                 "trainer.tracker of type json_logger or noop is left out: metrics.jsonl is always written"
             )
         self._processes()
-        if isinstance(trainer.get("train_batch_size"), list):
-            raise self.error(
-                "trainer.train_batch_size",
-                "a schedule is given, and a run has one batch size here: give a whole number",
-            )
         profiler = trainer.get("profiler")
         steps = {key: self.take(f"trainer.profiler_{key}") for key in ("start_step", "num_steps")}
         if profiler is True:

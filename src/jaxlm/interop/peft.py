@@ -25,7 +25,8 @@ from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.weights import Tensor
 from jaxlm.models.base import ModelConfig
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Of every module's name in their files."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _tensors(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> Ite
     b = adapter.b.rearrange((*_layers(adapter.b), *outputs, LORA))
     rank = a.axis_size(LORA)
     a_np, b_np = (np.asarray(whole(x.array)).astype(dtype) for x in (a, b))
-    name = _PREFIX + owner.name.removesuffix(".weight")
+    name = PREFIX + owner.name.removesuffix(".weight")
     if not owner.is_stacked:
         a_np, b_np = a_np[None], b_np[None]
     for layer, (low, high) in enumerate(zip(a_np, b_np, strict=True)):

@@ -2,7 +2,7 @@
 
 import abc
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import draccus
 import equinox as eqx
@@ -51,13 +51,13 @@ class Hidden(eqx.Module):
     """What the body of a model returns.
 
     Attributes:
-        final: {batch, position, embed}, after the last norm: what the head reads.
+        final: {batch, position, embed}, after the last norm: what the head reads. Without a head, logits {.., vocab}.
         cache: the cache with these inputs in it, if one was given.
         aux: auxiliary losses by name (a router's load balance, ...), as sums.
     """
 
     final: NamedArray
-    cache: Cache | None = None
+    cache: Any = None
     aux: dict[str, Sum] = eqx.field(default_factory=dict)
 
 
@@ -66,9 +66,11 @@ class LanguageModel(eqx.Module):
 
     Attributes:
         logit_soft_cap: what the family's logits stay below, for those that have a soft cap (`kernels.soft_capped`).
+        notes: what is to be said of it at the start.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
+    notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
 
     @property
     @abc.abstractmethod
@@ -81,21 +83,25 @@ class LanguageModel(eqx.Module):
         """The position axis at full length: how many tokens of a document the model knows how to read."""
 
     @abc.abstractmethod
-    def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
-        """Everything but the head. `key` is for dropout; None means no dropout."""
+    def hidden(self, inputs: Inputs, *, cache: Any = None, key: jax.Array | None = None) -> Hidden:
+        """Everything but the head. `cache` is of `init_cache`; `key` is for dropout, and None means no dropout."""
 
     @abc.abstractmethod
-    def lm_head(self) -> NamedArray:
-        """The head's weight, {vocab, embed}: the token embedding itself where the two are tied."""
+    def lm_head(self) -> NamedArray | None:
+        """The head's weight, {vocab, embed}: the token embedding itself where the two are tied.
+
+        None where `hidden` returns logits already.
+        """
 
     def logits(self, hidden: NamedArray) -> NamedArray:
         """{..., embed} to {..., vocab}, below the soft cap."""
-        logits = hax.dot(hidden, self.lm_head(), axis=EMBED)
+        head = self.lm_head()
+        logits = hidden if head is None else hax.dot(hidden, head, axis=EMBED)
         return NamedArray(soft_capped(logits.array, self.logit_soft_cap), logits.axes)
 
     @abc.abstractmethod
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
-        """An empty cache for `capacity` tokens a row."""
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
+        """What the model keeps while it writes up to `capacity` tokens a row: usually a `Cache`. Nothing is in it yet."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +132,6 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     def Pos(self) -> Axis:
         """The position axis at full length."""
         return Axis(POSITION, self.seq_len)
-
-    @property
-    @abc.abstractmethod
-    def Embed(self) -> Axis:
-        """The residual stream's axis."""
-
-    @property
-    @abc.abstractmethod
-    def Layers(self) -> Axis:
-        """The axis of stacked blocks."""
 
     @abc.abstractmethod
     def check(self) -> None:

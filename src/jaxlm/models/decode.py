@@ -7,6 +7,7 @@ attends to. Lengths are rounded up to multiples, so that few shapes are ever com
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -18,7 +19,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
-from jaxlm.models.base import Cache, Inputs, LanguageModel
+from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.sampling import Sampling
 
 _LENGTH_MULTIPLE = 64
@@ -132,7 +133,7 @@ def _until_end(row: np.ndarray, eos_id: int | None) -> list[int]:
 class _Decoding(eqx.Module):
     """What the loop carries. Row r has written `written[r, :step]`; `token` is the last of it."""
 
-    cache: Cache
+    cache: Any
     token: jax.Array
     positions: jax.Array
     alive: jax.Array
@@ -171,9 +172,8 @@ def _continue(
         hidden = model.hidden(inputs, cache=state.cache)
         return write(eqx.tree_at(lambda s: s.cache, state, hidden.cache), choose(hidden.final, state.step))
 
-    cache = model.init_cache(Batch, Width.size + room, model.lm_head().dtype)
-    first = model.hidden(prompt, cache=cache)
-    assert first.cache is not None
+    dtype = next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
+    first = model.hidden(prompt, cache=model.init_cache(Batch, Width.size + room, dtype))
     state = _Decoding(
         first.cache,
         token=jnp.zeros(Batch.size, jnp.int32),

@@ -5,8 +5,10 @@ Source: 6 operations a weight and token (Kaplan et al. 2020, arXiv:2001.08361, s
 embedding look-up is not. Recomputation never counts.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,25 @@ class FlopsPerToken:
 def _seen(seq_len: int, window: int | None) -> float:
     """Tokens that a token sees on average."""
     return seq_len / 2 if window is None or window >= seq_len else window - window**2 / (2 * seq_len)
+
+
+def matrix_operations(jaxpr: Any) -> int:
+    """Multiplications and additions of all matrix products in a traced program; loops of unknown length count once."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * inner
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        total += times * sum(map(matrix_operations, _inner(equation.params)))
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    """The programs inside of an operation's parameters."""
+    for value in params.values():
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            program = getattr(one, "jaxpr", one)
+            if hasattr(program, "eqns"):
+                yield program

@@ -58,7 +58,7 @@ def default_chunk_tokens(platform: str) -> int:
 
 def next_token_sums(
     hidden: NamedArray,
-    head: NamedArray,
+    head: NamedArray | None,
     targets: NamedArray,
     loss_mask: NamedArray,
     *,
@@ -74,7 +74,7 @@ def next_token_sums(
 
     Args:
         hidden: {batch, position, embed}, in the compute dtype.
-        head: {vocab, embed}, in the same dtype.
+        head: {vocab, embed}, in the same dtype; None where `hidden` is logits already, {batch, position, vocab}.
         targets: int {batch, position}. A target outside of the vocabulary makes the loss NaN where the mask is not 0.
         loss_mask: float {batch, position}, each token's weight.
         soft_cap: what logits stay below, as the model says; None leaves them as they are.
@@ -89,7 +89,7 @@ def next_token_sums(
         float(label_smoothing),
         _chunk_or_default(chunk_tokens),
     )
-    x_BSD, w_VD = hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
+    x_BSD, w_VD = _plain(hidden, head)
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
     sums: tuple[jax.Array, tuple[jax.Array, ...]] = _loss(spec, x_BSD, w_VD, y_BS, m_BS)  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def next_token_sums(
 
 def token_losses(
     hidden: NamedArray,
-    head: NamedArray,
+    head: NamedArray | None,
     targets: NamedArray,
     *,
     soft_cap: float | None = None,
@@ -110,7 +110,7 @@ def token_losses(
     Takes any cotangent: the backward pass makes each chunk's logits anew. Arguments as in `next_token_sums`.
     """
     place = TokenPlacement.of(hidden, head)
-    x_BSD, w_VD = hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
+    x_BSD, w_VD = _plain(hidden, head)
     chunk, cap = _chunk_or_default(chunk_tokens), _checked_cap(soft_cap)
 
     def local(x_BSD, w_VD, y_BS):
@@ -127,6 +127,13 @@ def token_losses(
     run = place.mapped(local, (place.tokens(1), place.head, place.tokens()), place.tokens())
     y_BS = targets.rearrange((BATCH, POSITION))
     return NamedArray(run(x_BSD, w_VD, y_BS.array), y_BS.axes)
+
+
+def _plain(hidden: NamedArray, head: NamedArray | None) -> tuple[jax.Array, jax.Array | None]:
+    """x_BSD and w_VD; without a head, the logits in place of x."""
+    if head is None:
+        return hidden.rearrange((BATCH, POSITION, VOCAB)).array, None
+    return hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
 
 
 def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -165,7 +172,9 @@ def _chunked(arrays: tuple[jax.Array, ...], chunk_tokens: int) -> tuple[tuple[ja
     return tuple(map(cut, arrays)), num_tokens
 
 
-def _logits(x_CD: jax.Array, w_VD: jax.Array, soft_cap: float | None) -> jax.Array:
+def _logits(x_CD: jax.Array, w_VD: jax.Array | None, soft_cap: float | None) -> jax.Array:
+    if w_VD is None:
+        return soft_capped(x_CD.astype(jnp.float32), soft_cap)
     return soft_capped(jnp.einsum("cd,vd->cv", x_CD, w_VD, preferred_element_type=jnp.float32), soft_cap)
 
 
@@ -231,8 +240,8 @@ class _Gradients(NamedTuple):
 def _chunk_loss(spec: _LossSpec, x_CD, w_VD, y_C, m_C):
     """The four sums of a chunk, and what their gradient needs."""
     place = spec.place
-    num_vocab = w_VD.shape[0] * place.vocab_parts
     logits_CV = _logits(x_CD, w_VD, spec.soft_cap)
+    num_vocab = logits_CV.shape[1] * place.vocab_parts
     lse_C = _logsumexp(logits_CV, place)
     nll_C = lse_C - _target_logit(logits_CV, y_C, place)
     z_C = spec.z * lse_C**2
@@ -272,7 +281,9 @@ def _walk(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):
         dx_CD = None
         if wanted.hidden or wanted.head:
             dlogits_CV = _chunk_logit_gradient(spec, logits_CV, lse_C, y_C, m_C, x_CD.dtype)
-        if wanted.hidden:
+        if wanted.hidden and w_VD is None:
+            dx_CD = dlogits_CV
+        elif wanted.hidden:
             dx_CD = jnp.einsum("cv,vd->cd", dlogits_CV, w_VD, preferred_element_type=jnp.float32)
             dx_CD = spec.place.sum_vocab(dx_CD).astype(x_CD.dtype)
         if wanted.head:
@@ -304,10 +315,11 @@ def _loss(spec: _LossSpec, x_BSD, w_VD, y_BS, m_BS) -> Any:
 
 
 def _loss_forward(spec: _LossSpec, x, w, y, m):
-    wanted = _Wanted(x.perturbed, w.perturbed)
-    out, gradients = _walk_on_mesh(spec, wanted, x.value, w.value, y.value, m.value)
+    head = None if w is None else w.value
+    wanted = _Wanted(x.perturbed, w is not None and w.perturbed)
+    out, gradients = _walk_on_mesh(spec, wanted, x.value, head, y.value, m.value)
     # An empty array carries the head's dtype, which the float32 sum has lost, to the backward pass.
-    return out, (gradients, jnp.empty(0, w.value.dtype))
+    return out, (gradients, None if head is None else jnp.empty(0, head.dtype))
 
 
 def _loss_backward(spec: _LossSpec, kept, cotangents):

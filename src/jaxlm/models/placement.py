@@ -34,12 +34,14 @@ class TokenPlacement:
     head_at_rest: PartitionSpec
 
     @staticmethod
-    def of(hidden: NamedArray, head: NamedArray) -> "TokenPlacement":
-        """Under the current layout, of hidden states {batch, position, embed} and a head {vocab, embed}."""
+    def of(hidden: NamedArray, head: NamedArray | None) -> "TokenPlacement":
+        """Under the current layout, of hidden states {batch, position, embed} and a head {vocab, embed}, if there is one."""
         layout: Layout | None = current_layout()
         if layout is None or layout.mesh.size == 1:
             return TokenPlacement(None, (), (), PartitionSpec(), PartitionSpec())
         batch, position = (_mesh_axes(hidden.resolve_axis(a), layout.compute) for a in (BATCH, POSITION))
+        if head is None:
+            return TokenPlacement(layout.mesh, batch, position, PartitionSpec(), PartitionSpec())
         vocab_axis, embed_axis = head.resolve_axis(VOCAB), head.resolve_axis(EMBED)
         vocab = _mesh_axes(vocab_axis, layout.compute)
         rest = []

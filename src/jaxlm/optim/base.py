@@ -18,7 +18,7 @@ from jaxlm.optim.bad_steps import SkipBadSteps, bad_steps
 from jaxlm.optim.matrices import matrix_paths
 
 # Without a list of its own, weight decay leaves out what these match: norms, biases and embeddings.
-_NO_DECAY = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)")
+_NO_DECAY = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)|embedding$")
 
 
 @dataclass(frozen=True)

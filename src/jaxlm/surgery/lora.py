@@ -5,7 +5,7 @@ W x + (alpha / r) B A x, with A random and B zero, so that the adapted model beg
 Kalajdzievski 2023 (arXiv:2312.03732): alpha / sqrt(r) keeps the update's size the same for every rank (`rslora`).
 
     x {.., In} --- W (frozen) ------------------------+--- {.., Out}
-               \\-- dropout - A {rank, In} - B {Out, rank} * scale --/
+               \\-- A {rank, In} -- B {Out, rank} * scale --------/
 """
 
 import math

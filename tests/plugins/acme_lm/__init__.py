@@ -1,5 +1,5 @@
-"""Somebody's own package: an optimizer, an objective, a tracker and a program, none of which jaxlm knows."""
+"""Somebody's own package: a data source, an optimizer, an objective, a tracker and a program, none of which jaxlm knows."""
 
-from acme_lm import optimizer, tracker
+from acme_lm import corpus, optimizer, tracker
 
-__all__ = ["optimizer", "tracker"]
+__all__ = ["corpus", "optimizer", "tracker"]

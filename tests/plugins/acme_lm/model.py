@@ -62,13 +62,8 @@ class MeanOfPastConfig(ModelConfig):
 
     @property
     def Embed(self) -> Axis:
-        """See `ModelConfig.Embed`."""
+        """The axis of embeddings."""
         return Axis("embed", self.width)
-
-    @property
-    def Layers(self) -> Axis:
-        """See `ModelConfig.Layers`."""
-        return Axis("layers", 1)
 
     def check(self) -> None:
         """See `ModelConfig.check`."""

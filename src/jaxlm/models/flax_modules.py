@@ -1,0 +1,205 @@
+"""Flax modules as functions: parameters by path, and tokens to logits.
+
+What differs between NNX and Linen ends here. Either way a module maps tokens [batch, position] to logits [batch, position,
+vocab], and is called with what it takes by these names: `positions`, `segment_ids`, `train`, `deterministic`, `rngs`.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.errors import ConfigError
+
+AxisNames = tuple[str | None, ...]
+"""A name for each dimension of a parameter, None for those that have none."""
+
+
+class Tokens(eqx.Module):
+    """What a module may read: int32 [batch, position] each; see `jaxlm.models.base.Inputs`."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+
+    @staticmethod
+    def blank(rows: int, length: int) -> "Tokens":
+        """One document a row, of nothing but the first token of the vocabulary."""
+        return Tokens(*(jnp.full((rows, length), value, jnp.int32) for value in (0, 0, 1)))
+
+
+class FlaxModule(Protocol):
+    """A module without its parameters.
+
+    Attributes:
+        names: of each parameter that has partitioning metadata, by path.
+        takes: what can be given to its call by name.
+    """
+
+    names: Mapping[str, AxisNames]
+    takes: frozenset[str]
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Fresh parameters by path. Traceable."""
+        ...
+
+    def logits(self, params: Mapping[str, jax.Array], inputs: Tokens, key: jax.Array | None) -> jax.Array:
+        """[batch, position, vocab]; without a key nothing is dropped."""
+        ...
+
+
+class NnxModule:
+    """An `nnx.Module`: parameters are its `nnx.Param`s, and its random streams begin anew in every pass."""
+
+    def __init__(self, make: Callable[[Any], Any]):
+        """Args: make: `nnx.Rngs` -> the module."""
+        from flax import nnx
+
+        self._make = make
+        with _without_mesh():
+            abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self._graph, params, streams, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+        _check_state([f"{_dotted(path)} ({type(leaf).__name__})" for path, leaf in nnx.to_flat_state(rest)])
+        self._params = {_dotted(path): (path, leaf) for path, leaf in nnx.to_flat_state(params)}
+        self._streams = list(nnx.to_flat_state(streams))
+        metadata = {path: leaf.get_metadata().get("out_sharding") for path, (_, leaf) in self._params.items()}
+        self.names: Mapping[str, AxisNames] = {path: tuple(names) for path, names in metadata.items() if names}
+        self.takes = _taken(type(abstract).__call__)
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """See `FlaxModule.init`."""
+        from flax import nnx
+
+        with _without_mesh():
+            module = self._make(nnx.Rngs(_typed(key)))
+        return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+    def logits(self, params: Mapping[str, jax.Array], inputs: Tokens, key: jax.Array | None) -> jax.Array:
+        """See `FlaxModule.logits`."""
+        from flax import nnx
+
+        random = jax.random.key(0) if key is None else _typed(key)
+        filled = [(path, leaf.replace(params[name])) for name, (path, leaf) in self._params.items()]
+        for number, (path, leaf) in enumerate(self._streams):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            fresh = jax.random.fold_in(random, number) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+            # A stream that was split, as for layers in a stack, has a key for each.
+            fresh = jax.random.split(fresh, leaf.shape) if is_key and leaf.shape else fresh
+            filled.append((path, leaf.replace(fresh)))
+        module = nnx.merge(self._graph, nnx.from_flat_state(filled))
+        module.train() if key is not None else module.eval()
+        streams = None if key is None else nnx.Rngs(jax.random.fold_in(random, len(self._streams)))
+        return module(inputs.tokens, **_options(self.takes, inputs, train=key is not None, rngs=streams))
+
+
+class LinenModule:
+    """A `flax.linen.Module`: parameters are its collection `params`; the stream `dropout` is given where it trains."""
+
+    def __init__(self, module: Any):
+        from flax.core import meta
+
+        self._module = module
+        self.takes = _taken(type(module).__call__) - {"rngs"}
+        with _without_mesh():
+            variables = jax.eval_shape(self._variables, jax.random.key(0))
+        _check_state([f"the collection '{name}'" for name in variables if name != "params"])
+        boxes = _flat(variables.get("params", {}))
+        named = {path: box.names for path, box in boxes.items() if isinstance(box, meta.Partitioned)}
+        self.names: Mapping[str, AxisNames] = {path: tuple(names) for path, names in named.items()}
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """See `FlaxModule.init`."""
+        from flax.core import meta
+
+        with _without_mesh():
+            params = _flat(self._variables(_typed(key))["params"])
+        return {path: leaf.value if isinstance(leaf, meta.Partitioned) else leaf for path, leaf in params.items()}
+
+    def logits(self, params: Mapping[str, jax.Array], inputs: Tokens, key: jax.Array | None) -> jax.Array:
+        """See `FlaxModule.logits`."""
+        from flax import traverse_util
+
+        tree = traverse_util.unflatten_dict({tuple(path.split(".")): array for path, array in params.items()})
+        rngs = None if key is None else {"dropout": _typed(key)}
+        options = _options(self.takes, inputs, train=key is not None)
+        return self._module.apply({"params": tree}, inputs.tokens, rngs=rngs, **options)
+
+    def _variables(self, key: jax.Array) -> Mapping[str, Any]:
+        # What is initialised does not depend on the tokens' number.
+        example = Tokens.blank(1, 2)
+        options = _options(self.takes, example, train=False)
+        return self._module.init({"params": key}, example.tokens, **options)
+
+
+def flax_module(make: Callable[..., Any], arguments: Mapping[str, Any], *, where: str) -> FlaxModule:
+    """What a factory makes, called with `arguments`, and with `rngs` where it takes them.
+
+    Raises:
+        ConfigError: it makes neither an NNX nor a Linen module, or one that carries more than parameters.
+    """
+    from flax import linen, nnx
+
+    def made(rngs: Any) -> Any:
+        return make(**arguments, **({"rngs": rngs} if "rngs" in inspect.signature(make).parameters else {}))
+
+    with _without_mesh():
+        kinds: list[type] = []
+        jax.eval_shape(lambda: kinds.append(type(made(nnx.Rngs(0)))))
+    if issubclass(kinds[0], nnx.Module):
+        return NnxModule(made)
+    if issubclass(kinds[0], linen.Module):
+        return LinenModule(made(None))
+    raise ConfigError(
+        f"model.factory: {where} returned a {kinds[0].__name__}; a flax.nnx.Module or a flax.linen.Module expected"
+    )
+
+
+def _options(takes: frozenset[str], inputs: Tokens, *, train: bool, rngs: Any = None) -> dict[str, Any]:
+    """What a call is given by name, as far as it takes it."""
+    there = {
+        "positions": inputs.positions,
+        "segment_ids": inputs.segment_ids,
+        "train": train,
+        "deterministic": not train,
+        "rngs": rngs,
+    }
+    return {name: value for name, value in there.items() if name in takes}
+
+
+def _taken(call: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(call).parameters)
+
+
+def _check_state(others: list[str]) -> None:
+    if others:
+        raise ConfigError(
+            f"model.factory: the module keeps {', '.join(others)}. Only parameters and random streams can be trained and"
+            " saved; compute constants where they are used, and leave running averages and caches out"
+        )
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    from flax import traverse_util
+
+    return {_dotted(path): leaf for path, leaf in traverse_util.flatten_dict(params).items()}
+
+
+def _typed(key: jax.Array) -> jax.Array:
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+
+
+@contextlib.contextmanager
+def _without_mesh() -> Iterator[None]:
+    """Flax places parameters as they are made, by names that it takes for mesh axes; here they are logical."""
+    from flax import nnx
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), nnx.use_eager_sharding(False):
+        yield

@@ -1,0 +1,85 @@
+"""Data that a class of another package makes (tests/plugins/acme_lm/corpus.py)."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from jaxlm.core.decode import decode, encode
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.data.config import DataConfig
+from jaxlm.data.corpus import CorpusConfig
+
+PLACE = "corpus:Sums"
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    # The module alone, and a registry that forgets it again: other tests look at all classes that there are.
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugins" / "acme_lm")
+    monkeypatch.setattr(CorpusConfig, "_choice_registry", {})
+
+    def make(source=None, **keys) -> DataConfig:
+        own = {"type": PLACE, "num_records": 50} | (source or {})
+        return decode(DataConfig, Source({"source": own, "cache_dir": str(tmp_path), "vocab_size": 270, **keys}))
+
+    return make
+
+
+def texts(config: DataConfig, split: str) -> list[str]:
+    [source] = config.sources()
+    return list(source.documents(split))
+
+
+def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp_path):
+    config = made()
+    config.check()
+    assert list(tmp_path.iterdir()) == []  # nothing is made before it is needed
+    sums = importlib.import_module("corpus").Sums(50)
+    data = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
+    tokenizer = config.load_tokenizer(lambda _: None)
+    for split, windows in (("train", data.train[""]), ("validation", data.validation[0].windows)):
+        expected = [record["text"] for record in sums.records(split)]
+        assert texts(config, split) == expected
+        cache = windows.cache
+        found = [tokenizer.decode(cache.tokens[a:b].tolist()) for a, b in zip(cache.offsets, cache.offsets[1:])]  # noqa: B905
+        assert found == expected
+    assert cache.source_of(0) == "document 1 of validation.jsonl"
+    assert decode(DataConfig, Source(encode(config))) == config
+
+
+def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, monkeypatch):
+    config = made()
+    config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
+    before = config.identity()
+    assert made().identity() == before
+    module = importlib.import_module("corpus")
+    monkeypatch.setattr(module.Sums, "records", lambda self, split: iter([{"text": "1 + 1 = 2"}] * 9))
+    assert made().identity() == before  # as long as it says that nothing has changed
+    monkeypatch.setattr(module.Sums, "version", "2")
+    assert made().identity() != before
+    with pytest.raises(ConfigError, match=r"was made from something else:\s+files changed: 1 \(train\.jsonl\)"):
+        made().open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"train_urls": ["a.txt"]}, r"data\.source: given beside data\.train_urls"),
+        ({"id": "some/data"}, r"data\.source: given beside data\.id"),
+        ({"source": {"num_recrods": 3}}, r"source\.num_recrods: no such key .*Did you mean 'num_records'"),
+        ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),
+    ],
+)
+def test_what_cannot_be(made, keys, said):
+    with pytest.raises(ConfigError, match=said):
+        made(**keys).check()
+
+
+def test_a_record_that_is_not_json(made, monkeypatch):
+    config = made()
+    module = importlib.import_module("corpus")
+    monkeypatch.setattr(module.Sums, "records", lambda self, split: iter([{"text": "good"}, {"text": {1, 2}}]))
+    with pytest.raises(ConfigError, match=r"data\.source: record 2 of train is .*values that JSON has"):
+        texts(config, "train")

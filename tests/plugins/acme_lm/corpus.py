@@ -1,0 +1,39 @@
+"""Sums, written out. A data source that reads no file: `data: {source: {type: acme_sums, ...}}`."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlm.data.corpus import CorpusConfig
+
+
+@CorpusConfig.register_subclass("acme_sums")
+@dataclass(frozen=True)
+class Sums(CorpusConfig):
+    """Lines like `3 + 4 = 7`.
+
+    Attributes:
+        num_records: of each split.
+        largest: number that is added.
+    """
+
+    num_records: int = 1000
+    largest: int = 99
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """See `CorpusConfig.splits`."""
+        return ("train", "validation")
+
+    @property
+    def version(self) -> str:
+        """See `CorpusConfig.version`. To be raised with every change of `records`."""
+        return "1"
+
+    def records(self, split: str) -> Iterator[Mapping[str, Any]]:
+        """See `CorpusConfig.records`."""
+        numbers = random.Random(split)
+        for _ in range(self.num_records):
+            a, b = (numbers.randint(0, self.largest) for _ in range(2))
+            yield {"text": f"{a} + {b} = {a + b}"}

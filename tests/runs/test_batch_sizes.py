@@ -1,0 +1,36 @@
+"""Batches that grow on the way: killed and gone on with, the run ends as if it had not been; and the dry run's corners."""
+
+import json
+import signal
+
+import pytest
+
+from tests.runs.test_mixture import write
+
+SIZES = "[{start: 0, value: 8}, {start: 7, value: 16}, {start: 12, value: 24}]"
+RUN = ("--config_path", "run.yaml", "--trainer.train_batch_size", SIZES, "--trainer.per_device_parallelism", "8")
+
+
+@pytest.mark.slow
+def test_killed_at_a_step_with_larger_batches_it_ends_the_same(workplace):
+    whole, killed = workplace(), workplace()
+    for place in (whole, killed):
+        write(place)
+    result = whole.run(*RUN)
+    assert result.code == 0, result.err
+    for size, micro in ((8, 1), (16, 2), (24, 3)):
+        assert f"compiling the step of phase 'train' for batches of {size} ..." in result.out
+        assert f"{size} x 32 = {size * 32:,} tokens a step, {micro} micro-batches of 8" in result.out
+    process = killed.start(*RUN, module="tests.runs.dies", JAXLM_TEST_DIES_AT="first phase")
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    result = killed.run(*RUN)
+    assert result.code == 0, result.err
+    assert killed.losses() == whole.losses()
+    assert killed.digest("step-24") == whole.digest("step-24")
+    records = [json.loads(line) for line in (killed.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    totals = {r["step"]: r["throughput/total_tokens"] for r in records if "train/loss" in r}
+    assert totals[24] == 32 * (7 * 8 + 5 * 16 + 12 * 24)
+    rates = {r["step"]: r["optim/learning_rate"] for r in records if "train/loss" in r}
+    assert rates[1] == 0  # the schedule is by steps, whatever their size
+    assert rates[3] == pytest.approx(1e-2)

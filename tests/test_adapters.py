@@ -1,0 +1,190 @@
+"""LoRA on instructions, merged, and to PEFT and back."""
+
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.adapters import export_adapters, with_adapters, without_adapters
+from jaxlm.config import decode_run
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.yaml_source import Source
+from jaxlm.engine.trackers import read_jsonl
+from jaxlm.models.base import Inputs
+from jaxlm.plan import make_plan
+from jaxlm.train import train
+from jaxlm.trained import open_trained
+from tests.answers import write_instructions, write_model
+
+SIZES = {"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+LORA = {"type": "lora", "target": "q_proj|v_proj|mlp", "rank": 4, "alpha": 8.0}
+PHASE = {"name": "lora", "surgery": [LORA], "trainable": [r"\.[ab]$"]}
+DOLLY = Path(__file__).parents[2] / "shared" / "data" / "dolly_instructions_700.jsonl"
+
+
+def busy(model):
+    """Adapters that do something."""
+
+    def fill(path, leaf):
+        if not path.endswith((".a", ".b")):
+            return leaf
+        return hax.random.normal(jax.random.key(len(path)), leaf.axes) * 0.1
+
+    return tree.map_leaves(fill, model)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A plan, its model with busy adapters, and the folder that they were exported to."""
+    config = {"model": {"type": "llama", **SIZES}, "phases": [PHASE], "trainer": {"train_batch_size": 8}}
+    plan = make_plan(decode_run(Source(config), None), "x", 61)
+    folder = tmp_path_factory.mktemp("peft") / "adapter"
+    with plan.layout.use():
+        plain = jax.jit(plan.recipe.first_model)()
+        change = lambda model: busy(lora_of(plan).apply(model, refs={}, calibration=None, key=jax.random.key(1)))  # noqa: E731
+        model = jax.jit(change)(plain)
+        export_adapters(folder, model, plan, jnp.float32)
+    return plan, plain, model, folder
+
+
+def lora_of(plan):
+    return plan.phases[0].surgeries[0]
+
+
+def test_adapters_come_back_from_peft_bit_for_bit(adapted):
+    plan, plain, model, folder = adapted
+    with plan.layout.use():
+        again = with_adapters(plain, folder, plan.config.model, plan.layout)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    for (path, ours), (_, expected) in zip(tree.leaves(again), tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
+    a = next(leaf for path, leaf in tree.leaves(again) if path.endswith("mlp.up_proj.a"))
+    assert not a.array.sharding.is_fully_replicated, "it rests as its axes say"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type: 'IA3' given, 'LORA' expected"),
+        ({"bias": "all"}, "bias: 'all' given"),
+        ({"use_dora": True}, "use_dora: True given, null expected"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: "),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model too"),
+        ({"r": None}, "r: None given, a positive number expected"),
+        ({"r": 3}, "which does not make"),
+    ],
+    ids=str,
+)
+def test_what_is_no_plain_lora_is_refused(adapted, tmp_path, settings, message):
+    plan, plain, _, folder = adapted
+    written = json.loads((folder / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written | settings))
+    (tmp_path / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
+    with plan.layout.use(), pytest.raises(ConfigError, match=message):
+        with_adapters(plain, tmp_path, plan.config.model, plan.layout)
+
+
+@pytest.mark.slow
+def test_adapters_of_another_model_are_refused(adapted, tmp_path):
+    plan, plain, _, folder = adapted
+    for change, message in [
+        ({"num_layers": 3}, "adapters at 2 of 3 layers"),
+        ({"num_layers": 1}, "belong to no layer"),
+    ]:
+        config = type(plan.config.model)(**{**SIZES, **change})
+        with plan.layout.use(), pytest.raises(ConfigError, match=message):
+            with_adapters(plain, folder, config, plan.layout)
+    with plan.layout.use(), pytest.raises(ConfigError, match=r"no adapter_config\.json there"):
+        with_adapters(plain, tmp_path, plan.config.model, plan.layout)
+
+
+def tuned(place: Path, instructions: Path, steps: int):
+    """The command's own way: import, LoRA, answers alone, a checkpoint."""
+    config = {
+        "initialize_from_hf": str(place / "hf"),
+        "use_hf_model_config": True,
+        "model": {"seq_len": 256},
+        "data": {
+            "train_urls": [str(instructions)],
+            "cache_dir": str(place / "cache"),
+            "tokenizer": str(place / "hf"),
+            "format": {"type": "supervised"},
+        },
+        "trainer": {
+            "id": "lora",
+            "num_train_steps": steps,
+            "train_batch_size": 8,
+            "log_dir": str(place / "logs"),
+            "compilation_cache_dir": None,
+            "checkpointer": {"base_path": str(place / "checkpoints")},
+        },
+        "optimizer": {"learning_rate": 1e-2, "warmup": 0, "weight_decay": 0.0},
+        "phases": [PHASE],
+        "evals": [],
+    }
+    train(decode_run(Source(config), None))
+    return read_jsonl(place / "logs" / "lora" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))]
+)
+def test_lora_on_instructions(tmp_path, real):
+    """The base stays bit-equal, the adapters move, the loss falls; merged, and in PEFT, it is the same model."""
+    peft = pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    write_model(tmp_path / "hf")
+    steps = 12 if real else 40
+    records = tuned(tmp_path, DOLLY if real else write_instructions(tmp_path / "train.jsonl"), steps)
+    losses = [r["train/loss"] for r in records if "train/loss" in r]
+    assert np.mean(losses[-3:]) < losses[0] - (0.2 if real else 1.0)
+    trained = open_trained(tmp_path / "checkpoints" / "lora")
+    plan = trained.plan
+    with plan.layout.use():
+        model = trained.load_model()
+        before = dict(tree.leaves(plan_base(tmp_path / "hf", plan)))
+        for path, leaf in tree.leaves(model):
+            if path.endswith((".a", ".b")):
+                assert np.abs(leaf.array).max() > 0, f"{path} has not moved"
+            else:
+                expected = before[path.replace(".base.", ".")].array
+                np.testing.assert_array_equal(leaf.array, expected, err_msg=path)
+        ids = np.random.default_rng(0).integers(0, plan.recipe.Vocab.size, size=(8, 24))
+        ours = logits_of(model, ids)
+        np.testing.assert_allclose(logits_of(without_adapters(model), ids), ours, atol=1e-5)
+        export_adapters(tmp_path / "adapter", model, plan, jnp.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(ours, theirs(torch.tensor(ids)).logits.numpy(), rtol=1e-4, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "resaved")
+    with plan.layout.use():
+        again = with_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
+        np.testing.assert_array_equal(logits_of(again, ids), ours)
+
+
+def plan_base(folder, plan):
+    """The imported model as it was."""
+    from jaxlm.interop.folder import load_model
+
+    return load_model(folder, jax.eval_shape(plan.recipe.first_model), plan.config.model, plan.layout)
+
+
+@jax.jit
+def _logits(model, inputs):
+    return model.logits(model.hidden(inputs).final).array
+
+
+def logits_of(model, ids):
+    axes = (hax.Axis("batch", ids.shape[0]), hax.Axis("position", ids.shape[1]))
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    columns = (ids, positions, np.ones_like(ids))
+    return np.asarray(_logits(model, Inputs(*(hax.named(jnp.asarray(c, jnp.int32), axes) for c in columns))))
