@@ -15,6 +15,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
 from jaxlm.engine.trackers import read_jsonl
+from jaxlm.interop.peft_import import read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.plan import make_plan
 from jaxlm.train import train
@@ -98,8 +99,8 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
         ({"num_layers": 1}, "belong to no layer"),
     ]:
         config = type(plan.config.model)(**{**SIZES, **change})
-        with plan.layout.use(), pytest.raises(ConfigError, match=message):
-            with_adapters(plain, folder, config, plan.layout)
+        with pytest.raises(ConfigError, match=message):
+            read_adapters(folder, config, config.num_layers)
     with plan.layout.use(), pytest.raises(ConfigError, match=r"no adapter_config\.json there"):
         with_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
@@ -142,10 +143,10 @@ def test_lora_on_instructions(tmp_path, real):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_model(tmp_path / "hf")
-    steps = 12 if real else 40
+    steps = 8 if real else 30
     records = tuned(tmp_path, DOLLY if real else write_instructions(tmp_path / "train.jsonl"), steps)
     losses = [r["train/loss"] for r in records if "train/loss" in r]
-    assert np.mean(losses[-3:]) < losses[0] - (0.2 if real else 1.0)
+    assert np.mean(losses[-3:]) < losses[0] - (0.1 if real else 1.0)
     trained = open_trained(tmp_path / "checkpoints" / "lora")
     plan = trained.plan
     with plan.layout.use():

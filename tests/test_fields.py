@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.trackers import RunFacts, TrackerConfig, environment
 from jaxlm.engine.watch import WatchConfig
+from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.decoder import DecoderConfig
@@ -384,12 +386,33 @@ SAMPLES = {
 }
 
 
+HARNESS: dict[str, Any] = {"tasks": ["b"], "task_folder": "elsewhere", "num_fewshot": 2, "limit": 3, "batch_size": 5}
+
+
+@pytest.mark.parametrize("name", HARNESS)
+def test_harness_fields(name, monkeypatch):
+    """What the harness is told, and with which backend."""
+
+    def told(**changes: Any) -> list[str]:
+        heard: list[Any] = []
+        manager = lambda include_path: SimpleNamespace(all_tasks=["a", "b"], folder=include_path)  # noqa: E731
+        simple_evaluate = lambda **options: heard.append(options) or {"results": {}}  # noqa: E731
+        monkeypatch.setattr(harness, "_harness", lambda: (simple_evaluate, manager))
+        monkeypatch.setattr(harness, "_backend", lambda model, tokenizer, batch_size: batch_size)
+        harness.run_tasks(None, None, harness.HarnessEvalConfig(**{"tasks": ["a"], **changes}))  # pyright: ignore
+        return [repr(options) for options in heard]
+
+    assert told() == told()
+    assert told(**{name: HARNESS[name]}) != told()
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_sample_fields(name, tmp_path):
     choices = EvalConfig.get_known_choices()
     assert {kind: [f.name for f in dataclasses.fields(choices[kind])] for kind in choices} == {
         "loss": [],
         "samples": list(SAMPLES),
+        "harness": list(HARNESS),
     }
     (tmp_path / "a.txt").write_text("abcd " * 200)
     tokenizer = DataConfig(train_urls=[f"{tmp_path}/a.txt"], cache_dir=f"{tmp_path}/c", vocab_size=260).load_tokenizer(

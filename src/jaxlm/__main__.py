@@ -7,7 +7,8 @@ import jaxlm
 COMMANDS = {
     "train": "trains what a YAML file describes, and goes on where an earlier process stopped",
     "sample": "continues prompts with the model of a checkpoint or a Hugging Face folder",
-    "evaluate": "its loss and bits per byte on any text, source by source",
+    "chat": "talks with such a model, turn by turn, in the words of its chat template",
+    "evaluate": "its loss and bits per byte on any text, source by source, or tasks of lm-evaluation-harness",
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
     "prepare": "tokenizes ahead, and shows what is in a cache of tokens",
     "bench": "measures a configuration's step, here or on paper for a machine that is not here",

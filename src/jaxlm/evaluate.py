@@ -2,6 +2,7 @@
 
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
+    python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
 
 Reads the text that the run was validated on, so that the total is what training logged (where `max_eval_batches` cut it
 short: on as many devices); every token counts for the source, or the URL of a single one, that it is from. Options with
@@ -35,6 +36,7 @@ from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
 from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
 from jaxlm.plan import Plan
+from jaxlm.tasks import add_task_options, check_task_options, evaluate_tasks
 from jaxlm.trained import AS_TRAINED, Trained, checkpoint_parser, open_trained, parse_with_keys
 
 _DATA = "data."
@@ -63,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
+    check_task_options(options)
+    if options.tasks is not None:
+        evaluate_tasks(options, keys)
+        return 0
     for_data = {name: value for name, value in keys.items() if name.startswith(_DATA)}
     others = {name: value for name, value in keys.items() if name not in for_data}
     trained = open_trained(options.checkpoint, others, also=_EFFECTIVE)
@@ -79,11 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         "jaxlm.evaluate",
         "Validation loss and bits per byte of a checkpoint, by source. Keys of the saved configuration may follow:"
         " --data.validation_urls '[other/*.txt]' evaluates on other text.",
+        or_else="; with --tasks also a folder of Hugging Face, or the hub's name or name@revision",
     )
     parser.add_argument("--batch_size", type=int, default=None, help="sequences a batch (default: as in training)")
     parser.add_argument(
         "--max_batches", default=None, help="evaluate on so many batches, or `all` (default: as in training)"
     )
+    add_task_options(parser)
     return parser
 
 

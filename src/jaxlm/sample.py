@@ -1,4 +1,4 @@
-"""A checkpoint to text.
+"""A checkpoint, or a Hugging Face folder, to text.
 
 python -m jaxlm.sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
 """
@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-import jax
-
 from jaxlm.commands import run_command
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.models.decode import generate
-from jaxlm.trained import checkpoint_parser, open_trained, parse_with_keys
+from jaxlm.models.decode import continued
+from jaxlm.named_model import add_decoding_options, decoding_of, open_model
+from jaxlm.trained import checkpoint_parser, parse_with_keys
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,44 +24,43 @@ def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "jaxlm.sample",
         "Continues prompts with a trained model. Keys of the saved configuration may follow: --trainer.mp f32.",
+        or_else="; or a folder of Hugging Face, or the hub's name or name@revision",
     )
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="for each prompt (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    parser.add_argument("--top_k", type=int, default=None, help="choose among so many of the likeliest tokens")
-    parser.add_argument(
-        "--top_p", type=float, default=None, help="choose among the likeliest that make up this probability"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument("--stop", action="append", help="text that ends a continuation; may be given several times")
+    add_decoding_options(parser, max_new_tokens=128, temperature=0.8)
     return parser
 
 
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
-    trained = open_trained(options.checkpoint, keys)
-    plan, tokenizer = trained.plan, trained.tokenizer
-    with plan.layout.use():
-        model = jax.jit(plan.precision.to_compute)(trained.load_model(options.weights))
-        prompts = options.prompt or [""]
+    named = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    tokenizer, prompts, stops = named.tokenizer, options.prompt or [""], options.stop or []
+
+    def until(ids: list[int]) -> bool:
+        text = tokenizer.decode(ids)
+        return any(stop in text for stop in stops)
+
+    with named.plan.layout.use():
+        model = named.for_use()
         began = time.perf_counter()
-        texts = generate(
-            model,
-            [prompt_ids(tokenizer, prompt) for prompt in prompts],
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            eos_id=tokenizer.eos_id,
-        )
+        decoding = decoding_of(options, named.stop_ids)
+        ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+        texts = continued(model, ids, decoding, until if stops else None)
         seconds = time.perf_counter() - began
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
-    for prompt, ids in zip(prompts, texts, strict=True):
-        print(prompt + tokenizer.decode(ids), end="\n---\n")
-    num_tokens = sum(map(len, texts))
-    print(f"{num_tokens} tokens in {seconds:.1f} s, compiling included, from {trained.found.path}", file=sys.stderr)
+    for prompt, new in zip(prompts, texts, strict=True):
+        print(prompt + before_any(tokenizer.decode(new), stops), end="\n---\n")
+    count = sum(map(len, texts))
+    rate = f"{count / seconds:.1f} tokens/s, compiling included"
+    print(f"{count} tokens in {seconds:.1f} s ({rate}), from {named.place}", file=sys.stderr)
     return 0
+
+
+def before_any(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the stops that is in it."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 if __name__ == "__main__":

@@ -77,18 +77,17 @@ class Trained:
         return phase.with_average(model, average)
 
 
-def checkpoint_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """The command line of a command that takes a checkpoint, to which it adds its own options."""
+def checkpoint_parser(command: str, description: str, *, or_else: str = "") -> argparse.ArgumentParser:
+    """The command line of a command that takes a checkpoint (`or_else` what), to which it adds its own options."""
     parser = argparse.ArgumentParser(prog=f"python -m {command}", description=description, allow_abbrev=False)
-    add_checkpoint_options(parser)
+    add_checkpoint_options(parser, or_else=or_else)
     return parser
 
 
-def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint, and which weights of it."""
-    parser.add_argument(
-        "--checkpoint", required=True, help="a checkpoint, or a run's folder of them (the newest is used)"
-    )
+def add_checkpoint_options(parser: argparse.ArgumentParser, *, or_else: str = "") -> None:
+    """Which checkpoint (`or_else` what), and which weights of it."""
+    what = f"a checkpoint, or a run's folder of them (the newest is used){or_else}"
+    parser.add_argument("--checkpoint", required=True, help=what)
     parser.add_argument(
         "--weights",
         default=AS_TRAINED,
@@ -137,13 +136,18 @@ def open_trained(path: Path | str, options: Mapping[str, Any] | None = None, *, 
     tokenizer = load_tokenizer(str(found.path / "run" / "tokenizer"))
     given = dict(options or {})
     config = decode_run(override(load_yaml(found.path / "run" / "config.yaml"), given), None)
-    for key in _leaves(option_tree(given)):
+    check_effective(given, also=also)
+    return Trained(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
+
+
+def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
+    """Raises `ConfigError` for an option that has no effect on a model that is trained already. Args: see `open_trained`."""
+    for key in _leaves(option_tree(dict(options))):
         if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
             raise ConfigError(
                 f"command line: --{key} has no effect on a model that is trained already. Leave it out. What has one:"
                 f" model.*, {', '.join((*_EFFECTIVE, *also))}"
             )
-    return Trained(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -77,9 +77,9 @@ def test_every_format_and_field_is_shown_somewhere():
         name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
     }
     assert found == {
-        "chat": ["messages_field", "chat_template", "mask_user_turns", "pack"],  # tests/data/test_chat.py
+        "chat": ["pack", "messages_field", "chat_template", "mask_user_turns"],  # tests/data/test_chat.py
         "pretokenized": ["input_ids_key"],
-        "supervised": ["input_field", "output_field", "separate_with", "mask_inputs", "pack"],
+        "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
     }
 

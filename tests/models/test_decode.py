@@ -1,5 +1,8 @@
 """Decoding with a cache against full forward passes, and what the sampling options promise."""
 
+from dataclasses import replace
+from itertools import chain
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,10 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.models import decode
 from jaxlm.models.base import Inputs
-from jaxlm.models.decode import generate
+from jaxlm.models.cache import quantized
+from jaxlm.models.decode import CACHE_DTYPES, Decoding, continued, generate, stream
 from jaxlm.models.sampling import Sampling
+from tests.engine.helpers import layout
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]
 
@@ -88,13 +93,96 @@ def test_stops_before_the_end_token(llama):
     assert stopped == [row[: row.index(eos)] if eos in row else row for row in free]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [{}, {"model": 2}, {"replica": 2}], ids=str)
+def test_a_mesh_gives_the_same_tokens(llama, shards):
+    """Fewer rows than devices, of several lengths; with an int8 cache too."""
+    decoding = Decoding(12, temperature=0.0)
+    alone = [continued(llama, [prompt], decoding)[0] for prompt in PROMPTS]
+    where = layout(**shards)
+    with where.use():
+        placed = jax.tree.map(
+            lambda a: hax.NamedArray(jax.device_put(a.array, where.parameter_sharding(a.axes)), a.axes),
+            llama,
+            is_leaf=lambda a: isinstance(a, hax.NamedArray),
+        )
+        assert continued(placed, PROMPTS, decoding) == alone
+        small = continued(placed, PROMPTS, replace(decoding, cache_dtype="int8"))
+    assert small == continued(llama, PROMPTS, replace(decoding, cache_dtype="int8"))
+
+
+@pytest.mark.slow
+def test_other_reasons_to_stop(llama):
+    """Several end tokens; and a condition on the row, which is asked every few tokens."""
+    decoding = Decoding(24, temperature=1.0, seed=1)
+    free = continued(llama, PROMPTS[:2], decoding)
+    ends = (free[0][7], free[1][3])
+    cut = [row[: min(row.index(end) for end in ends if end in row)] for row in free]
+    assert continued(llama, PROMPTS[:2], replace(decoding, stop_ids=ends)) == cut
+    few = continued(llama, PROMPTS[:2], decoding, until=lambda row: row[:2] == free[0][:2])
+    assert (len(few[0]), few[1]) == (16, free[1])
+    assert few[0] == free[0][:16]
+
+
+@pytest.mark.slow
+def test_a_stream_is_what_is_generated(llama):
+    decoding = Decoding(10, temperature=0.7, seed=2)
+    pieces = list(stream(llama, PROMPTS, decoding, every=4))
+    assert [len(piece[0]) for piece in pieces] == [4, 4, 2]
+    assert [list(chain(*rows)) for rows in zip(*pieces, strict=True)] == continued(llama, PROMPTS, decoding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2e-2), ("int8", 4e-2)])
+def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
+    """The error of logits, of their standard deviation; and greedy tokens, while the other path has not diverged."""
+    rng = np.random.default_rng(3)
+    prompts = rng.integers(0, 40, size=(16, 8)).tolist()
+    exact, rounded = (
+        continued(llama, prompts, Decoding(16, temperature=0.0, cache_dtype=d)) for d in ("float32", dtype)
+    )
+    same = np.mean([a == b for a, b in zip(chain(*exact), chain(*rounded), strict=True)])
+    assert same >= 0.9, same
+    errors = cached_logits(llama, CACHE_DTYPES[dtype]) - cached_logits(llama, jnp.float32)
+    assert 0 < np.sqrt(np.mean(errors**2)) < most * np.std(cached_logits(llama, jnp.float32))
+
+
+def test_int8_is_the_nearest_of_255_steps():
+    """Half a step of the largest number of each head of each token, and no more; zeros stay zeros."""
+    values = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32) * np.logspace(-3, 3, 5)[None, :, None]
+    values[1, 2] = 0.0
+    axes = (Axis("batch", 3), Axis("key_position", 5), Axis("head_size", 16))
+    numbers, scale = quantized(hax.named(jnp.asarray(values, jnp.float32), axes))
+    steps = np.abs(values).max(axis=-1) / 127
+    np.testing.assert_allclose(scale.array, steps, rtol=1e-6)
+    assert numbers.array.dtype == jnp.int8
+    error = np.abs(numbers.array * np.asarray(scale.array)[..., None] - values)
+    assert (error <= 0.501 * steps[..., None]).all()
+
+
+def cached_logits(model, dtype):
+    """Of the last of nine tokens, read after the others."""
+    tokens = np.random.default_rng(4).integers(0, 40, size=(4, 9))
+    axes = (Axis("batch", 4), Axis("position", 9))
+    columns = (tokens, np.broadcast_to(np.arange(9), tokens.shape), np.ones_like(tokens))
+    whole = Inputs(*(hax.named(jnp.asarray(c, jnp.int32), axes) for c in columns))
+    cache, hidden = model.init_cache(axes[0], 16, dtype), None
+    for part in (slice(0, 8), slice(8, 9)):
+        inputs = jax.tree.map(
+            lambda a, s=part: a["position", s], whole, is_leaf=lambda a: isinstance(a, hax.NamedArray)
+        )
+        hidden = jax.jit(lambda i, c: model.hidden(i, cache=c))(inputs, cache)
+        cache = hidden.cache
+    return np.asarray(model.logits(hidden.final).array)
+
+
 def test_shapes_are_compiled_once(llama):
     options = {"max_new_tokens": 5, "temperature": 0.7}
     generate(llama, [[1, 2]], **options)
-    before = decode._continue._cached._cache_size()
+    before = decode._advance._cache_size()
     for length in range(1, 20):
         generate(llama, [[1] * length], **{**options, "max_new_tokens": 1 + length % 7, "seed": length})
-    assert decode._continue._cached._cache_size() == before
+    assert decode._advance._cache_size() == before
 
 
 @pytest.mark.parametrize(

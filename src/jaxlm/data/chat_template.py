@@ -88,6 +88,10 @@ class ChatTemplate:
             return _unmarked(marked)
         return Rendered(marked, tuple(self._differences(messages, marked, where)))
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """A conversation's text, with what the template writes before the assistant's next message. See `render`."""
+        return _MARKS.sub("", self._text(messages, where, add_generation_prompt=True))
+
     def _differences(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> list[tuple[int, int]]:
         """What each of the assistant's messages adds to the conversation up to it, its header left out."""
         found = []

@@ -77,6 +77,20 @@ class Tokenizer:
         pairs = [np.array(e.offsets, np.int32).reshape(-1, 2) for e in encoded]
         return [(np.asarray(e.ids, np.int32), p[:, 0], p[:, 1]) for e, p in zip(encoded, pairs, strict=True)]
 
+    def encode_as_file_says(self, text: str, *, around: bool) -> list[int]:
+        """Ids of a text as other programs get them from `tokenizer.json`: what looks like a special token is one.
+
+        Args:
+            around: with the special tokens that the file's post-processor puts around a text, if it has one.
+        """
+        return self._as_file_says.encode(text, add_special_tokens=around).ids
+
+    @functools.cached_property
+    def _as_file_says(self) -> "tokenizers.Tokenizer":
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(self._json())
+
     @functools.cached_property
     def _marking(self) -> "tokenizers.Tokenizer":
         import tokenizers

@@ -47,7 +47,7 @@ class ReadAdapters:
     b: Mapping[str, np.ndarray]
 
 
-def read_adapters(folder: Path, config: ModelConfig) -> ReadAdapters:
+def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAdapters:
     """The adapters in a folder that PEFT, or `save_adapters`, has written for a model of this configuration.
 
     Raises:
@@ -58,7 +58,7 @@ def read_adapters(folder: Path, config: ModelConfig) -> ReadAdapters:
     left = set(file.tensors)
     found: dict[str, dict[str, np.ndarray]] = {"A": {}, "B": {}}
     for tensor in family_of_config(config).tensors(config):
-        names = _names_of(tensor, config.Layers.size)
+        names = _names_of(tensor, num_layers)
         there = [name for name in names if f"{name}.lora_A.weight" in left]
         if not there:
             continue

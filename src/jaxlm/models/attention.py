@@ -123,7 +123,7 @@ def attention(
         kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
         out = HeadPlacement.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
-        mask_BTS, distance_BTS = _mask(visibility, window)
+        mask_BTS, distance_BTS = mask_and_distance(visibility, window)
         changed = functools.partial(rule, distance_BTS=distance_BTS)
         out = plain_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, changed)
     return NamedArray(out.reshape(q.array.shape), q.axes)
@@ -136,7 +136,7 @@ def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple
     return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
 
 
-def _mask(visibility: Visibility, window: int | None) -> tuple[jax.Array, jax.Array]:
+def mask_and_distance(visibility: Visibility, window: int | None) -> tuple[jax.Array, jax.Array]:
     """[B, T, S]: true where a query may look, and how far back each key is."""
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
     t_BT, t_segment_BT = (a.rearrange(queries).array for a in (visibility.positions, visibility.segment_ids))

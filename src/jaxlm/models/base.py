@@ -31,20 +31,35 @@ class Inputs(eqx.Module):
     segment_ids: NamedArray
 
 
+class Column(eqx.Module):
+    """The keys, or the values, in a cache. Head before position, so that a head's keys are one matrix.
+
+    Attributes:
+        numbers: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
+        scale: float32 {layers, batch, kv_heads, key_position}, what int8 numbers are multiplied by; None where the
+            numbers are the values themselves.
+    """
+
+    numbers: NamedArray
+    scale: NamedArray | None = None
+
+
 class Cache(eqx.Module):
     """Keys and values of everything read so far, for decoding token by token.
 
     Attributes:
-        keys, values: {layers, batch, key_position, kv_heads, head_size}.
+        keys, values: of all layers.
         positions, segment_ids: int32 {batch, key_position}; segment 0 marks a slot that holds nothing.
         length: scalar int32, the slots in use (the same for every row: prompts are padded on the left).
+        fresh: nothing has been read yet: what comes first attends to itself alone, as in training.
     """
 
-    keys: NamedArray
-    values: NamedArray
+    keys: Column
+    values: Column
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
+    fresh: bool = eqx.field(static=True, default=False)
 
 
 class Hidden(eqx.Module):
@@ -101,7 +116,11 @@ class LanguageModel(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        """What the model keeps while it writes up to `capacity` tokens a row: usually a `Cache`. Nothing is in it yet."""
+        """What the model keeps while it writes up to `capacity` tokens a row: usually a `Cache`. Nothing is in it yet.
+
+        Args:
+            dtype: of its numbers; int8 keeps a scale for each head of each token beside them.
+        """
 
 
 @dataclass(frozen=True)

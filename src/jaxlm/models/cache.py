@@ -5,43 +5,69 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import KEY_POSITION, POSITION
+from jaxlm.core.axes import BATCH, HEAD_SIZE, KEY_POSITION, KV_HEADS, LAYERS, POSITION
 from jaxlm.models.attention import Visibility, as_keys
-from jaxlm.models.base import Cache, Inputs
+from jaxlm.models.base import Cache, Column, Inputs
+
+_AXES = (LAYERS, BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE)
+_LARGEST = 127.0  # of int8, the same on both sides of zero
 
 
 def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> Cache:
     """A cache of `capacity` slots a row, all of them empty."""
     KeyPos = Axis(KEY_POSITION, capacity)
-    contents = hax.auto_sharded(hax.zeros((Layers, Batch, KeyPos, KVHeads, HeadSize), dtype=dtype))
+    numbers = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, HeadSize), dtype=dtype))
+    scale = None
+    if jnp.dtype(dtype) == jnp.int8:
+        scale = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos), dtype=jnp.float32))
+    column = Column(numbers, scale)
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
-    return Cache(contents, contents, slots, slots, jnp.zeros((), jnp.int32))
-
-
-def append(column: NamedArray, new: NamedArray, at: jax.Array) -> NamedArray:
-    """Writes {..., position, ...} values into a {..., key_position, ...} column, from slot `at` on."""
-    names = [axis.name for axis in column.axes]
-    new = as_keys(new).rearrange(names).astype(column.dtype)
-    array = jax.lax.dynamic_update_slice_in_dim(column.array, new.array, at, names.index(KEY_POSITION))
-    return NamedArray(array, column.axes)
+    return Cache(column, column, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
 
 
 def visible_with(cache: Cache, inputs: Inputs) -> Visibility:
-    """What the inputs see once they stand in the cache themselves."""
-    return Visibility(
-        inputs.positions,
-        inputs.segment_ids,
-        append(cache.positions, inputs.positions, cache.length),
-        append(cache.segment_ids, inputs.segment_ids, cache.length),
+    """What the inputs see: the slots of the cache, and after them each other."""
+
+    def both(slots: NamedArray, new: NamedArray) -> NamedArray:
+        arrays = [a.rearrange((BATCH, KEY_POSITION)).array for a in (slots, as_keys(new))]
+        joined = jnp.concatenate(arrays, axis=1)
+        return NamedArray(joined, (slots.resolve_axis(BATCH), Axis(KEY_POSITION, joined.shape[1])))
+
+    positions, segment_ids = inputs.positions, inputs.segment_ids
+    return Visibility(positions, segment_ids, both(cache.positions, positions), both(cache.segment_ids, segment_ids))
+
+
+def extended(cache: Cache, inputs: Inputs, keys: NamedArray, values: NamedArray) -> Cache:
+    """The cache with the inputs' keys and values ({layers, batch, position, kv_heads, head_size}) in it."""
+    return Cache(
+        _column_with(cache.keys, keys, cache.length),
+        _column_with(cache.values, values, cache.length),
+        _with(cache.positions, as_keys(inputs.positions), cache.length),
+        _with(cache.segment_ids, as_keys(inputs.segment_ids), cache.length),
+        cache.length + keys.axis_size(POSITION),
     )
 
 
-def extended(cache: Cache, visibility: Visibility, keys: NamedArray, values: NamedArray) -> Cache:
-    """The cache with the inputs' keys and values ({layers, batch, position, kv_heads, head_size}) in it."""
-    return Cache(
-        append(cache.keys, keys, cache.length),
-        append(cache.values, values, cache.length),
-        visibility.key_positions,
-        visibility.key_segment_ids,
-        cache.length + keys.axis_size(POSITION),
+def _column_with(column: Column, new: NamedArray, at: jax.Array) -> Column:
+    new = as_keys(new).rearrange(_AXES)
+    if column.scale is None:
+        return Column(_with(column.numbers, new, at))
+    numbers, scale = quantized(new)
+    return Column(_with(column.numbers, numbers, at), _with(column.scale, scale, at))
+
+
+def quantized(values: NamedArray) -> tuple[NamedArray, NamedArray]:
+    """{..., head_size} as int8, and the float32 {...} that they are to be multiplied by: the largest becomes 127."""
+    exact = values.astype(jnp.float32)
+    scale = hax.max(hax.abs(exact), HEAD_SIZE) / _LARGEST
+    steps = hax.round(exact / hax.where(scale > 0, scale, 1.0))
+    return steps.rearrange(values.axes).astype(jnp.int8), scale
+
+
+def _with(slots: NamedArray, new: NamedArray, at: jax.Array) -> NamedArray:
+    """Writes into {..., key_position, ...} from slot `at` on."""
+    names = [axis.name for axis in slots.axes]
+    array = new.rearrange(names).array.astype(slots.dtype)
+    return NamedArray(
+        jax.lax.dynamic_update_slice_in_dim(slots.array, array, at, names.index(KEY_POSITION)), slots.axes
     )

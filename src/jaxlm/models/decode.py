@@ -1,12 +1,15 @@
 """Text from a model: one pass over the prompts, then token by token with a cache.
 
 Prompts of a batch are padded on the left, so that all rows end at the same slot; padding is segment 0, which nothing
-attends to. Lengths are rounded up to multiples, so that few shapes are ever compiled.
+attends to. Lengths are rounded up, so that few shapes are ever compiled. The loop over tokens runs on the devices; the
+host looks in only as often as somebody wants to see something.
 """
 
+import functools
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -22,8 +25,66 @@ from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.sampling import Sampling
 
+CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
+"""What the numbers in a cache may be."""
 _LENGTH_MULTIPLE = 64
+_STOPS_MULTIPLE = 4
 _NO_TOKEN = -1
+_LOOK_EVERY = 16  # tokens, where the host is to say when a row ends
+
+Until = Callable[[list[int]], bool]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are continued.
+
+    Attributes:
+        max_new_tokens: for each prompt.
+        temperature, top_k, top_p: see `Sampling`.
+        seed: what a row draws depends on it and on the row's own prompt only, not on the rows beside it; a prompt that is
+            given several times gets a different continuation each time.
+        stop_ids: tokens that end a continuation, which is then without them.
+        cache_dtype: of keys and values in the cache: a key of `CACHE_DTYPES`; None takes the parameters'.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    cache_dtype: str | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How a token is drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    def check(self, prompts: Sequence[Sequence[int]], model: LanguageModel) -> None:
+        """Raises `ConfigError`: an empty prompt, an id beyond the vocabulary, or more tokens than the model's `Pos`."""
+        vocab_size, seq_len = model.Vocab.size, model.Pos.size
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens: {self.max_new_tokens} given, 0 or more expected")
+        if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
+            raise ConfigError(f"cache_dtype: '{self.cache_dtype}' given. Allowed: {', '.join(CACHE_DTYPES)}")
+        if self.cache_dtype is not None and model.lm_head() is None:
+            raise ConfigError(
+                f"cache_dtype: '{self.cache_dtype}' given, but this model keeps no keys and values. Leave it out"
+            )
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise ConfigError(f"prompt {i} is empty: give it at least one token, for example the tokenizer's BOS")
+            if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+                raise ConfigError(
+                    f"prompt {i} has ids from {min(prompt)} to {max(prompt)}; the vocabulary has {vocab_size}"
+                )
+            if len(prompt) + self.max_new_tokens > seq_len:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {self.max_new_tokens} exceed the"
+                    f" model's seq_len of {seq_len}. Shorten the prompt or set max_new_tokens to at most"
+                    f" {seq_len - len(prompt)}"
+                )
 
 
 def generate(
@@ -39,70 +100,101 @@ def generate(
 ) -> list[list[int]]:
     """Continues every prompt by up to `max_new_tokens` tokens, in the dtype of the model's parameters.
 
-    What a row draws depends on `seed` and its own prompt only, not on the rows beside it; a prompt that is given
-    several times gets a different continuation each time.
-
     Args:
         prompts: token ids, at least one a prompt.
-        temperature, top_k, top_p: see `Sampling`.
+        max_new_tokens, temperature, top_k, top_p, seed: see `Decoding`.
         eos_id: the token that ends a continuation; None never ends one early.
 
     Returns:
         The new tokens of each prompt, without the prompt and without `eos_id`.
 
     Raises:
-        ConfigError: an empty prompt, an id beyond the vocabulary, or more tokens than the model's `Pos`.
+        ConfigError: see `Decoding.check`.
     """
-    sampling = Sampling(temperature, top_k, top_p)
-    _check(prompts, max_new_tokens, model)
-    if not prompts or max_new_tokens == 0:
-        return [[] for _ in prompts]
-    width = _rounded_up(max(map(len, prompts)), _LENGTH_MULTIPLE)
-    rows = _rounded_up(len(prompts), _batch_multiple())
-    new = _continue(
-        model,
-        _left_padded(prompts, rows, width),
-        _row_keys(prompts, rows, seed),
-        jnp.int32(max_new_tokens),
-        jnp.int32(_NO_TOKEN if eos_id is None else eos_id),
-        sampling,
-        _rounded_up(max_new_tokens, _LENGTH_MULTIPLE),
-    )
-    return [_until_end(row[:max_new_tokens], eos_id) for row in np.asarray(new)[: len(prompts)]]
+    stop_ids = () if eos_id is None else (eos_id,)
+    return continued(model, prompts, Decoding(max_new_tokens, temperature, top_k, top_p, seed, stop_ids))
 
 
-def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, model: LanguageModel) -> None:
-    vocab_size, seq_len = model.Vocab.size, model.Pos.size
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens: {max_new_tokens} given, 0 or more expected")
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise ConfigError(f"prompt {i} is empty: give it at least one token, for example the tokenizer's BOS")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise ConfigError(
-                f"prompt {i} has ids from {min(prompt)} to {max(prompt)}; the vocabulary has {vocab_size}"
-            )
-        if len(prompt) + max_new_tokens > seq_len:
-            raise ConfigError(
-                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {max_new_tokens} exceed the model's"
-                f" seq_len of {seq_len}. Shorten the prompt or set max_new_tokens to at most {seq_len - len(prompt)}"
-            )
+def continued(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], decoding: Decoding, until: Until | None = None
+) -> list[list[int]]:
+    """The new tokens of each prompt, without the token that ended it. Args: until: see `stream`."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    every = decoding.max_new_tokens if until is None else _LOOK_EVERY
+    for piece in stream(model, prompts, decoding, every=every, until=until):
+        for row, new in zip(rows, piece, strict=True):
+            row += new
+    return rows
+
+
+def stream(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    every: int,
+    until: Until | None = None,
+) -> Iterator[list[list[int]]]:
+    """Yields the new tokens of each prompt, at most `every` at a time, until all rows have ended.
+
+    Args:
+        until: asked after each piece, with all new tokens of a row: true ends the row. Its last tokens may lie behind what
+            was waited for.
+
+    Raises:
+        ConfigError: see `Decoding.check`.
+    """
+    decoding.check(prompts, model)
+    num_new = decoding.max_new_tokens
+    if not prompts or num_new == 0:
+        return
+    inputs = _left_padded(prompts, _rounded_up(len(prompts), _batch_multiple()))
+    keys = _row_keys(prompts, inputs.tokens.axis_size(BATCH), decoding.seed)
+    stops = jnp.asarray(_padded(decoding.stop_ids), jnp.int32)
+    sampling, room = decoding.sampling, _rounded_length(num_new)
+    dtype = None if decoding.cache_dtype is None else CACHE_DTYPES[decoding.cache_dtype]
+    state = _begin(model, inputs, keys, stops, sampling, room, dtype)
+    rows: list[list[int]] = [[] for _ in prompts]
+    seen = 0
+    while seen < num_new:
+        upto = min(num_new, seen + every)
+        state = _advance(model, state, keys, stops, jnp.int32(upto), sampling)
+        shown = np.asarray(state.written)[: len(prompts), seen:upto]
+        piece = [row[row != _NO_TOKEN].tolist() for row in shown]
+        yield piece
+        seen = upto
+        alive = np.array(state.alive)
+        if until is not None:
+            for number, (row, new) in enumerate(zip(rows, piece, strict=True)):
+                row += new
+                alive[number] &= not until(row)
+            state = eqx.tree_at(lambda s: s.alive, state, jax.device_put(alive, state.alive.sharding))
+        if not alive.any():
+            return
 
 
 def _rounded_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def _rounded_length(n: int) -> int:
+    """To one of few lengths, at most a quarter more beyond the shortest."""
+    return _rounded_up(n, max(_LENGTH_MULTIPLE, 2 ** (n.bit_length() - 3)))
+
+
+def _padded(stop_ids: Sequence[int]) -> list[int]:
+    """To one of few lengths."""
+    return [*stop_ids, *[_NO_TOKEN] * (_rounded_up(max(1, len(stop_ids)), _STOPS_MULTIPLE) - len(stop_ids))]
+
+
 def _batch_multiple() -> int:
     """Over how many devices the rows of a batch are spread."""
     layout = current_layout()
-    if layout is None:
-        return 1
-    axes = layout.compute.get(BATCH, ())
-    return int(np.prod([layout.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes)], dtype=int))
+    return 1 if layout is None else layout.ways(BATCH)
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Inputs:
+def _left_padded(prompts: Sequence[Sequence[int]], rows: int) -> Inputs:
+    width = _rounded_length(max(map(len, prompts)))
     tokens, positions, segment_ids = (np.zeros((rows, width), np.int32) for _ in range(3))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
@@ -125,65 +217,76 @@ def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Arr
     return jax.vmap(lambda w: jax.random.fold_in(jax.random.fold_in(key, w[0]), w[1]))(jnp.asarray(words))
 
 
-def _until_end(row: np.ndarray, eos_id: int | None) -> list[int]:
-    ends = np.flatnonzero(row == (_NO_TOKEN if eos_id is None else eos_id))
-    return row[: ends[0] if len(ends) else None].tolist()
-
-
-class _Decoding(eqx.Module):
-    """What the loop carries. Row r has written `written[r, :step]`; `token` is the last of it."""
+class _State(eqx.Module):
+    """What the loop carries. Row r has written `written[r, :step]`, and nothing from its end on; `token` is the last."""
 
     cache: Any
     token: jax.Array
     positions: jax.Array
+    segment_ids: jax.Array
     alive: jax.Array
     written: jax.Array
     step: jax.Array
 
 
-@eqx.filter_jit
-def _continue(
-    model: LanguageModel,
-    prompt: Inputs,
-    keys: jax.Array,
-    num_new: jax.Array,
-    eos_id: jax.Array,
-    sampling: Sampling,
-    room: int,
-) -> jax.Array:
-    """Up to `num_new` tokens a row, int32 [rows, room]; `sampling` and `room` are compiled in."""
+def _write(state: _State, cache: Any, token: jax.Array, stops: jax.Array) -> _State:
+    alive = state.alive & (token[:, None] != stops).all(axis=1)
+    kept = jnp.where(alive, token, _NO_TOKEN)[:, None]
+    written = jax.lax.dynamic_update_slice_in_dim(state.written, kept, state.step, axis=1)
+    return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1)
+
+
+def _choose(model: LanguageModel, final: NamedArray, keys: jax.Array, step: jax.Array, sampling: Sampling) -> jax.Array:
+    logits = model.logits(final[POSITION, -1]).rearrange((BATCH, model.Vocab)).array
+    return sampling.draw(logits.astype(jnp.float32), jax.vmap(jax.random.fold_in, (0, None))(keys, step))
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _begin(
+    model: LanguageModel, prompt: Inputs, keys: jax.Array, stops: jax.Array, sampling: Sampling, room: int, dtype: Any
+) -> _State:
+    """Reads the prompts and writes the first token of each; `room` is for how many there is place."""
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
-    real_row = prompt.segment_ids[POSITION, -1].array != 0
-
-    def choose(final: NamedArray, step: jax.Array) -> jax.Array:
-        logits = model.logits(final[POSITION, -1]).rearrange((BATCH, model.Vocab)).array
-        return sampling.draw(logits.astype(jnp.float32), jax.vmap(jax.random.fold_in, (0, None))(keys, step))
-
-    def write(state: _Decoding, token: jax.Array) -> _Decoding:
-        token = jnp.where(state.alive, token, eos_id)
-        written = jax.lax.dynamic_update_slice_in_dim(state.written, token[:, None], state.step, axis=1)
-        alive = state.alive & (token != eos_id)
-        return _Decoding(state.cache, token, state.positions + 1, alive, written, state.step + 1)
-
-    def advance(state: _Decoding) -> _Decoding:
-        columns = (jnp.maximum(state.token, 0), state.positions, real_row.astype(jnp.int32))
-        inputs = Inputs(*(hax.named(c[:, None], (Batch, Axis(POSITION, 1))) for c in columns))
-        hidden = model.hidden(inputs, cache=state.cache)
-        return write(eqx.tree_at(lambda s: s.cache, state, hidden.cache), choose(hidden.final, state.step))
-
-    dtype = next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
+    dtype = (
+        next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf)) if dtype is None else dtype
+    )
     first = model.hidden(prompt, cache=model.init_cache(Batch, Width.size + room, dtype))
-    state = _Decoding(
+    segment_ids = prompt.segment_ids[POSITION, -1].array
+    state = _State(
         first.cache,
         token=jnp.zeros(Batch.size, jnp.int32),
         positions=prompt.positions[POSITION, -1].array,
-        alive=real_row,
-        written=jnp.full((Batch.size, room), eos_id),
+        segment_ids=segment_ids,
+        alive=segment_ids != 0,
+        written=jnp.full((Batch.size, room), _NO_TOKEN),
         step=jnp.int32(0),
     )
-    state = write(state, choose(first.final, state.step))
-    written = jax.lax.while_loop(lambda s: (s.step < num_new) & s.alive.any(), advance, state).written
+    token = _choose(model, first.final, keys, state.step, sampling)
+    return _seen_by_all(_write(state, first.cache, token, stops))
+
+
+@functools.partial(jax.jit, static_argnums=5, donate_argnums=1)
+def _advance(
+    model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Array, upto: jax.Array, sampling: Sampling
+) -> _State:
+    """Writes tokens until there are `upto`, or all rows have ended."""
+    (rows,) = state.token.shape
+    axes = (Axis(BATCH, rows), Axis(POSITION, 1))
+
+    def one(state: _State) -> _State:
+        columns = (state.token, state.positions, state.segment_ids)
+        inputs = Inputs(*(hax.named(c[:, None], axes) for c in columns))
+        hidden = model.hidden(inputs, cache=state.cache)
+        return _write(state, hidden.cache, _choose(model, hidden.final, keys, state.step, sampling), stops)
+
+    return _seen_by_all(jax.lax.while_loop(lambda s: (s.step < upto) & s.alive.any(), one, state))
+
+
+def _seen_by_all(state: _State) -> _State:
+    """Every process reads every row."""
     layout = current_layout()
-    # Every process reads every row.
-    return written if layout is None else jax.lax.with_sharding_constraint(written, layout.replicated())
+    if layout is None:
+        return state
+    shown = jax.lax.with_sharding_constraint((state.written, state.alive), layout.replicated())
+    return eqx.tree_at(lambda s: (s.written, s.alive), state, shown)

@@ -23,6 +23,7 @@ from jaxlm.models.layers import (
     Context,
     KeysValues,
     Mlp,
+    Past,
     SelfAttention,
     dropout,
     embedding,
@@ -157,7 +158,7 @@ class Gpt2Block(eqx.Module):
         return Gpt2Block(norms[0], attn, norms[1], mlp, config.scale_attn_by_inverse_layer_idx, config.resid_pdrop)
 
     def __call__(
-        self, x: NamedArray, context: Context, past: KeysValues | None, *, index: NamedArray, key: jax.Array | None
+        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
     ) -> tuple[NamedArray, KeysValues]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)

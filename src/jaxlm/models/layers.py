@@ -18,7 +18,8 @@ from jaxlm.models.attention import Visibility, as_keys, attention
 from jaxlm.models.backends.blocks import PLAIN_SCORES
 from jaxlm.models.backends.choice import AUTO, AttentionTask
 from jaxlm.models.backends.scores import ScoreRule
-from jaxlm.models.cache import append
+from jaxlm.models.base import Column
+from jaxlm.models.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.recompute import KEY, MLP, QUERY, VALUE, named
@@ -68,10 +69,17 @@ class GatedMlp(eqx.Module):
 
 
 class KeysValues(eqx.Module):
-    """One layer's keys and values, {batch, position or key_position, kv_heads, head_size}."""
+    """One layer's keys and values of new tokens, {batch, position, kv_heads, head_size}."""
 
     keys: NamedArray
     values: NamedArray
+
+
+class Past(eqx.Module):
+    """One layer's keys and values in the cache."""
+
+    keys: Column
+    values: Column
 
 
 class Context(eqx.Module):
@@ -80,14 +88,12 @@ class Context(eqx.Module):
     Attributes:
         visibility: who attends to whom.
         rotation: of queries and keys, for the families that rotate.
-        cached: the number of cache slots in use; None without a cache.
         window: how many tokens a token sees, itself included; None means all before it.
         attn_backend: what attention runs on.
     """
 
     visibility: Visibility
     rotation: Rotation | None = None
-    cached: jax.Array | None = None
     window: int | None = eqx.field(static=True, default=None)
     attn_backend: str = eqx.field(static=True, default=AUTO)
 
@@ -143,7 +149,7 @@ class SelfAttention(eqx.Module):
         self,
         x: NamedArray,
         context: Context,
-        past: KeysValues | None,
+        past: Past | None,
         *,
         scale: float | jax.Array | None = None,
         key: jax.Array | None = None,
@@ -159,23 +165,16 @@ class SelfAttention(eqx.Module):
             q, k = context.rotation(q), context.rotation(k)
         q, k, v = named(q, QUERY), named(k, KEY), named(v, VALUE)
         new = KeysValues(k, v)
-        if past is None:
-            k, v = as_keys(k), as_keys(v)
-        else:
-            assert context.cached is not None
-            k, v = append(past.keys, k, context.cached), append(past.values, v, context.cached)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        out = attention(
-            q,
-            k,
-            v,
-            context.visibility,
-            scale=self.scale if scale is None else scale,
-            window=context.window,
-            dropout=self.dropout,
-            key=key,
-            backend=context.attn_backend,
-            rule=self.rule,
-        )
+        scale, seen = self.scale if scale is None else scale, context.visibility
+        if past is None:
+            options = {"dropout": self.dropout, "key": key, "backend": context.attn_backend}
+            out = attention(
+                q, as_keys(k), as_keys(v), seen, scale=scale, window=context.window, rule=self.rule, **options
+            )
+        else:
+            out = cached_attention(
+                q, k, v, past.keys, past.values, seen, scale=scale, window=context.window, rule=self.rule
+            )
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new

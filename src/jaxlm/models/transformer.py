@@ -12,9 +12,10 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.models.attention import Visibility
+from jaxlm.models.backends.choice import AUTO
 from jaxlm.models.base import Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
-from jaxlm.models.layers import Context, KeysValues
+from jaxlm.models.layers import Context, KeysValues, Past
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.recompute import Keep, keeping
 from jaxlm.models.rotary import RotaryConfig
@@ -25,7 +26,7 @@ class Block(Protocol):
     """One layer of a family."""
 
     def __call__(
-        self, x: NamedArray, context: Context, past: KeysValues | None, *, index: NamedArray, key: jax.Array | None
+        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
     ) -> tuple[NamedArray, KeysValues]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         ...
@@ -79,24 +80,23 @@ class Transformer(eqx.Module):
     def __call__(self, x: NamedArray, inputs: Inputs, cache: Cache | None, key: jax.Array | None) -> Hidden:
         """Embedded tokens {batch, position, embed} to normed ones, through all layers."""
         Layers = self.layers.Block
-        visibility = Visibility.within(inputs) if cache is None else visible_with(cache, inputs)
+        past = None if cache is None or cache.fresh else cache
+        visibility = Visibility.within(inputs) if past is None else visible_with(past, inputs)
+        backend = self.attn_backend if cache is None else AUTO  # a prompt has any length
         rotations = {
             rope: None if rope is None else rope.rotation(inputs.positions, self.HeadSize.size, self.seq_len)
             for rope in dict.fromkeys(kind.rope for kind in self.kinds)
         }
-        cached = None if cache is None else cache.length
-        contexts = [
-            Context(visibility, rotations[kind.rope], cached, kind.window, self.attn_backend) for kind in self.kinds
-        ]
+        contexts = [Context(visibility, rotations[kind.rope], kind.window, backend) for kind in self.kinds]
 
-        def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: KeysValues | None, key):
+        def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: Past | None, key):
             x, new = for_compute(block)(x, contexts[place], past, index=index, key=key)
             return hax.auto_sharded(x), None if cache is None else new
 
         per_layer = (
             self.layers.stacked,
             hax.arange(Layers),
-            None if cache is None else KeysValues(cache.keys, cache.values),
+            None if past is None else Past(past.keys, past.values),
             None if key is None else jax.random.split(key, Layers.size),
         )
         layout = current_layout()
@@ -105,4 +105,4 @@ class Transformer(eqx.Module):
         layer = keeping(self.keep, layer, scan=scan)
         x, new = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
         final = for_compute(self.final_norm)(x)
-        return Hidden(final, None if cache is None else extended(cache, visibility, new.keys, new.values))
+        return Hidden(final, None if cache is None else extended(cache, inputs, new.keys, new.values))

@@ -2,13 +2,14 @@
 
 import abc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import draccus
 import numpy as np
 
 from jaxlm.core.decode import encode
+from jaxlm.data.formats import has_records
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -113,3 +114,28 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """What decides about the tokens, without the tokenizer: plain JSON; {} for text, whose key the files tell."""
         kept = {name: value for name, value in encode(self).items() if name != "pack"}
         return {} if kept["type"] == "text" else {"format": kept}
+
+
+@dataclass(frozen=True)
+class AnsweredFormat(FormatConfig):
+    """What formats share whose records are asked for in part: they have keys, and none is cut in two.
+
+    Attributes:
+        pack: as many of them as fit into a window; false gives each a window of its own.
+    """
+
+    pack: bool = field(default=True, kw_only=True)
+
+    @property
+    def marks_targets(self) -> bool:
+        """See `FormatConfig.marks_targets`."""
+        return True
+
+    @property
+    def documents_a_window(self) -> int | None:
+        """See `FormatConfig.documents_a_window`."""
+        return 0 if self.pack else 1
+
+    def can_read(self, name: str) -> bool:
+        """See `FormatConfig.can_read`."""
+        return has_records(name)

@@ -10,8 +10,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.data.formats import has_records
-from jaxlm.data.records.base import Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.records.base import AnsweredFormat, Content, Encoder, FormatConfig, Tokens
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -20,7 +19,7 @@ Messages = list[dict[str, Any]]
 
 @FormatConfig.register_subclass("chat")
 @dataclass(frozen=True)
-class ChatFormat(FormatConfig):
+class ChatFormat(AnsweredFormat):
     """Records of messages, each with a `role` and a `content`. The template decides about every token: nothing is put
     before or behind what it renders, and the special tokens that it writes are those of the tokenizer.
 
@@ -29,32 +28,16 @@ class ChatFormat(FormatConfig):
         chat_template: a template (jinja), or the path of a file that ends in .jinja; null takes the tokenizer's.
         mask_user_turns: ask for what the assistant says only: what the template has inside of `{% generation %}`, or, if it
             has no such block, what each of the assistant's messages adds to the conversation before it. False asks for all.
-        pack: as many conversations as fit into a window, none of them cut in two; false gives each a window of its own.
     """
 
     messages_field: str = "messages"
     chat_template: str | None = None
     mask_user_turns: bool = True
-    pack: bool = True
-
-    @property
-    def marks_targets(self) -> bool:
-        """See `FormatConfig.marks_targets`."""
-        return True
 
     @property
     def adds_ends(self) -> bool:
         """See `FormatConfig.adds_ends`."""
         return False
-
-    @property
-    def documents_a_window(self) -> int | None:
-        """See `FormatConfig.documents_a_window`."""
-        return 0 if self.pack else 1
-
-    def can_read(self, name: str) -> bool:
-        """See `FormatConfig.can_read`."""
-        return has_records(name)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         """See `FormatConfig.encoder`."""

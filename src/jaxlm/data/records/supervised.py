@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats import has_records
 from jaxlm.data.record_files import Record
-from jaxlm.data.records.base import Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.records.base import AnsweredFormat, Content, Encoder, FormatConfig, Tokens
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer, document_ends
 
 
 @FormatConfig.register_subclass("supervised")
 @dataclass(frozen=True)
-class SupervisedFormat(FormatConfig):
+class SupervisedFormat(AnsweredFormat):
     """Records of a prompt and a completion. Each is tokenized for itself, so that the prompt has the tokens that it has
     when a model is asked; the token that ends the document is asked for.
 
@@ -25,33 +24,17 @@ class SupervisedFormat(FormatConfig):
         output_field: the key of the completion.
         separate_with: text between the two, which belongs to the prompt; null means none.
         mask_inputs: ask for the completion only; false asks for the prompt too.
-        pack: as many records as fit into a window, none of them cut in two; false gives each a window of its own.
     """
 
     input_field: str = "prompt"
     output_field: str = "response"
     separate_with: str | None = None
     mask_inputs: bool = True
-    pack: bool = True
-
-    @property
-    def marks_targets(self) -> bool:
-        """See `FormatConfig.marks_targets`."""
-        return True
 
     @property
     def adds_ends(self) -> bool:
         """See `FormatConfig.adds_ends`."""
         return True
-
-    @property
-    def documents_a_window(self) -> int | None:
-        """See `FormatConfig.documents_a_window`."""
-        return 0 if self.pack else 1
-
-    def can_read(self, name: str) -> bool:
-        """See `FormatConfig.can_read`."""
-        return has_records(name)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         """See `FormatConfig.encoder`."""

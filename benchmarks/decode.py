@@ -1,0 +1,97 @@
+"""Greedy decoding beside transformers' `generate`: one random Llama, one prompt, float32, one CPU.
+
+    python benchmarks/decode.py --rounds 5
+
+Both read the same folder, in processes of their own that take turns, round after round, so that whatever else the machine
+does falls on both alike. Reading the prompts counts; compiling and a first call do not, and are reported apart. Prints
+medians with quartiles of tokens/s, and how many of the tokens are the same; one JSON line comes last. Needs the extras
+`torch` and `hf`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from processes import PeerFailedError, answer_of, spread
+
+HERE = Path(__file__).parent
+PEERS = {"jaxlm": "decode_jaxlm.py", "transformers": "decode_torch.py"}
+VOCAB = 8192
+
+
+def main() -> None:
+    """Runs every peer in every round, for each batch size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="measured calls of a process")
+    parser.add_argument("--batches", default="1,16", help="numbers of prompts")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each")
+    parser.add_argument("--new", type=int, default=64, help="tokens to write")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    options = parser.parse_args()
+    found: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = write_model(Path(folder), options.layers, options.hidden)
+        print(f"{parameters / 1e6:.0f} million parameters", file=sys.stderr)
+        for batch in map(int, options.batches.split(",")):
+            sizes = [folder, batch, options.prompt, options.new, options.repeats]
+            found[f"batch {batch}"] = measured([str(size) for size in sizes], options.rounds)
+    print(json.dumps({"parameters": parameters, **found}))
+
+
+def write_model(folder: Path, num_layers: int, hidden_dim: int) -> int:
+    """A random Llama with a tokenizer that nobody uses. Returns its number of parameters."""
+    import tokenizers
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden_dim,
+        intermediate_size=hidden_dim * 8 // 3,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_dim // 64,
+        num_key_value_heads=hidden_dim // 64,
+        max_position_embeddings=2048,
+        pad_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def measured(sizes: list[str], rounds: int) -> dict[str, dict]:
+    """Peer -> its numbers; shows them as a table."""
+    answers: dict[str, list[dict]] = {name: [] for name in PEERS}
+    for number in range(rounds):
+        for name, script in PEERS.items():
+            try:
+                answers[name].append(answer_of([sys.executable, str(HERE / "peers" / script), *sizes]))
+            except PeerFailedError as error:
+                raise SystemExit(f"{name} failed:\n{error}") from error
+            rate = statistics.median(answers[name][-1]["tokens_per_second"])
+            print(f"round {number + 1}, batch {sizes[1]}: {name}: {rate:.1f} tokens/s", file=sys.stderr)
+    reference = [token for row in answers["transformers"][0]["tokens"] for token in row]
+    found = {}
+    for name, given in answers.items():
+        # A process is one measurement: its calls share whatever befell it.
+        rate, low, high = spread([statistics.median(answer["tokens_per_second"]) for answer in given])
+        tokens = [token for row in given[0]["tokens"] for token in row]
+        same = statistics.mean(a == b for a, b in zip(tokens, reference, strict=True))
+        first = statistics.median(answer["first_s"] for answer in given)
+        print(
+            f"batch {sizes[1]:>3}  {name:20} {rate:8.1f} ({low:.1f}-{high:.1f}) tokens/s"
+            f"  first call {first:5.1f} s  same tokens {same:.1%}"
+        )
+        found[name] = {"tokens_per_second": rate, "quartiles": [low, high], "first_s": first, "same_tokens": same}
+    return found
+
+
+if __name__ == "__main__":
+    main()

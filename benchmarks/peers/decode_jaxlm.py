@@ -1,0 +1,35 @@
+"""jaxlm continues prompts: python decode_jaxlm.py FOLDER BATCH PROMPT NEW REPEATS. Answers in one JSON line."""
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from jaxlm.models.decode import Decoding, continued
+from jaxlm.named_model import open_model
+
+
+def main() -> None:
+    """Compiles once, then times."""
+    folder, *numbers = sys.argv[1:6]
+    batch, length, new, repeats = map(int, numbers)
+    named = open_model(folder, {"trainer.mp": "f32"})
+    with named.plan.layout.use():
+        model = named.for_use()
+        prompts = np.random.default_rng(0).integers(0, 1000, size=(batch, length)).tolist()
+        decoding = Decoding(new, temperature=0.0)
+        began = time.perf_counter()
+        rows = continued(model, prompts, decoding)
+        first = time.perf_counter() - began
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            rows = continued(model, prompts, decoding)
+            times.append(time.perf_counter() - began)
+    rates = [batch * new / seconds for seconds in times]
+    print(json.dumps({"tokens_per_second": rates, "first_s": first, "tokens": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, on the model as it lies on the mesh.
+
+Source: github.com/EleutherAI/lm-evaluation-harness, its interface for models (`docs/model_guide.md`); texts become tokens
+as its own backend `hf` makes them, so that the numbers are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.scoring import score
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.decode import Decoding, continued
+
+_USUAL_NEW_TOKENS = 256  # where a task does not say; as in the backend `hf`
+
+
+@EvalConfig.register_subclass("harness")
+@dataclass(frozen=True)
+class HarnessEvalConfig(EvalConfig):
+    """Tasks of lm-evaluation-harness (`pip install 'jaxlm[eval]'`), logged as `eval/<task>/<metric>`.
+
+    Attributes:
+        tasks: names of tasks or groups, or paths of .yaml files.
+        task_folder: a folder with tasks of one's own, beside those that the harness brings.
+        num_fewshot: solved examples before each question; null takes what the task says.
+        limit: so many documents of each task; null takes all.
+        batch_size: texts that are read at once.
+    """
+
+    tasks: list[str] = field(default_factory=list)
+    task_folder: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 16
+
+    def open(self, ctx: EvalContext) -> Eval:
+        """Raises `ConfigError` where there are no tasks, or no harness."""
+        if not self.tasks:
+            raise ConfigError(
+                "evals: type harness needs at least one of tasks. Name some, as [arc_easy, lambada_openai]"
+            )
+        for name in ("limit", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"evals: type harness: {name}: {value} given, 1 or more expected")
+        _harness()
+        return HarnessEval(self, ctx)
+
+
+class HarnessEval(Eval):
+    """Runs the tasks."""
+
+    def __init__(self, config: HarnessEvalConfig, ctx: EvalContext):
+        self._config, self._tokenizer = config, ctx.tokenizer
+        self._cast = jax.jit(ctx.precision.to_compute)
+
+    def run(self, model: LanguageModel) -> dict[str, float]:
+        """Every number of every task; standard errors are left out."""
+        found = run_tasks(self._cast(model), self._tokenizer, self._config)
+        return {
+            f"{task}/{metric.removesuffix(',none')}": float(value)
+            for task, metrics in found.items()
+            for metric, value in metrics.items()
+            if isinstance(value, int | float) and "stderr" not in metric and metric not in ("sample_len", "alias")
+        }
+
+
+def run_tasks(model: LanguageModel, tokenizer: Any, config: HarnessEvalConfig) -> dict[str, dict[str, Any]]:
+    """Task -> metric -> value, as the harness names them (`acc,none`). Call it inside `layout.use()`.
+
+    Args:
+        tokenizer: `jaxlm.data.tokenizer.Tokenizer`.
+
+    Raises:
+        ConfigError: the harness is not installed, or does not know a task.
+    """
+    harness, manager_type = _harness()
+    manager = manager_type(include_path=config.task_folder)
+    unknown = [name for name in config.tasks if not name.endswith(".yaml") and name not in manager.all_tasks]
+    if unknown:
+        where = f", nor are they in {config.task_folder}" if config.task_folder else ". Is `task_folder` missing?"
+        raise ConfigError(f"tasks: lm-evaluation-harness knows none of the name {', '.join(unknown)}{where}")
+    results = harness(
+        model=_backend(model, tokenizer, config.batch_size),
+        tasks=list(config.tasks),
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    return results["results"]
+
+
+def _harness() -> tuple[Any, Any]:
+    try:
+        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports] - the extra `eval`
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'jaxlm[eval]'") from error
+    return simple_evaluate, TaskManager
+
+
+def _backend(model: LanguageModel, tokenizer: Any, batch_size: int) -> Any:
+    """The model, as the harness asks models."""
+    from lm_eval import utils  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+
+    class Backend(TemplateLM):
+        """Log-likelihoods and greedy text, batched by length."""
+
+        @property
+        def eot_token_id(self) -> int:
+            """What ends a document, or begins one where nothing ends it."""
+            found = tokenizer.bos_id if tokenizer.eos_id is None else tokenizer.eos_id
+            return 0 if found is None else found
+
+        @property
+        def prefix_token_id(self) -> int:
+            """What stands before a text that has no context."""
+            return self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+        @property
+        def tokenizer_name(self) -> str:
+            """For caches of requests: other tokens have another name."""
+            return tokenizer.fingerprint
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            """As the tokenizer's file says; without what it puts around texts that begin with BOS already."""
+            bos = tokenizer.template_names.get("bos_token")
+            begins = add_special_tokens is None and bos is not None and string.startswith(bos)
+            return tokenizer.encode_as_file_says(string, around=add_special_tokens is not False and not begins)
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+        ) -> list[tuple[float, bool]]:
+            scored = score(model, [(context, continuation) for _, context, continuation in requests], batch_size)
+            return [(one.log_likelihood, one.is_greedy) for one in scored]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            """Each text's log-likelihood; windows that follow each other cover what is longer than the model reads."""
+            owners, windows = [], []
+            for number, request in enumerate(requests):
+                for window in utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=model.Pos.size,
+                    context_len=1,
+                ):
+                    owners.append(number)
+                    windows.append(utils.make_disjoint_window(window))
+            sums = [0.0] * len(requests)
+            for owner, one in zip(owners, score(model, windows, batch_size), strict=True):
+                sums[owner] += one.log_likelihood
+            return sums
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            """Each context's continuation, up to the first of the texts that end it."""
+            texts = [""] * len(requests)
+            order = sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0]))
+            groups: dict[str, list[int]] = {}
+            for number in order:
+                groups.setdefault(repr(requests[number].args[1]), []).append(number)
+            for numbers in groups.values():
+                for start in range(0, len(numbers), batch_size):
+                    some = numbers[start : start + batch_size]
+                    asked = _Asked.of(requests[some[0]].args[1], model.Pos.size)
+                    room = model.Pos.size - asked.max_new_tokens
+                    contexts = [self.tok_encode(requests[i].args[0])[-room:] for i in some]
+                    for number, text in zip(some, asked.texts(model, tokenizer, contexts), strict=True):
+                        texts[number] = text
+            return texts
+
+    return Backend()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a task asks of generated text."""
+
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    @staticmethod
+    def of(options: dict[str, Any], seq_len: int) -> "_Asked":
+        until = options.get("until") or []
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        new = next((options[name] for name in names if options.get(name) is not None), _USUAL_NEW_TOKENS)
+        if new >= seq_len:
+            raise ConfigError(f"a task asks for {new} new tokens; the model reads {seq_len} in all")
+        draws = options.get("do_sample") is not False
+        return _Asked(
+            stops=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
+            max_new_tokens=int(new),
+            temperature=float(options.get("temperature") or 0.0) if draws else 0.0,
+            top_k=options.get("top_k"),
+            top_p=options.get("top_p"),
+        )
+
+    def texts(self, model: LanguageModel, tokenizer: Any, contexts: Sequence[Sequence[int]]) -> list[str]:
+        stop_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        decoding = Decoding(self.max_new_tokens, self.temperature, self.top_k, self.top_p, stop_ids=stop_ids)
+
+        def until(ids: list[int]) -> bool:
+            text = tokenizer.decode(ids)
+            return any(stop in text for stop in self.stops)
+
+        return [self._before(tokenizer.decode(ids)) for ids in continued(model, contexts, decoding, until)]
+
+    def _before(self, text: str) -> str:
+        for stop in self.stops:
+            text = text.partition(stop)[0]
+        return text

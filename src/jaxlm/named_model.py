@@ -1,0 +1,167 @@
+"""A model as a person names it: a checkpoint of ours, or a folder as Hugging Face writes it."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.adapters import with_adapters, without_adapters
+from jaxlm.config import decode_run
+from jaxlm.core.cli import override
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import main_first
+from jaxlm.core.yaml_source import Source
+from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.engine.remote import is_url
+from jaxlm.interop.folder import load_model, open_folder
+from jaxlm.interop.hub import local_folder
+from jaxlm.interop.sources import open_tensors
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.decode import CACHE_DTYPES, Decoding
+from jaxlm.plan import Plan, make_plan
+from jaxlm.trained import AS_TRAINED, check_effective, open_trained
+
+_CHECKPOINT = "--checkpoint"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that can be used, not trained further.
+
+    Attributes:
+        place: where it was found.
+        plan: for the devices that are there.
+        stop_ids: tokens that end what it writes.
+        load: the model in its parameters' dtype; call it inside `plan.layout.use()`.
+    """
+
+    place: Path
+    tokenizer: Tokenizer
+    plan: Plan
+    stop_ids: tuple[int, ...]
+    load: Callable[[], LanguageModel]
+
+    def for_use(self) -> LanguageModel:
+        """The model in its compute dtype, adapters folded in. Call it inside `plan.layout.use()`."""
+        return jax.jit(lambda model: self.plan.precision.to_compute(without_adapters(model)))(self.load())
+
+
+def open_model(name: str, keys: Mapping[str, Any], adapter: str | None = None, weights: str = AS_TRAINED) -> NamedModel:
+    """What a path, a URL of a checkpoint, or the hub's `name` or `name@revision` means.
+
+    Args:
+        keys: dotted key -> value, over the configuration that was saved, or that the folder's config.json makes.
+        weights: of a checkpoint: see `Trained.load_model`.
+        adapter: a PEFT folder whose adapters are put beside the layers.
+
+    Raises:
+        ConfigError: it is nothing of these, or cannot be opened as asked.
+    """
+    opened = _imported(name, keys, weights) if _is_hugging_face(name) else _checkpoint(name, keys, weights)
+    if adapter is None:
+        return opened
+    plan = opened.plan
+
+    def load() -> LanguageModel:
+        return with_adapters(opened.load(), Path(adapter), plan.config.model, plan.layout)
+
+    return NamedModel(opened.place, opened.tokenizer, plan, opened.stop_ids, load)
+
+
+def _is_hugging_face(name: str) -> bool:
+    if is_url(name):
+        return False
+    path = Path(name)
+    if path.is_dir():
+        return (path / "config.json").is_file() and not (path / "run").is_dir()
+    return not path.exists() and not name.startswith((".", "/", "~")) and ("@" in name or not path.parent.exists())
+
+
+def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
+    trained = open_trained(name, keys)
+    eos = trained.tokenizer.eos_id
+    stop_ids = () if eos is None else (eos,)
+    return NamedModel(
+        trained.found.path, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
+    )
+
+
+def _imported(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
+    if weights != AS_TRAINED:
+        raise ConfigError(
+            f"--weights: '{weights}' given, but {name} is of Hugging Face and has no averages. Leave it out"
+        )
+    folder = main_first(lambda: local_folder(name, _CHECKPOINT, weights=True))
+    opened = open_folder(folder)
+    dtype = next(iter(open_tensors(folder).tensors.values())).dtype.name
+    usual = {
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "data": {"tokenizer": str(folder)},
+        "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
+    }
+    check_effective(keys)
+    config = decode_run(override(Source(usual), dict(keys)), None)
+    tokenizer = load_tokenizer(str(folder))
+    # All rows of the embedding, tokens or not: the same model as at Hugging Face, to the last logit.
+    plan = make_plan(config, "imported", opened.vocab_size)
+
+    def load() -> LanguageModel:
+        return load_model(folder, jax.eval_shape(plan.recipe.first_model), config.model, plan.layout)
+
+    return NamedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), load)
+
+
+def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Of generation_config.json, which may name several, and the tokenizer's."""
+    file = folder / "generation_config.json"
+    try:
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    several = found if isinstance(found, list) else [found]
+    return tuple(dict.fromkeys(i for i in (*several, tokenizer.eos_id) if isinstance(i, int)))
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
+    """The options that `decoding_of` reads, with their defaults."""
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=max_new_tokens, help=f"at the most (default {max_new_tokens})"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        help=f"0 takes the likeliest token (default {temperature:g})",
+    )
+    parser.add_argument("--top_k", type=int, default=None, help="choose among so many of the likeliest tokens")
+    parser.add_argument(
+        "--top_p", type=float, default=None, help="choose among the likeliest that make up this probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument(
+        "--cache_dtype",
+        choices=CACHE_DTYPES,
+        default=None,
+        help="of keys and values that are kept; int8 needs the least memory (default: the parameters')",
+    )
+    parser.add_argument(
+        "--adapter", default=None, help="a PEFT folder with LoRA adapters, which are folded into the model"
+    )
+
+
+def decoding_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> Decoding:
+    """What the options of `add_decoding_options` say."""
+    return Decoding(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_ids=stop_ids,
+        cache_dtype=options.cache_dtype,
+    )

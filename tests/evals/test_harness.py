@@ -1,0 +1,168 @@
+"""lm-evaluation-harness: the same numbers as its own backend `hf`, on the same weights and tasks."""
+
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm import evaluate
+from jaxlm.core.errors import ConfigError
+from jaxlm.evals.base import EvalContext
+from jaxlm.evals.harness import HarnessEvalConfig
+from jaxlm.evals.scoring import score
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.named_model import open_model
+from tests.answers import CAPITALS, instructions, write_model
+from tests.engine.helpers import layout
+
+MODEL = LlamaConfig(seq_len=48, hidden_dim=32, intermediate_dim=48, num_layers=1, num_heads=4, initializer_range=0.3)
+CORE = Path(__file__).parents[3] / "shared" / "data" / "core"
+
+
+def test_scores_are_those_of_each_row_alone():
+    """Of one forward pass a pair, in float64 from there; contexts that are too long lose their beginning."""
+    model = jax.jit(lambda: MODEL.build(vocab_axis(61), key=jax.random.key(0)))()
+    rng = np.random.default_rng(0)
+    sizes = [(3, 2), (1, 7), (30, 18), (60, 5), (1, 48), (5, 1)]
+    pairs = [(rng.integers(0, 61, n).tolist(), rng.integers(0, 61, m).tolist()) for n, m in sizes]
+
+    @jax.jit
+    def logits(ids):
+        axes = (hax.Axis("batch", 1), hax.Axis("position", 48))
+        columns = (ids[None], jnp.arange(48)[None], jnp.ones((1, 48), jnp.int32))
+        return model.logits(model.hidden(Inputs(*(hax.named(c, axes) for c in columns))).final).array[0]
+
+    expected = []
+    for context, continuation in pairs:
+        ids = [*context, *continuation][-49:]
+        row = np.zeros(48, np.int32)
+        row[: len(ids) - 1] = ids[:-1]
+        scores = np.asarray(logits(jnp.asarray(row)), np.float64)[len(ids) - 1 - len(continuation) : len(ids) - 1]
+        likely = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        expected.append(sum(likely[i, token] for i, token in enumerate(continuation)))
+    best = int(scores[-1].argmax())
+    with layout().use():
+        got = score(model, [*pairs, (pairs[-1][0], [best])], batch_size=3)
+    np.testing.assert_allclose([one.log_likelihood for one in got[:-1]], expected, rtol=1e-5, atol=1e-5)
+    assert [one.is_greedy for one in got] == [*[False] * len(pairs), True]
+
+
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{query}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{gold}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "last_words": """
+output_type: loglikelihood
+doc_to_text: "{{context}}"
+doc_to_target: " {{continuation}}"
+metric_list: [{metric: acc}, {metric: perplexity}]
+""",
+    "whole": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{continuation}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+""",
+    "written": """
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{continuation}}"
+generation_kwargs: {until: ["\\n", "e"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+def write_tasks(folder):
+    """Small tasks of every kind, of texts of our own, or of the real ones where they are there."""
+    cities = list(CAPITALS.values())
+    choices = [
+        {"query": record["prompt"], "choices": [f" {city}." for city in cities], "gold": number}
+        for number, record in enumerate(instructions())
+    ]
+    words = [{"context": r["prompt"], "continuation": r["response"]} for r in instructions()]
+    words.append({"context": "a " * 400, "continuation": "long text " * 8})
+    whole = [*words, {"context": "", "continuation": "long text " * 80}]
+    documents = {"choice": choices, "last_words": words, "whole": whole, "written": words}
+    if CORE.is_dir():
+        of = lambda name: [json.loads(line) for line in (CORE / name).read_text().splitlines()[:40]]  # noqa: E731
+        documents["choice"] += of("copa.jsonl")
+        documents["last_words"] = words + of("jeopardy_small.jsonl")
+    for name, options in TASKS.items():
+        some = documents[name]
+        if name == "choice":  # all with as many choices: of one type for pyarrow
+            some = [{**doc, "choices": doc["choices"][:2], "gold": min(doc["gold"], 1)} for doc in some]
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps({k: d[k] for k in some[0]}) + "\n" for d in some))
+        source = (
+            f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+        )
+        (folder / f"{name}.yaml").write_text(source + options)
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_the_harness_own_backend(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("torch")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    write_model(tmp_path / "hf", max_position_embeddings=256)
+    (tmp_path / "tasks").mkdir()
+    write_tasks(tmp_path / "tasks")
+    arguments = ["--checkpoint", str(tmp_path / "hf"), "--tasks", ",".join(TASKS)]
+    assert evaluate.main([*arguments, "--task_folder", str(tmp_path / "tasks")]) == 0
+    ours = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4),
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
+        bootstrap_iters=0,
+    )["results"]
+    assert ours.keys() == theirs.keys() == TASKS.keys()
+    for task, metrics in ours.items():
+        for name, value in metrics.items():
+            if name.startswith(("acc", "exact_match")):
+                assert value == theirs[task][name], (task, name)
+            elif "stderr" not in name and name not in ("alias", "sample_len"):
+                assert value == pytest.approx(theirs[task][name], rel=1e-4), (task, name)
+
+    named = open_model(str(tmp_path / "hf"), {})
+    plan = named.plan
+    context = EvalContext(plan.layout, plan.precision, named.tokenizer, named.tokenizer.token_bytes(), (), print)
+    while_training = HarnessEvalConfig(tasks=["choice"], task_folder=str(tmp_path / "tasks"))
+    with plan.layout.use():
+        numbers = while_training.open(context).run(named.load())
+    assert numbers == {f"choice/{name}": ours["choice"][f"{name},none"] for name in ("acc", "acc_norm")}
+
+
+def test_without_tasks_or_with_unknown_ones_it_says_so():
+    with pytest.raises(ConfigError, match="needs at least one of tasks"):
+        HarnessEvalConfig().open(None)
+    with pytest.raises(ConfigError, match="limit: 0 given, 1 or more expected"):
+        HarnessEvalConfig(tasks=["a"], limit=0).open(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--limit", "3"), "--limit has no effect without --tasks"),
+        (("--tasks", "a", "--max_batches", "all"), "--max_batches has no effect with --tasks"),
+    ],
+    ids=str,
+)
+def test_options_of_the_other_kind_are_refused(options, message, capsys):
+    assert evaluate.main(["--checkpoint", "nowhere", *options]) == 2
+    assert message in capsys.readouterr().err
