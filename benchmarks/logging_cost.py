@@ -68,7 +68,7 @@ def measure(plan, folder: Path, segments: int, steps: int) -> dict[bool, list[fl
         GuardedTracker(type(config).__name__, lambda config=config: config.open(facts), print) for config in foreign
     ]
     trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *guarded]
-    listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, skipped=0)]
+    listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
     workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
     found: dict[bool, list[float]] = {False: [], True: []}
     number = 0

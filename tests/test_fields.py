@@ -187,6 +187,7 @@ SHOWN_ELSEWHERE = {
     "trainer.tracker": "test_tracker_fields",
     "trainer.profiler": "test_profiler_fields",
     "trainer.distributed": "test_distributed_fields",
+    "trainer.ray": "tests/data/test_ray_cluster.py",
     "trainer.checkpointer": "its fields",
     "data": "test_data_fields",
     "model": "its fields",

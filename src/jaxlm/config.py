@@ -15,6 +15,7 @@ from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.plugins import load_installed_plugins
 from jaxlm.core.yaml_source import Source, load_yaml, merge
 from jaxlm.data.config import DataConfig
+from jaxlm.data.ray_cluster import RayConfig
 from jaxlm.engine.profiler import ProfilerConfig
 from jaxlm.engine.save_policy import CheckpointerConfig
 from jaxlm.engine.trackers import TrackerConfig
@@ -86,6 +87,7 @@ class TrainerConfig:
         watch: log norms and histograms of gradients, parameters, updates; null looks at nothing.
         profiler: record a profile of some steps below the log folder; null records none.
         distributed: how several processes find each other.
+        ray: tokenize on a Ray cluster (`{}` starts one); null tokenizes in process 0, on all of its machine's cores.
     """
 
     id: str | None = None
@@ -130,6 +132,7 @@ class TrainerConfig:
     watch: WatchConfig | None = None
     profiler: ProfilerConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    ray: RayConfig | None = None
 
     def check(self) -> None:
         """Raises `ConfigError` for what cannot be, whatever the model and the devices are."""

@@ -28,6 +28,7 @@ from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import Phase
 from jaxlm.length import check_length, with_length_of_data
 from jaxlm.plan import plan_phases
+from jaxlm.tokenizing import tokenize_on_ray
 
 _NO_TARGET = ("⟦", "⟧")
 
@@ -85,6 +86,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     for section in sections:
         section.check()
     tokenizer = sections[0].load_tokenizer(show=console.show)
+    tokenize_on_ray(config.trainer.ray, sections, tokenizer, config.model.seq_len, console.show)
     sizes = batch_sizes(config.trainer)
     if sizes is not None:
         config = with_length_of_data(config, BatchSchedule.of(sizes), tokenizer, console.show)

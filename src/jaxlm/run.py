@@ -17,6 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
+from jaxlm.data.base import Batches
 from jaxlm.data.config import TokenData, ValidationData
 from jaxlm.data.loader import eval_batches
 from jaxlm.engine.agreement import Ballot
@@ -99,12 +100,12 @@ class Run:
         recorded = functools.partial(program, min(first_step + config.start_step, phase.end - 1))
         return [ProfileHook(config, folder, phase, first_step=first_step, program=recorded, show=self.console.show)]
 
-    def listeners(self, phase: Phase, state: RunState) -> tuple[Listener, ...]:
-        """Who is told of every step."""
+    def listeners(self, phase: Phase, state: RunState, batches: Batches) -> tuple[Listener, ...]:
+        """Who is told of every step. Args: batches: what the steps take."""
         trainer = self.plan.config.trainer
         return (
             TrackerListener(self.trackers),
-            ProgressListener(self.console, phase, skipped=int(state.guard.skipped)),
+            ProgressListener(self.console, phase, batches.records, skipped=int(state.guard.skipped)),
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )
 

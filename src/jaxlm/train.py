@@ -36,6 +36,7 @@ from jaxlm.plan import Plan, make_plan
 from jaxlm.report import final_report
 from jaxlm.run import Run, open_run
 from jaxlm.startup import check_accelerator, check_performance, describe, group_rows
+from jaxlm.tokenizing import tokenize_on_ray
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     keep_compiled_programs(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
+    tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
     config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
     plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
     console.log_to(plan.log_folder / "train.log")
@@ -169,7 +171,7 @@ def _train_phase(
             batches.restore(resumed.position())
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
-        listeners = run.listeners(phase, state)
+        listeners = run.listeners(phase, state, batches)
         run.keep_programs(phase, steps)
         # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import re
 import threading
 import time
 
@@ -200,6 +201,22 @@ def test_sizes_that_change_take_each_example_once_and_a_position_goes_on(windows
         np.testing.assert_array_equal(
             np.concatenate([batch[name] for batch in found]), order[name][sum(sizes[:before]) :], err_msg=name
         )
+
+
+def test_the_records_of_a_step_are_those_that_it_took():
+    sources = {"a": Windows(numbered_cache(SEQ_LEN * 20), SEQ_LEN), "b": Windows(numbered_cache(SEQ_LEN * 9), SEQ_LEN)}
+    mixture = Mixture(sources, [Stage(0, (3, 1)), Stage(13, (1, 1))], seed=2, shuffle=True)
+    schedule = BatchSchedule(tuple(BatchStage(start, size, 1, size) for start, size in SIZES))
+    batches = train_batches(mixture, schedule, layout_of())
+    batches.restore({"examples": 7, "step": 2})  # with other sizes before, for instance
+    taken = {step: rows(next(batches))["tokens"][:, 0] // SEQ_LEN for step in range(2, 8)}
+    for step, places in taken.items():
+        said = batches.records(step)
+        found = re.fullmatch(r"a: windows? ([\d, ]+) of 20(?:; b: windows? ([\d, ]+) of 9)?", said)
+        assert found, said
+        listed = [int(place) for part in found.groups() if part for place in part.split(", ")]
+        assert sorted(listed) == sorted(places.tolist())
+    batches.close()
 
 
 def test_restoring_while_it_reads_ahead(windows):

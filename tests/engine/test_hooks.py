@@ -1,9 +1,12 @@
+import io
 import math
 
 import pytest
 
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.hooks import CrashListener, NonFiniteError
+from jaxlm.engine.console import Console
+from jaxlm.engine.hooks import CrashListener, NonFiniteError, ProgressListener
+from tests.engine.helpers import phase
 
 
 def info(objective: float = 1.0, norm: float = 1.0, **more) -> StepInfo:
@@ -20,3 +23,25 @@ def test_crash_on_nan_and_on_inf_each_stop_at_their_own(value, key):
         with pytest.raises(NonFiniteError, match=f"step 7.*crash_{key}"):
             CrashListener(**on)(spoilt)
     CrashListener(on_nan=True, on_inf=True)(info())
+
+
+def test_a_skipped_step_names_its_records_and_others_ask_for_none():
+    asked: list[int] = []
+
+    def records(step: int) -> str:
+        asked.append(step)
+        return f"windows of batch {step}"
+
+    shown = io.StringIO()
+    listener = ProgressListener(Console(shown), phase(), records, skipped=3)
+    usual = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
+    usual |= {"train/objective": 1.0, "grad/norm/total": 1.0, "throughput/hook_time": 0.0, "train/skipped_steps": 3.0}
+    for step in (1, 2):
+        listener(StepInfo(step, "train", usual))
+    assert not asked
+    listener(StepInfo(3, "train", {**usual, "train/objective": math.nan, "train/skipped_steps": 4.0}))
+    assert asked == [2]
+    assert (
+        "step 3: loss or gradient is not finite; its update was left out (4 so far). Its batch: windows of batch 2"
+        " (jaxlm.prepare --show_batch 2 prints them)"
+    ) in shown.getvalue()

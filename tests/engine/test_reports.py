@@ -1,11 +1,16 @@
+import io
 import json
+import re
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
+from jaxlm.engine.console import Console
+from jaxlm.engine.hooks import ProgressListener
 from jaxlm.engine.reports import Reports, Totals, Workload
 from jaxlm.engine.step import Report
 from jaxlm.run import totals_at
@@ -41,6 +46,33 @@ def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(t
     assert then["throughput/total_tokens"] == 20 * 512 + 10 * 1024
     assert then["throughput/total_gflops"] == 20 + 10 * 2
     assert totals_at(path, 0) == totals_at(tmp_path / "none.jsonl", 20) == Totals()
+
+
+def test_steps_that_are_found_done_together_share_the_time_that_they_took():
+    """The last steps of a short run, whose reports arrive in a burst: no millions of tokens a second."""
+    now = [100.0]
+
+    def clock() -> float:
+        now[0] += 1e-6  # looking at the clock is all that lies between two reports of a burst
+        return now[0]
+
+    seen: list[StepInfo] = []
+    shown = io.StringIO()
+    phase = TinyRun(one_device()).phase
+    progress = ProgressListener(Console(shown), phase, lambda step: "", skipped=0)
+    workload = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, phase.end)
+    reports = Reports("train", workload, [seen.append, progress], clock=clock)
+    values = {"train/objective": 1.0, "grad/norm/total": 1.0, "train/skipped_steps": 0.0, "optim/learning_rate": 1.0}
+    metrics = {name: jnp.float32(value) for name, value in values.items()}
+    for step in range(phase.end - 2, phase.end + 1):
+        now[0] += 2.0
+        reports.push(step, Report(metrics, {}, jnp.zeros(2, jnp.int32)), 0.0)
+    reports.drain()
+    assert [info.metrics["throughput/duration"] for info in seen] == pytest.approx([2.0] * 3, rel=1e-5)
+    assert sum(info.metrics["throughput/duration"] for info in seen) <= now[0] - 100
+    rates = re.findall(r"([\d,]+) tokens/s", shown.getvalue())
+    assert rates[-1] == "128"
+    assert rates == ["128"] * len(rates)
 
 
 def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():

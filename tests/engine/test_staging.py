@@ -1,6 +1,8 @@
 """Checkpoints behind a URL, on fsspec's store in memory: whole or not there, whatever fails on the way."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import fsspec
@@ -36,6 +38,39 @@ def synchronised(folder: Path) -> list[str]:
     said: list[str] = []
     Staging(URL, folder).synchronise(said.append)
     return said
+
+
+class TestFullDisk:
+    """Deviation: a full local disk is none of the store's faults, and is not called one."""
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    def test_while_a_checkpoint_is_fetched(self, store, tmp_path, monkeypatch, number):
+        here = tmp_path / "here"
+        synchronised(here)
+        Staging(URL, here).publish(checkpoint(here, "step-5"))
+
+        def full(*args, **kwargs):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(type(store), "get_file", full)
+        said = rf"trainer\.checkpointer\.staging_dir: .*{os.strerror(number)}"
+        with pytest.raises(ConfigError, match=said):
+            synchronised(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match=said):
+            staged(URL, tmp_path / "staging")
+
+    def test_a_folder_that_cannot_be_made(self, store, tmp_path):
+        (tmp_path / "a file").write_text("")
+        with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.staging_dir: .*a file/x.* cannot be used"):
+            synchronised(tmp_path / "a file" / "x")
+
+    def test_the_store_is_still_named_where_it_is_the_store(self, store, tmp_path, monkeypatch):
+        def refused(*args, **kwargs):
+            raise PermissionError("Access Denied")
+
+        monkeypatch.setattr(type(store), "pipe_file", refused)
+        with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: memory://store/run cannot be used"):
+            synchronised(tmp_path / "here")
 
 
 def test_what_is_a_url():

@@ -17,27 +17,15 @@ def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
 
 # name: (what is written there, the same here, words of the notes)
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "a dataset by id": (
-        {"data": {"id": "a/b", "name": "c", "stream": True}},
+    "a dataset by id in a mixture": (
+        {"data": {"configs": {"g/a": {"id": "x/y"}, "b": {"train_urls": ["t"]}}, "train_weights": {"g/a": 1, "b": 1}}},
         {
             "data": {
-                "train_urls": ["hf:a/b?name=c&split=train"],
-                "validation_urls": ["hf:a/b?name=c&split=validation"],
+                "configs": {"g.a": {"id": "x/y", "tags": ["g"]}, "b": {"train_urls": ["t"]}},
+                "train_weights": {"g.a": 1, "b": 1},
             }
         },
-        ["data.id", "data.stream"],
-    ),
-    "datasets by id in a mixture": (
-        {"data": {"configs": {"a": {"id": "x/y", "split": "all"}, "b": {"train_urls": ["t"]}}}},
-        {
-            "data": {
-                "configs": {
-                    "a": {"train_urls": ["hf:x/y?split=all"], "validation_urls": ["hf:x/y?split=validation"]},
-                    "b": {"train_urls": ["t"]},
-                }
-            }
-        },
-        ["data.configs.a.id"],
+        ["names with a slash"],
     ),
     "components": (
         {"data": {"components": {"m": {"source": {"type": "url", "train_urls": ["t"]}, "tags": ["x"]}}}},
@@ -110,7 +98,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "what asks for nothing": (
         {
             "optimizer": {"cooldown": None, "haps": None},
-            "trainer": {"quantization": None, "wandb": None, "ray": {}},
+            "trainer": {"quantization": None, "wandb": None},
             "eval_harness": None,
         },
         {"optimizer": {}, "trainer": {}},
@@ -119,11 +107,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "other names": (
         {
             "z_loss_weight": 1e-4,
-            "trainer": {"model_ici_axis_size": 2, "ray": {"auto_start_cluster": False}},
+            "trainer": {"model_ici_axis_size": 2},
             "data": {"cache_options": {"batch_size": 9}},
         },
         {"objective": {"type": "next_token", "z_loss_weight": 1e-4}, "trainer": {"model_axis_size": 2}},
-        ["trainer.ray", "cache_options", "z_loss_weight", "model_ici_axis_size"],
+        ["cache_options", "z_loss_weight", "model_ici_axis_size"],
     ),
 }
 
@@ -143,7 +131,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "harness": ({"eval_harness": {"task_spec": ["mmlu"]}}, r"eval_harness: .*lm-eval"),
     "sophia": ({"optimizer": {"type": "sophia-h"}}, r"optimizer\.type: 'sophia-h'"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
-    "a cluster": ({"trainer": {"ray": {"address": "ray://x"}}}, r"trainer\.ray: an address"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),
     "other tasks": ({"supervised_data": {"mmlu": {}}}, r"supervised_data: .*data\.configs"),

@@ -60,6 +60,10 @@ class Batches(abc.ABC):
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a position that `state` told, in O(1)."""
 
+    @abc.abstractmethod
+    def records(self, step: int) -> str:
+        """What the batch of a step (from 0, none later than the newest) is made of, so that a person can find it."""
+
     def refresh(self, model: LanguageModel) -> None:
         """Tells a stream that depends on the model about its newest form; most do not."""
         del model

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,9 +25,9 @@ from jaxlm.data.durable import locked, needing_space, prepared, publish, replaci
 from jaxlm.data.recipe import Recipe, content_of
 from jaxlm.data.records.base import Content, Encoder, Tokens
 from jaxlm.data.text_file import TextFile
+from jaxlm.data.workers import HERE, Workers
 
 _SHARD_CHARACTERS = 1 << 22  # what a kill can cost
-_SHARDS_AT_ONCE = 2
 _SHOW_EVERY_S = 2.0
 _PLAN = "plan.json"
 
@@ -41,7 +41,12 @@ class _Shard(NamedTuple):
 
 
 def open_or_build(
-    folder: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show
+    folder: Path,
+    files: Sequence[TextFile],
+    encoder: Encoder,
+    made_from: Recipe,
+    show: Show,
+    workers: Workers = HERE,
 ) -> TokenCache:
     """The cache in `folder`, built first where there is none.
 
@@ -53,17 +58,23 @@ def open_or_build(
     if not folder.exists() or building.exists():
         with locked(prepared(folder.parent), show):
             if not folder.exists():  # another process may have been faster
-                _build(folder, building, files, encoder, made_from, show)
+                _build(folder, building, files, encoder, made_from, show, workers)
             shutil.rmtree(building, ignore_errors=True)
     return open_cache(folder, made_from)
 
 
 def _build(
-    folder: Path, building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show
+    folder: Path,
+    building: Path,
+    files: Sequence[TextFile],
+    encoder: Encoder,
+    made_from: Recipe,
+    show: Show,
+    workers: Workers,
 ) -> None:
     with needing_space(building):
         _begin(building, made_from)
-        _make_shards(building, files, encoder, made_from, show)
+        _make_shards(building, files, encoder, made_from, show, workers)
         _check_unchanged(files, made_from)
         _join_shards(building, files, made_from, show)
         publish(building / "finished", folder)
@@ -84,11 +95,13 @@ def _begin(building: Path, made_from: Recipe) -> None:
         leftover.unlink()
 
 
-def _make_shards(building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show) -> None:
+def _make_shards(
+    building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show, workers: Workers
+) -> None:
     """Tokenizes all documents, so many characters at a time; shards that are there already are kept."""
     dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
     progress = _Progress(building.stem, sum(file.size for file in files), show)
-    for number, (shard, found) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder)):
+    for number, (shard, found) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder, workers)):
         if found is None:
             progress.skip(shard.position)
             continue
@@ -117,19 +130,16 @@ def _arrays(shard: _Shard, found: Sequence[Tokens | None], dtype: type[np.unsign
 
 
 def _tokenized(
-    shards: Iterator[_Shard], building: Path, encoder: Encoder
+    shards: Iterator[_Shard], building: Path, encoder: Encoder, workers: Workers
 ) -> Iterator[tuple[_Shard, list[Tokens | None] | None]]:
-    """Shards in their order, each with its documents' tokens; None where it has been written before.
-
-    Several are tokenized at once, so that no core waits for the last long document of one, or for reading and writing.
-    """
+    """Shards in their order, each with its documents' tokens; None where it has been written before."""
     ahead: deque[tuple[_Shard, Future[list[Tokens | None]] | None]] = deque()
-    with ThreadPoolExecutor(_SHARDS_AT_ONCE) as pool:
+    with workers.encoding(encoder) as pool:
         for number, shard in enumerate(shards):
             is_there = _read_shard(_shard_path(building, number)) is not None
             contents = [document.what for document in shard.documents]
-            ahead.append((shard, None if is_there else pool.submit(encoder.encode, contents)))
-            if len(ahead) > _SHARDS_AT_ONCE:
+            ahead.append((shard, None if is_there else pool.submit(contents)))
+            if len(ahead) > pool.at_once:
                 yield _result(*ahead.popleft())
         while ahead:
             yield _result(*ahead.popleft())

@@ -19,6 +19,7 @@ from jaxlm.data.source_config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer, document_ends, load_tokenizer
 from jaxlm.data.weights import block_counts, weight_stages
+from jaxlm.data.workers import HERE, Workers
 
 TRAIN_BPE = "bpe"
 _DEFAULT_VOCABULARY = 8192
@@ -194,22 +195,35 @@ class DataConfig(SourceConfig):
             )
         return tokenizer
 
-    def open(self, tokenizer: Tokenizer, seq_len: int, show: Show) -> TokenData:
-        """The tokens, cut into windows; tokenized first where no cache is there."""
+    def is_tokenized(self) -> bool:
+        """Whether all caches are there that `open` would make."""
         names = self._weighed_names()
-        train = {s.name: s.open(TRAIN, tokenizer, seq_len, show) for s in self.sources() if s.name in names}
-        return TokenData(self, train, self.open_validation(tokenizer, seq_len, show))
+        return all(
+            source.is_tokenized(split)
+            for source in self.sources()
+            for split in (TRAIN, VALIDATION)
+            if source.has(split) and (split == VALIDATION or source.name in names)
+        )
+
+    def open(self, tokenizer: Tokenizer, seq_len: int, show: Show, workers: Workers = HERE) -> TokenData:
+        """The tokens, cut into windows; tokenized first, by `workers`, where no cache is there."""
+        names, trained = self._weighed_names(), {}
+        for source in self.sources():
+            if source.name in names:
+                trained[source.name] = source.open(TRAIN, tokenizer, seq_len, show, workers=workers)
+        return TokenData(self, trained, self.open_validation(tokenizer, seq_len, show, workers=workers))
 
     def open_validation(
-        self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False
+        self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False, workers: Workers = HERE
     ) -> tuple[ValidationData, ...]:
         """The windows to evaluate on alone, of the sources that have any.
 
         Args:
             apart: in token caches named by their content, so that they are never taken for the run's.
+            workers: who tokenizes.
         """
         return tuple(
-            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show, apart=apart))
+            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show, apart=apart, workers=workers))
             for source in self.sources()
             if source.has(VALIDATION)
         )

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlm.core.disk import sync
+from jaxlm.core.disk import FULL, sync
 from jaxlm.core.errors import ConfigError
 
 _LOCK_NAME = ".lock"
@@ -55,7 +55,7 @@ def needing_space(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise ConfigError(
             f"data.cache_dir: no space left for {folder}. What is finished stays: make room and start again"

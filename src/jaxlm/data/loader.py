@@ -87,6 +87,12 @@ class WindowBatches(Batches):
         self._consumed = int(state["examples"])
         self._step = int(state.get("step", self._step))  # positions from before sizes could change say no step
 
+    def records(self, step: int) -> str:
+        """See `Batches.records`: each source, and which of its windows."""
+        batches = self._order.batches
+        first = self._consumed - batches.examples_between(step, self._step)
+        return self._order.mixture.describe(first + np.arange(batches.at(step).size))
+
     def close(self) -> None:
         """Stops reading ahead."""
         if self._ahead is not None:

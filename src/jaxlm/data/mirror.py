@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from jaxlm.core.disk import is_local_failure
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show, Source
 from jaxlm.data.durable import locked, needing_space, prepared, remove_leftovers, replacing
@@ -95,8 +96,8 @@ class RemoteFile(Source):
             try:
                 fs.get_file(path, str(unfinished), callback=_copying(self, show))
             except Exception as error:  # each implementation raises the kinds of its own client library
-                if isinstance(error, OSError) and error.filename == str(unfinished):
-                    raise  # of the local disk
+                if is_local_failure(error, place.parent):
+                    raise
                 raise _unreachable(self.url, self.key, error) from error
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:

@@ -78,6 +78,17 @@ class Mixture:
             places[mine] = self._places(int(number), turns[mine])
         return numbers, places
 
+    def describe(self, examples: np.ndarray) -> str:
+        """Their sources and windows, for people: `wiki: windows 3, 7 of 80; code: window 5 of 9`."""
+        numbers, places = self.find(examples)
+        parts = []
+        for number in np.unique(numbers):
+            mine = places[numbers == number].tolist()
+            name = f"{self.names[number]}: " if self.names[number] else ""
+            listed = f"window{'s' * (len(mine) > 1)} {', '.join(map(str, mine))}"
+            parts.append(f"{name}{listed} of {len(self._windows[number])}")
+        return "; ".join(parts)
+
     def windows(self, number: int) -> Windows:
         """Of a source."""
         return self._windows[number]
@@ -111,11 +122,13 @@ class Mixture:
 
     def _block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The source of each place in a block, and how many of that source's places are before it."""
-        if (stage, block) not in self._blocks:
+        found = self._blocks.get((stage, block))
+        if found is None:
             if len(self._blocks) >= _KEPT_BLOCKS:
+                # Batches are read in one thread, and may be described in another.
                 self._blocks.pop(next(iter(self._blocks)), None)
-            self._blocks[stage, block] = self._made_block(stage, block)
-        return self._blocks[stage, block]
+            found = self._blocks[stage, block] = self._made_block(stage, block)
+        return found
 
     def _made_block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         counts = self._stages[stage].counts

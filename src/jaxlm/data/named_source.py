@@ -20,6 +20,7 @@ from jaxlm.data.source_config import TRAIN, USUAL_TEXT_KEY, VALIDATION, Listed, 
 from jaxlm.data.sources import open_files
 from jaxlm.data.text_file import TextFile
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.workers import HERE, Workers
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,25 @@ class NamedSource:
         """Its format, with the tokenizer."""
         return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
 
-    def open(self, split: str, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False) -> Windows:
+    def is_tokenized(self, split: str) -> bool:
+        """Whether `open` would find a cache."""
+        return (self.folder / split).exists()
+
+    def open(
+        self,
+        split: str,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        show: Show,
+        *,
+        apart: bool = False,
+        workers: Workers = HERE,
+    ) -> Windows:
         """Its windows; tokenized first where no cache is there.
 
         Args:
             apart: in a cache named by its content.
+            workers: who tokenizes.
         """
         named = (lambda line: show(f"{self.name} {line}")) if self.name else show
         how = self.config.format
@@ -104,7 +119,7 @@ class NamedSource:
         made_from = {**made_from, **how.recipe(), **encoder.recipe()}
         apart_name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / apart_name if apart else self.folder
-        cache = open_or_build(folder / split, files, encoder, made_from, named)
+        cache = open_or_build(folder / split, files, encoder, made_from, named, workers)
         if how.documents_a_window is None:
             return Windows(cache, seq_len)
         windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))

@@ -1,8 +1,9 @@
 """What looks on while a phase trains."""
 
 import math
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.console import Console, duration
@@ -11,6 +12,8 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.trackers import Tracker
 from jaxlm.evals.base import Eval
 from jaxlm.models.base import LanguageModel
+
+_RECENT_STEPS = 50  # that the progress line's pace is of
 
 
 class TrackerListener:
@@ -26,46 +29,69 @@ class TrackerListener:
                 tracker.log_histograms(info.step, info.histograms)
 
 
+class _Timed(NamedTuple):
+    """A step.
+
+    Attributes:
+        seconds: that it took.
+        between: seconds of evaluations and saves before it.
+    """
+
+    tokens: float
+    seconds: float
+    between: float
+
+
 class ProgressListener:
     """Keeps one line of progress on the console, and says aloud when a step was skipped."""
 
-    def __init__(self, console: Console, phase: Phase, *, skipped: int):
-        """Args: skipped: steps that had been skipped before this phase went on."""
+    def __init__(self, console: Console, phase: Phase, records: Callable[[int], str], *, skipped: int):
+        """Args:
+        records: what the batch of a step, counted from 0, was made of; asked for where the step was skipped.
+        skipped: steps that had been skipped before this phase went on.
+        """
         self._console = console
         self._phase = phase
+        self._records = records
         self._skipped = skipped
-        self._began: float | None = None
-        self._steps_seen = 0
+        self._recent: deque[_Timed] = deque(maxlen=_RECENT_STEPS)
+        self._warming_up = True
 
     def __call__(self, info: StepInfo) -> None:
         self._warn_of_skip(info)
-        if self._began is None:
-            self._began = time.monotonic()  # the first step took the compile with it: it says nothing about the rest
-        else:
-            self._steps_seen += 1
+        if self._warming_up and self._recent:
+            self._recent.clear()  # the first step waited for more than itself: it says nothing about the rest
+            self._warming_up = False
+        seconds = info.metrics["throughput/duration"]
+        tokens = info.metrics["throughput/tokens_per_second"] * seconds
+        self._recent.append(_Timed(tokens, seconds, info.metrics["throughput/hook_time"]))
         text = "  ".join(self._parts(info))
         self._console.progress(text, last=info.step == self._phase.end)
 
     def _parts(self, info: StepInfo) -> list[str]:
         metrics = info.metrics
+        # Of several steps: reports may arrive together, long after the steps that they are of.
+        seconds = sum(step.seconds for step in self._recent)
         parts = [
             f"step {info.step}/{self._phase.end}",
             f"loss {metrics.get('train/loss', metrics['train/objective']):.4f}",
             f"lr {metrics['optim/learning_rate']:.2e}",
-            f"{metrics['throughput/tokens_per_second']:,.0f} tokens/s",
+            f"{sum(step.tokens for step in self._recent) / seconds:,.0f} tokens/s",
         ]
         if "throughput/mfu" in metrics:
             parts.append(f"MFU {metrics['throughput/mfu']:.1%}")
-        if self._steps_seen and self._began is not None:
-            pace = (time.monotonic() - self._began) / self._steps_seen
-            parts.append(f"ETA {duration(pace * (self._phase.end - info.step))}")
+        pace = (seconds + sum(step.between for step in self._recent)) / len(self._recent)
+        parts.append(f"ETA {duration(pace * (self._phase.end - info.step))}")
         return parts
 
     def _warn_of_skip(self, info: StepInfo) -> None:
         skipped = int(info.metrics["train/skipped_steps"])
         if skipped > self._skipped:
             self._skipped = skipped
-            self._console.show(f"step {info.step}: {_why_skipped(info)}; its update was left out ({skipped} so far)")
+            self._console.show(
+                f"step {info.step}: {_why_skipped(info)}; its update was left out ({skipped} so far). Its batch:"
+                f" {self._records(info.step - 1)} (jaxlm.prepare --show_batch {info.step - 1} prints them)"
+            )
 
 
 def _why_skipped(info: StepInfo) -> str:

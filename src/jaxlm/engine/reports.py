@@ -1,5 +1,6 @@
 """What the steps report, fetched without making the devices wait."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -78,6 +79,26 @@ class Workload:
         return numbers
 
 
+@dataclass
+class _Flight:
+    """A step that was dispatched.
+
+    Attributes:
+        loading_s: seconds that the host waited for its batch.
+        seconds: that it took, once that is known.
+    """
+
+    step: int
+    report: Report
+    loading_s: float
+    seconds: float | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its report could be had without waiting."""
+        return self.report.tally.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class Reports:
     """The steps in flight, oldest first.
 
@@ -85,15 +106,27 @@ class Reports:
         tally: the processes' common decision in the newest report that was fetched.
     """
 
-    def __init__(self, phase: str, workload: Workload, listeners: Sequence[Listener], watch: WatchConfig | None = None):
-        """Args: watch: what the steps were compiled to look at."""
+    def __init__(
+        self,
+        phase: str,
+        workload: Workload,
+        listeners: Sequence[Listener],
+        watch: WatchConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Args:
+        watch: what the steps were compiled to look at.
+        clock: seconds.
+        """
         self.tally: np.ndarray | None = None
         self._phase = phase
         self._workload = workload
         self._listeners = listeners
         self._watch = watch
-        self._flying: deque[tuple[int, Report, float]] = deque()
-        self._last_arrival = time.perf_counter()
+        self._clock = clock
+        self._flying: deque[_Flight] = deque()
+        self._last_arrival = clock()
         self._hooks_s = 0.0
 
     def push(self, step: int, report: Report, loading_s: float) -> None:
@@ -104,7 +137,7 @@ class Reports:
         """
         for array in jax.tree.leaves(report):
             array.copy_to_host_async()
-        self._flying.append((step, report, loading_s))
+        self._flying.append(_Flight(step, report, loading_s))
         while len(self._flying) >= MAX_IN_FLIGHT:
             self._land()
 
@@ -118,21 +151,36 @@ class Reports:
 
         The next step reports it as `throughput/hook_time`.
         """
-        now = time.perf_counter()
+        now = self._clock()
         self._hooks_s = now - self._last_arrival
         self._last_arrival = now
 
     def _land(self) -> None:
-        step, report, loading_s = self._flying.popleft()
+        flight = self._flying.popleft()
+        seconds = self._arrived(flight) if flight.seconds is None else flight.seconds
+        step, report = flight.step, flight.report
         metrics = {name: float(value) for name, value in jax.device_get(report.metrics).items()}
         histograms: dict[str, Histogram] = {}
         if self._watch is not None and self._watch.due(step):
             scalars, histograms = arrived(jax.device_get(report.watched))
             metrics |= scalars
         self.tally = np.asarray(report.tally)
-        now = time.perf_counter()
-        metrics |= self._workload.progress(step) | self._workload.throughput(step, now - self._last_arrival)
-        metrics |= {"throughput/loading_time": loading_s, "throughput/hook_time": self._hooks_s}
-        self._last_arrival, self._hooks_s = now, 0.0
+        metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
+        metrics |= {"throughput/loading_time": flight.loading_s, "throughput/hook_time": self._hooks_s}
+        self._hooks_s = 0.0
         for listener in self._listeners:
             listener(StepInfo(step, self._phase, metrics, histograms))
+
+    def _arrived(self, flight: _Flight) -> float:
+        """Waits for a step, and tells how long it took.
+
+        Steps that are found done together share the time since the one before them: when each of them was done, nobody saw.
+        """
+        jax.block_until_ready(flight.report)
+        now = self._clock()
+        together = [flight, *itertools.takewhile(lambda other: other.is_done, self._flying)]
+        seconds = (now - self._last_arrival) / len(together)
+        for one in together:
+            one.seconds = seconds
+        self._last_arrival = now
+        return seconds

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxlm.core.disk import is_local_failure
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.integrity import CHECKSUMS, DamagedError
 from jaxlm.engine.naming import CheckpointName, find_checkpoints
@@ -39,16 +40,18 @@ class Staging:
         """Uploads what an earlier process had not come to, and fetches the newest checkpoint that is whole.
 
         Raises:
-            ConfigError: the store cannot be read or written.
+            ConfigError: the store, or the local folder, cannot be read or written.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._remote.probe()
             self._remote.remove_unfinished()
             for pending in self._folder.glob(f"*{_PENDING}"):
                 self.publish(self._folder / pending.name.removesuffix(_PENDING))
             self._fetch(show)
         except Exception as error:  # each store raises the kinds of its own client library
+            if is_local_failure(error, self._folder):
+                raise _unusable(self._folder, error) from error
             raise ConfigError(
                 f"trainer.checkpointer.base_path: {self._remote.url} cannot be used ({type(error).__name__}: {error})."
                 " Check the address, the network and your credentials"
@@ -101,7 +104,7 @@ def staged(url: str, staging_dir: Path) -> list[Path]:
     """A local copy of the newest whole checkpoint where a URL points: at it, at a run's folder, or at a folder of runs.
 
     Raises:
-        ConfigError: the store cannot be read.
+        ConfigError: the store cannot be read, or the local folder not be written.
     """
     try:
         place = _newest(url.rstrip("/"))
@@ -112,7 +115,16 @@ def staged(url: str, staging_dir: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         return [fetched(remote, name, folder)]
     except Exception as error:  # each store raises the kinds of its own client library
+        if is_local_failure(error, staging_dir):
+            raise _unusable(staging_dir, error) from error
         raise ConfigError(f"{url} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _unusable(folder: Path, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"trainer.checkpointer.staging_dir: {folder}, where checkpoints behind URLs are staged, cannot be used"
+        f" ({error}). What is in the store is whole. Make room or change permissions, or name another folder"
+    )
 
 
 def _newest(url: str) -> tuple[RemoteFolder, str] | None:

@@ -137,20 +137,12 @@ class _Reading:
             self.notes.append(
                 "trainer.tracker of type json_logger or noop is left out: metrics.jsonl is always written"
             )
-        self._processes()
         profiler = trainer.get("profiler")
         steps = {key: self.take(f"trainer.profiler_{key}") for key in ("start_step", "num_steps")}
         if profiler is True:
             trainer["profiler"] = {key: value for key, value in steps.items() if value is not None}
         elif profiler is False:
             trainer["profiler"] = None
-
-    def _processes(self) -> None:
-        ray = self.take("trainer.ray")
-        if isinstance(ray, Mapping) and ray.get("address"):
-            raise self.error("trainer.ray", "an address is given; text is tokenized by processes of this machine")
-        if ray not in _NOTHING:
-            self.notes.append("trainer.ray is left out: text is tokenized by processes of this machine")
 
     def optimizer(self) -> None:
         optimizer = self.tree.get("optimizer")

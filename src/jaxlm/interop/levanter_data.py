@@ -1,9 +1,8 @@
-"""Levanter's spelling of the `data` section: datasets by `id`, `components`, names with slashes."""
+"""Levanter's spelling of the `data` section: `components`, names with slashes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_HUB = ("id", "name", "split", "stream")
 _CACHE_OPTIONS = "cache_options"
 
 
@@ -27,23 +26,10 @@ def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def _source(section: Mapping[str, Any], key: str, note: Callable[[str], None]) -> dict[str, Any]:
-    """A source whose dataset is named by URLs."""
-    made = {name: value for name, value in section.items() if name not in (*_HUB, _CACHE_OPTIONS)}
+    made = {name: value for name, value in section.items() if name != _CACHE_OPTIONS}
     if section.get(_CACHE_OPTIONS):
         note(f"{key}.{_CACHE_OPTIONS} is left out: how much is tokenized at once follows from the machine")
-    if section.get("id") is None:
-        return made | {name: section[name] for name in _HUB if section.get(name) and name != "id"}
-    for urls, split in (("train_urls", section.get("split") or "train"), ("validation_urls", "validation")):
-        if urls not in made:
-            made[urls] = [_hub_url(section["id"], section.get("name"), split)]
-    note(f"{key}.id is read as {key}.train_urls and validation_urls: {made['train_urls'][0]}")
-    if section.get("stream"):
-        note(f"{key}.stream is left out: a dataset of the hub is copied once")
     return made
-
-
-def _hub_url(name: str, configuration: str | None, split: str) -> str:
-    return f"hf:{name}?" + (f"name={configuration}&" if configuration else "") + f"split={split}"
 
 
 def _component(part: Any) -> Any:
@@ -64,7 +50,7 @@ def _name_sources(made: dict[str, Any], note: Callable[[str], None]) -> None:
     made["configs"] = {names[name]: _in_its_group(name, part) for name, part in configs.items()}
     if names.keys() != made["configs"].keys():
         note("data.configs: names with a slash get a point, and the part before it as a tag")
-    trained = {names[name] for name, part in configs.items() if not isinstance(part, Mapping) or part.get("train_urls")}
+    trained = {names[name] for name, part in configs.items() if not isinstance(part, Mapping) or _is_trained(part)}
 
     def weights(given: Any) -> Any:
         if not isinstance(given, Mapping):
@@ -78,6 +64,10 @@ def _name_sources(made: dict[str, Any], note: Callable[[str], None]) -> None:
         made["train_weights"] = [[*s[:-1], weights(s[-1])] if isinstance(s, list) and s else s for s in stages]
     elif stages is not None:
         made["train_weights"] = weights(stages)
+
+
+def _is_trained(source: Mapping[str, Any]) -> bool:
+    return any(source.get(key) for key in ("train_urls", "id", "source"))
 
 
 def _in_its_group(name: str, part: Any) -> Any:

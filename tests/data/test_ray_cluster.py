@@ -1,0 +1,127 @@
+"""`trainer.ray`: a cache that a cluster has made is the one that this process makes, also where workers are killed."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import cache_building
+from jaxlm.data.cache_building import open_or_build
+from jaxlm.data.ray_cluster import RayConfig, joined
+from jaxlm.data.recipe import cache_recipe
+from jaxlm.data.records.base import Encoder
+from jaxlm.data.records.text import TextFormat
+from jaxlm.data.sources import find_files
+from jaxlm.data.workers import HERE
+from tests.data.helpers import small_tokenizer, write_corpus
+
+
+def test_a_cluster_that_is_not_there(monkeypatch):
+    with (
+        pytest.raises(ConfigError, match=r"trainer\.ray\.address: '127\.0\.0\.1:1' cannot be reached \(ConnectionRef"),
+        RayConfig(address="127.0.0.1:1").cluster(print, shared=False),
+    ):
+        pass
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert RayConfig().is_wanted
+    assert not RayConfig(auto_start_cluster=False).is_wanted  # the guide's way of doing without Ray
+    assert RayConfig(address="host:1", auto_start_cluster=False).is_wanted
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert RayConfig(auto_start_cluster=False).is_wanted
+    with (
+        pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1' cannot be reached.*Leave trainer\.ray out"),
+        RayConfig().cluster(print, shared=False),
+    ):
+        pass
+
+
+def killing_one(folder: Path, killed: list[int]) -> threading.Thread:
+    """A thread that kills the worker which begins the fourth part, while it works on it."""
+
+    def watch() -> None:
+        while len(begun := sorted(folder.iterdir())) < 4:
+            time.sleep(0.01)
+        killed.append(int(begun[-1].name.partition("-")[2]))
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 300)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    @dataclass(frozen=True)
+    class Slow(Encoder):
+        """Leaves its process id for each part, and takes its time. Ray copies it by value."""
+
+        usual: Any
+        begun: Path
+
+        def read(self, file):
+            return self.usual.read(file)
+
+        def encode(self, contents):
+            if contents and "not tokenized" in contents[0]:
+                raise ConfigError("this cannot be tokenized")
+            (self.begun / f"{time.time():.6f}-{os.getpid()}").touch()
+            time.sleep(0.2)
+            return self.usual.encode(contents)
+
+        def recipe(self):
+            return {}
+
+        def nothing_to_learn(self):
+            return ""
+
+    write_corpus(tmp_path / "text")
+    (tmp_path / "begun").mkdir()
+    tokenizer = small_tokenizer()
+    usual = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
+    said: list[str] = []
+
+    def build(name: str, encoder: Encoder, workers, text: str = "text") -> dict[str, bytes]:
+        files = find_files([str(tmp_path / text)], "x", "text")
+        made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        open_or_build(tmp_path / name / "train", files, encoder, made_from, said.append, workers)
+        return {path.name: path.read_bytes() for path in (tmp_path / name / "train").iterdir()}
+
+    expected = build("local", usual, HERE)
+    before = signal.getsignal(signal.SIGTERM)
+    with RayConfig().cluster(said.append, shared=True) as workers:
+        import ray
+
+        killed: list[int] = []
+        killer = killing_one(tmp_path / "begun", killed)
+        assert build("cluster", Slow(usual, tmp_path / "begun"), workers) == expected
+        killer.join()
+        begun = [path.name for path in (tmp_path / "begun").iterdir()]
+        assert len({name.partition("-")[2] for name in begun}) > 1
+        assert len(killed) == 1
+        alone = sum(node["Alive"] for node in ray.nodes())
+        # Errors of the tokenizing arrive as they were raised.
+        (tmp_path / "bad.txt").write_text("not tokenized")
+        with pytest.raises(ConfigError, match=r"^this cannot be tokenized"):
+            build("bad", Slow(usual, tmp_path / "begun"), workers, "bad.txt")
+        # Another process's machine; here it is the same one.
+        with joined(workers.meeting) as node:
+            end = time.monotonic() + 60
+            while sum(n["Alive"] for n in ray.nodes()) == alone and time.monotonic() < end:
+                assert node.poll() is None
+                time.sleep(0.2)
+            assert sum(n["Alive"] for n in ray.nodes()) == alone + 1
+        assert node.poll() is not None
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert any(line.startswith("ray: tokenizing on ") and "(started)" in line for line in said)
+    shown = capfd.readouterr()
+    lines = [line for line in (shown.out + shown.err).splitlines() if line.strip()]
+    assert all("(raylet)" in line for line in lines), lines  # it tells of the worker that died, and of nothing else

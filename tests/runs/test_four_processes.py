@@ -1,0 +1,59 @@
+"""Four processes train as one: each reads its own rows, once, and all of them together each row once."""
+
+import json
+
+import pytest
+
+from tests.runs.commands import Workplace
+from tests.runs.test_signals import process_end
+
+STEPS, ROWS = 8, 16
+RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3")
+
+
+def numbers(place: Workplace) -> dict[tuple[int, str], float]:
+    lines = (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    names = ("train/loss", "eval/loss", "grad/norm/total")
+    return {(record["step"], name): record[name] for record in records for name in names if name in record}
+
+
+def reads(place: Workplace, kind: str) -> list[list[list[int]]]:
+    """Of each process, the rows of each batch."""
+    found = []
+    for number in range(4):
+        lines = (place.folder / f"reads-{number}.jsonl").read_text().splitlines()
+        found.append([record["rows"] for record in map(json.loads, lines) if record["kind"] == kind])
+    return found
+
+
+@pytest.mark.slow
+def test_each_row_is_read_by_one_process_and_the_losses_are_those_of_one(workplace):
+    alone, four = workplace(1), workplace(1)
+    for place in (alone, four):
+        place.write()
+    result = alone.run(*RUN)
+    assert result.code == 0, result.err
+    processes = four.start_all(4, *RUN, module="tests.runs.reading", JAXLM_TEST_READS="reads")
+    for code, _, err in [process_end(process) for process in processes]:
+        assert code == 0, err
+
+    expected, found = numbers(alone), numbers(four)
+    assert found.keys() == expected.keys()
+    assert len([key for key in found if key[1] == "train/loss"]) == STEPS
+    assert max(abs(found[key] / expected[key] - 1) for key in expected) < 1e-5
+
+    batches = reads(four, "train")
+    assert all(len(rows) == ROWS // 4 for process in batches for rows in process)
+    assert all(len(process) >= STEPS for process in batches)
+    for number in range(STEPS):
+        together = [row for process in batches for row in process[number]]
+        assert sorted(together) == list(range(number * ROWS, (number + 1) * ROWS))
+    own = [[row for rows in process for row in rows] for process in batches]
+    assert all(len(rows) == len(set(rows)) for rows in own)
+
+    evaluated = reads(four, "eval")
+    assert len({len(process) for process in evaluated}) == 1
+    for rows in zip(*evaluated, strict=True):
+        together = [row for part in rows for row in part]
+        assert len(together) == len(set(together)) == ROWS

@@ -1,0 +1,36 @@
+"""Which caches are made on a cluster, and when there is one."""
+
+import contextlib
+from dataclasses import dataclass
+
+from jaxlm.data.config import DataConfig
+from jaxlm.data.ray_cluster import RayConfig
+from jaxlm.data.workers import HERE
+from jaxlm.tokenizing import tokenize_on_ray
+from tests.data.helpers import write_corpus
+
+
+def test_a_cluster_is_there_while_caches_are_made_and_not_for_those_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    events: list[str] = []
+
+    @dataclass(frozen=True)
+    class Cluster(RayConfig):
+        @contextlib.contextmanager
+        def cluster(self, show, *, shared):
+            events.append(f"begun, shared {shared}")
+            yield HERE
+            events.append("stopped")
+
+    write_corpus(tmp_path / "text")
+    text = [str(tmp_path / "text")]
+    config = DataConfig(train_urls=text, validation_urls=text, cache_dir=str(tmp_path / "cache"), vocab_size=270)
+    tokenizer = config.load_tokenizer(lambda _: None)
+    for none in (None, Cluster(auto_start_cluster=False)):
+        tokenize_on_ray(none, [config], tokenizer, 16, print)
+    assert not config.is_tokenized()
+    tokenize_on_ray(Cluster(), [config], tokenizer, 16, lambda _: None)
+    assert config.is_tokenized()
+    assert events == ["begun, shared False", "stopped"]
+    tokenize_on_ray(Cluster(), [config], tokenizer, 16, print)
+    assert len(events) == 2
