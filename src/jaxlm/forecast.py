@@ -27,6 +27,7 @@ from jaxlm.core.programs import Collective, collectives_a_run
 from jaxlm.core.topologies import Topology
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.console import Console, table
+from jaxlm.models.experts import num_active
 from jaxlm.models.recompute import FULL
 from jaxlm.plan import Plan, make_plan
 
@@ -42,6 +43,7 @@ class Forecast:
     Attributes:
         compiled_for: the real chip, or simulated devices.
         compute_seconds, state_seconds, communication_seconds: of one step, each on its own.
+        parameters, active_parameters: in all, and those that a token meets.
         step_seconds: all communication hidden behind computation.
         step_seconds_exposed: none of it.
         mfu: of the optimistic step, attention counted causally; mfu_palm: over the whole sequence.
@@ -52,6 +54,8 @@ class Forecast:
     topology: str
     chips: int
     compiled_for: str
+    parameters: int
+    active_parameters: int
     tokens_per_step: int
     compute_seconds: float
     state_seconds: float
@@ -95,12 +99,15 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     moved = collectives_a_run(step.call.as_text() or "")
     communication = sum(n * _seconds(collective, plan, topology) for collective, n in moved.items())
     seconds, exposed = max(compute, communication) + state, compute + communication + state
+    model = plan.recipe.abstract_state(plan.phases[0]).model
     flops = config.model.flops_per_token(plan.recipe.Vocab.size)
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
         chips=topology.num_chips,
         compiled_for=compiled_for,
+        parameters=tree.num_parameters(model),
+        active_parameters=num_active(model),
         tokens_per_step=plan.tokens_per_step,
         compute_seconds=compute,
         state_seconds=state,
@@ -156,6 +163,7 @@ def _rows(one: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if one.memory_bytes is None else gib(one.memory_bytes)
     return [
         ("compiled for", f"{one.compiled_for}, recomputation {one.recomputation}"),
+        ("parameters", f"{one.parameters:,}, {one.active_parameters:,} of them active for a token"),
         (
             "step",
             f"{one.tokens_per_step:,} tokens, {one.step_seconds:.3f} s ({one.step_seconds_exposed:.3f} s exposed)",

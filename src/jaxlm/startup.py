@@ -13,6 +13,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.length import describe_data
 from jaxlm.models.backends.choice import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.experts import num_active
 from jaxlm.models.kernels import default_chunk_tokens
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_keep
@@ -63,9 +64,8 @@ def _evals(plan: Plan) -> str:
 
 def _sizes(plan: Plan) -> str:
     abstract = plan.recipe.abstract_state(plan.phases[0]).model
-    count = tree.num_parameters(abstract)
     kind = type(plan.config.model).__name__.removesuffix("Config")
-    return f"{kind}, {count:,} parameters, vocabulary {plan.recipe.Vocab.size:,}"
+    return f"{kind}, {parameters(abstract)}, vocabulary {plan.recipe.Vocab.size:,}"
 
 
 def _built(plan: Plan) -> LanguageModel:
@@ -77,6 +77,12 @@ def _logits(plan: Plan) -> str:
     if jax.eval_shape(lambda model: model.lm_head(), _built(plan)) is None:
         return "from logits that the model makes whole"
     return "gradient in the forward pass: logits are never whole"
+
+
+def parameters(model: LanguageModel) -> str:
+    """How many there are and, where that is another number, how many a token meets."""
+    count, active = tree.num_parameters(model), num_active(model)
+    return f"{count:,} parameters" + (f" ({active:,} active for a token)" if active < count else "")
 
 
 def _remat(plan: Plan) -> str:

@@ -34,6 +34,7 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
 
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-own-heads": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 16}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
     "mistral": ("mistral", {"sliding_window": 7, "head_dim": 12}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"}),
@@ -64,6 +66,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "head_dim": 8,
         },
+    ),
+    "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7, "head_dim": 12}),
+    "mixtral-tied": ("mixtral", {"num_local_experts": 3, "tie_word_embeddings": True, "head_dim": 8}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen3_moe-windows": (
+        "qwen3_moe",
+        {**EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "head_dim": 8},
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),

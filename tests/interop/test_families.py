@@ -43,6 +43,26 @@ class Arrays:
         return self._arrays[name]
 
 
+def as_in_files(name, arrays):
+    """What transformers calls by another name in memory than in files: the head of GPT-NeoX, and experts."""
+    is_mixtral = name.startswith("mixtral")
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    for key, array in arrays.items():
+        key = key.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else key
+        if name.startswith("gpt_neox"):
+            key = key.replace("lm_head.weight", "embed_out.weight")
+        stem, _, last = key.rpartition(".")
+        if last == "gate_up_proj":
+            for expert, both in enumerate(array):
+                yield from zip(
+                    (f"{stem}.{expert}.{part}.weight" for part in (gate, up)), np.split(both, 2), strict=True
+                )
+        elif last == "down_proj":
+            yield from ((f"{stem}.{expert}.{down}.weight", one) for expert, one in enumerate(array))
+        else:
+            yield key, array
+
+
 def abstract(config):
     return jax.eval_shape(lambda key: config.build(vocab_axis(VOCAB), key=key), jax.random.key(0))
 
@@ -97,9 +117,7 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
 
     def in_our_tree(arrays):
-        # In memory transformers calls the head of GPT-NeoX something else than in files.
-        head = {"lm_head.weight": "embed_out.weight"} if name.startswith("gpt_neox") else {}
-        source = Arrays({head.get(key, key): array.detach().numpy() for key, array in arrays.items()})
+        source = Arrays(dict(as_in_files(name, {key: array.detach().numpy() for key, array in arrays.items()})))
         table = opened.family.tensors(opened.config)
         return tree.leaves(load_weights(abstract(opened.config), table, source, one_device(), where="torch"))
 

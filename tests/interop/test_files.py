@@ -139,7 +139,7 @@ def test_bfloat16_is_exact_both_ways(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_bias": True}, "attention_bias: True given, which cannot be imported; False can"),
+        ({"attention_dropout": 0.5}, "attention_dropout: 0.5 given, which cannot be imported; 0.0 can"),
         ({"some_new_key": 3}, "some_new_key: 3 given; it is not known what this means"),
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope_scaling: the type 'ntk' is not known"),
         ({"hidden_act": "mish"}, "hidden_act: 'mish' given"),

@@ -17,7 +17,7 @@ from jaxlm.models.llama import LlamaConfig
 
 CONFIG = LlamaConfig(seq_len=64, hidden_dim=2048, intermediate_dim=5632, num_layers=10, num_heads=16, num_kv_heads=4)
 VOCAB = 16000
-SIZES = {"embed": 2048, "mlp": 5632, "heads": 16, "kv_heads": 4, "head_size": 128, "vocab": VOCAB}
+SIZES = {"embed": 2048, "mlp": 5632, "heads": 16, "kv_heads": 4, "head_size": 128, "vocab": VOCAB, "layers": 10}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     """A gigabyte of random bfloat16, written without ever being in memory."""
     folder = tmp_path_factory.mktemp("gigabyte")
     family = family_of_config(CONFIG)
-    rows = expanded(family.tensors(CONFIG), CONFIG.num_layers)
+    rows = expanded(family.tensors(CONFIG), SIZES)
     infos = {name: TensorInfo(tensor.shape(SIZES), np.dtype(jnp.bfloat16)) for name, tensor, _ in rows}
     total = sum(info.num_bytes for info in infos.values())
     shards = list(in_shards(infos, total // 7))

@@ -57,7 +57,9 @@ def test_terms_and_metrics_are_the_definition(model, z, smoothing):
     terms, metrics, slot = objective.terms(model, batch, None, key=None)
     total, plain, z_loss, correct, weight = reference(model, batch, z, smoothing)
     assert slot is None
-    assert set(terms) == set(objective.weights(batch)) == {"loss"}
+    assert set(terms) == {"loss"}, "no layer of a dense model adds anything"
+    assert set(objective.weights(batch)) == {"loss", "auxiliary"}
+    assert float(objective.weights(batch)["auxiliary"]) == np.sum(np.asarray(batch.segment_ids.array) != 0)
     assert set(metrics) == ({"loss", "accuracy", "z_loss"} if z else {"loss", "accuracy"})
     np.testing.assert_allclose(terms["loss"].total, total, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"].total, plain, rtol=1e-5)

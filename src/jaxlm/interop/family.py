@@ -208,4 +208,7 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
 
 
 # How the model is computed, and what is written as a number where ours may be null.
-_NOT_COMPARED = ("gradient_checkpointing", "scan_layers", "attn_backend", "num_kv_heads", "head_dim")
+_NOT_COMPARED = (
+    *("gradient_checkpointing", "scan_layers", "attn_backend", "num_kv_heads", "head_dim"),
+    "router_z_loss_coef",  # they have no such loss; what the model computes is the same
+)

@@ -1,7 +1,7 @@
 """A model in a folder as Hugging Face writes it: read it, and write it."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jaxlm.interop.publishing import check_free, publishing
 from jaxlm.interop.renamed import Renamed
 from jaxlm.interop.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.sources import open_tensors
-from jaxlm.interop.weights import Tensor, axis_sizes, expanded, own_axes
+from jaxlm.interop.weights import Tensor, axis_sizes, expanded
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -167,27 +167,22 @@ class _Writer:
         self._leaves = dict(leaves)
         self._sizes = axis_sizes(leaves)
         self._layout = layout
-        self._places: dict[str, tuple[Tensor, int | None]] = {
-            name: (tensor, layer) for name, tensor, layer in expanded(tensors, self._sizes.get("layers", 0))
+        self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+            name: (tensor, numbers) for name, tensor, numbers in expanded(tensors, self._sizes)
         }
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
         self.infos = {name: TensorInfo(tensor.shape(self._sizes), dtype) for name, (tensor, _) in self._places.items()}
-        # One program for each shape: the slice of a layer, whole on every device.
-        self._whole: Callable[..., jax.Array] = jax.jit(
-            lambda array, layer, axis: jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False),
-            static_argnums=2,
-            out_shardings=layout.replicated(),
-        )
-        self._gathered = jax.jit(lambda array: array, out_shardings=layout.replicated())
+        # One program for each shape: what is one tensor of theirs, whole on every device.
+        self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
 
     def arrays(self, names: list[str]) -> Iterator[np.ndarray]:
         """Each tensor when it is asked for."""
         for name in names:
-            tensor, layer = self._places[name]
+            tensor, numbers = self._places[name]
             leaves = [self._leaves[part.path] for part in tensor.parts]
-            hosted = [self._on_host(leaf, layer).astype(self.infos[name].dtype) for leaf in leaves]
-            yield tensor.write(hosted, [own_axes(leaf) for leaf in leaves], self._sizes)
+            hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
+            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
 
     def write(self, folder: Path, largest_file: int) -> None:
         """The files of weights, and their index where there are several."""
@@ -201,11 +196,16 @@ class _Writer:
             index = {"metadata": {"total_size": total}, "weight_map": where}
             _write_json(folder / "model.safetensors.index.json", index)
 
-    def _on_host(self, leaf: hax.NamedArray, layer: int | None) -> np.ndarray:
-        if layer is None:
-            return np.asarray(self._gathered(leaf.array))
-        axis = [a.name for a in leaf.axes].index("layers")
-        return np.asarray(self._whole(leaf.array, layer, axis))
+    def _on_host(self, leaf: hax.NamedArray, stacked: Sequence[str], numbers: tuple[int, ...]) -> np.ndarray:
+        names = [axis.name for axis in leaf.axes]
+        return np.asarray(self._whole(leaf.array, numbers, tuple(names.index(axis) for axis in stacked)))
+
+
+def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...]) -> jax.Array:
+    """The array at one number of each of these axes."""
+    for number, axis in sorted(zip(numbers, axes, strict=True), key=lambda pair: -pair[1]):
+        array = jax.lax.dynamic_index_in_dim(array, number, axis, keepdims=False)
+    return array
 
 
 def _write_json(path: Path, content: Json) -> None:

@@ -4,6 +4,7 @@ A host reads only what its own devices hold, one device's share of one parameter
 hold themselves, no more than that is in memory.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +14,16 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.sources import TensorSource
-from jaxlm.interop.weights import Sizes, Tensor, axis_sizes, expanded, own_axes
+from jaxlm.interop.weights import Sizes, Tensor, axis_sizes, expanded
 from jaxlm.models.base import LanguageModel
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # in files of tied models too, where the embedding stands for it
 _MOST_SHOWN = 40
+View = Callable[[tuple[int, ...]], np.ndarray]
+"""Numbers of the stacked axes -> our part of that tensor of theirs."""
 
 
 def load_weights(
@@ -57,11 +59,10 @@ def load_weights(
     def placed(path: str, leaf: Any) -> Any:
         tensor, number = places[path]
 
-        def view(layer: int | None) -> np.ndarray:
-            theirs = source.view(names.of(tensor.name if layer is None else tensor.name.format(layer=layer)))
-            return tensor.read(theirs, number, sizes, own_axes(leaf))
+        def view(numbers: tuple[int, ...]) -> np.ndarray:
+            return tensor.read(source.view(names.of(tensor.numbered(numbers))), number, sizes, tensor.own_axes(leaf))
 
-        return hax.NamedArray(_spread(leaf, view, layout), leaf.axes)
+        return hax.NamedArray(_spread(leaf, tensor.stacked, view, layout), leaf.axes)
 
     return tree.map_leaves(placed, abstract)
 
@@ -82,7 +83,7 @@ def _check(
 ) -> None:
     there = source.tensors
     problems, wanted = [], set()
-    for name, tensor, _ in expanded(tensors, sizes[LAYERS]):
+    for name, tensor, _ in expanded(tensors, sizes):
         theirs, shape = names.of(name), tensor.shape(sizes)
         wanted.add(theirs)
         if theirs not in there:
@@ -109,7 +110,7 @@ def _fits(theirs: tuple[int, ...], ours: tuple[int, ...], longer: set[int]) -> b
     )
 
 
-def _spread(leaf: Any, view: Callable[[int | None], np.ndarray], layout: Layout) -> jax.Array:
+def _spread(leaf: Any, stacked: Sequence[str], view: View, layout: Layout) -> jax.Array:
     """One parameter; every device's share is read when its turn comes."""
     shape, dtype = leaf.array.shape, leaf.array.dtype
     sharding = layout.parameter_sharding(leaf.axes)
@@ -120,21 +121,21 @@ def _spread(leaf: Any, view: Callable[[int | None], np.ndarray], layout: Layout)
     axes = [axis.name for axis in leaf.axes]
     shards = []
     for bounds, devices in holders.items():
-        block = _read(tuple(slice(*pair) for pair in bounds), axes, dtype, view)
+        block = _read(tuple(slice(*pair) for pair in bounds), axes, stacked, dtype, view)
         shards += [jax.device_put(block, device) for device in devices]
         jax.block_until_ready(shards)
         del block  # before the next one is made
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _read(
-    index: tuple[slice, ...], axes: Sequence[str], dtype: Any, view: Callable[[int | None], np.ndarray]
-) -> np.ndarray:
-    if LAYERS not in axes:
-        return np.array(view(None)[index], dtype, order="C")
-    at = axes.index(LAYERS)
-    layers, own = index[at], index[:at] + index[at + 1 :]
+def _read(index: tuple[slice, ...], axes: Sequence[str], stacked: Sequence[str], dtype: Any, view: View) -> np.ndarray:
+    """A share of a parameter. Args: stacked: those of its axes of which each number is a tensor of its own."""
+    at = [axes.index(axis) for axis in stacked]
+    own = tuple(part for place, part in enumerate(index) if place not in at)
     block = np.empty([part.stop - part.start for part in index], dtype)
-    for i, layer in enumerate(range(layers.start, layers.stop)):
-        np.moveaxis(block, at, 0)[i] = view(layer)[own]
+    by_number = np.moveaxis(block, at, range(len(at)))
+    starts = [index[place].start for place in at]
+    for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(at)])):
+        numbers = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
+        by_number[(*offsets, ...)] = view(numbers)[own]
     return block

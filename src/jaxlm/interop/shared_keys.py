@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.family import REQUIRED, Group, Json, Key
+from jaxlm.interop.family import REQUIRED, Fixed, Group, Json, Key
 from jaxlm.models.rotary import (
     DefaultRotary,
     LinearRotary,
@@ -69,6 +69,25 @@ def kv_heads() -> Group:
         return {"num_kv_heads": theirs.get("num_attention_heads") if given is None else given}
 
     return Group(("num_key_value_heads",), to_ours, to_theirs)
+
+
+def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[Key | Fixed | Group, ...]:
+    """Experts and their choice.
+
+    Args:
+        theirs, others: names of the number of experts; the first is written.
+        num_experts, chosen: what is meant where nothing is written.
+    """
+
+    def to_ours(given: Mapping[str, Any]) -> Json:
+        return {"num_experts": next((given[name] for name in (theirs, *others) if name in given), num_experts)}
+
+    return (
+        Group((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
+        Key("num_experts_per_tok", "num_experts_per_token", chosen),
+        Key("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
+        Fixed("output_router_logits", False, others=(True,)),  # of what is returned, not of what is computed
+    )
 
 
 def head_dim(default: int | None = None) -> Group:

@@ -19,7 +19,12 @@ def ends(config: Any) -> Iterator[Tensor]:
         yield one("lm_head.weight", "head.weight", "vocab | embed")
 
 
-def attention(*, qkv_bias: bool = False) -> Iterator[Tensor]:
+def biased_attention(config: Any) -> Iterator[Tensor]:
+    """`attention`, with biases everywhere where the configuration says so."""
+    return attention(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+
+
+def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Tensor]:
     """Queries, keys, values and what follows, each a tensor of its own."""
     layer = "model.layers.{layer}.self_attn."
     for name, out in HEADS.items():
@@ -27,6 +32,8 @@ def attention(*, qkv_bias: bool = False) -> Iterator[Tensor]:
         if qkv_bias:
             yield one(f"{layer}{name}.bias", f"{BLOCK}attn.{name}.bias", out)
     yield one(f"{layer}o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    if out_bias:
+        yield one(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
 
 
 def head_norms() -> Iterator[Tensor]:
@@ -35,11 +42,25 @@ def head_norms() -> Iterator[Tensor]:
         yield one(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", "head_size")
 
 
-def gated_mlp() -> Iterator[Tensor]:
+def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
     """Gate, up and down."""
-    for name in ("gate_proj", "up_proj"):
-        yield one(f"model.layers.{{layer}}.mlp.{name}.weight", f"{BLOCK}mlp.{name}.weight", "mlp | embed")
-    yield one("model.layers.{layer}.mlp.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+    for name, out, into in (("gate_proj", "mlp", "embed"), ("up_proj", "mlp", "embed"), ("down_proj", "embed", "mlp")):
+        theirs, ours = f"model.layers.{{layer}}.mlp.{name}", f"{BLOCK}mlp.{name}"
+        yield one(f"{theirs}.weight", f"{ours}.weight", f"{out} | {into}")
+        if use_bias:
+            yield one(f"{theirs}.bias", f"{ours}.bias", out)
+
+
+def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
+    """A router and its experts. Args: module: its name in a layer; gate, up, down: of an expert's maps."""
+    layer = f"model.layers.{{layer}}.{module}."
+    yield one(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
+    for theirs, ours, layout in (
+        (gate, "gate", "mlp | embed"),
+        (up, "up", "mlp | embed"),
+        (down, "down", "embed | mlp"),
+    ):
+        yield one(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
 
 
 def norms(**names: str) -> Iterator[Tensor]:

@@ -1,18 +1,21 @@
 """One table for both ways: which parameters a tensor of theirs holds, and how they lie in it.
 
 A layout is written as their dimensions, each a product of our axes: `heads head_size | embed` is a matrix whose rows are
-the features of all heads. The axis `layers` is not part of it: their tensors are one for each layer.
+the features of all heads. The axes `layers` and `experts` are not part of it where their tensors are one for each.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxlm.core.axes import LAYERS
+from jaxlm.core.axes import EXPERTS, LAYERS
 
 Sizes = dict[str, int]
+_NUMBERS = {LAYERS: "layer", EXPERTS: "expert"}
+"""Axis of ours -> what its number is called in names."""
 MAY_BE_LONGER = (("vocab",), ("position",))
 """Dimensions of which a file may have more than the model: rows behind the last token or position are left out."""
 
@@ -39,7 +42,7 @@ class Tensor:
     """A tensor of their files.
 
     Attributes:
-        name: with `{layer}` for the number of the layer, where there is one for each.
+        name: with `{layer}` and `{expert}` for their numbers, where there is one for each.
         parts: the parameters in it, one after the other.
         along: the dimension in which they follow each other.
         merged: how many leading dimensions are written as one: GPT-NeoX has queries, keys and values after each other
@@ -52,9 +55,22 @@ class Tensor:
     merged: int = 1
 
     @property
+    def stacked(self) -> tuple[str, ...]:
+        """The axes of ours for each of whose numbers there is one."""
+        return tuple(axis for axis, number in _NUMBERS.items() if f"{{{number}}}" in self.name)
+
+    @property
     def is_stacked(self) -> bool:
         """Whether there is one for each layer."""
-        return "{layer}" in self.name
+        return LAYERS in self.stacked
+
+    def own_axes(self, leaf: Any) -> list[str]:
+        """The names of a leaf's axes without those that are stacked."""
+        return [axis.name for axis in leaf.axes if axis.name not in self.stacked]
+
+    def numbered(self, numbers: Sequence[int]) -> str:
+        """Its name for one number of each stacked axis."""
+        return self.name.format(**{_NUMBERS[axis]: n for axis, n in zip(self.stacked, numbers, strict=True)})
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Theirs, for a model with these axes."""
@@ -62,7 +78,7 @@ class Tensor:
         return (int(np.prod(shape[: self.merged])), *shape[self.merged :])
 
     def read(self, theirs: np.ndarray, number: int, sizes: Sizes, axes: Sequence[str]) -> np.ndarray:
-        """The part with this number, as a view with our axes (without `layers`) in the order given."""
+        """The part with this number, as a view with our axes (without stacked ones) in the order given."""
         part = self.parts[number]
         whole = theirs.reshape(self._unmerged(sizes)) if self.merged > 1 else theirs
         starts = [0] * whole.ndim
@@ -73,7 +89,7 @@ class Tensor:
         return mine.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
 
     def write(self, parts: Sequence[np.ndarray], axes: Sequence[Sequence[str]], sizes: Sizes) -> np.ndarray:
-        """The tensor that holds these parameters; `axes` names those of each (without `layers`)."""
+        """The tensor that holds these parameters; `axes` names those of each (without stacked ones)."""
         laid = []
         for part, array, own in zip(self.parts, parts, axes, strict=True):
             order = [axis for dim in part.dims for axis in dim]
@@ -106,22 +122,22 @@ def _part(path: str, layout: str) -> Part:
     return Part(path, tuple(tuple(dim.split()) for dim in layout.split("|")))
 
 
-def expanded(tensors: Sequence[Tensor], num_layers: int) -> Iterator[tuple[str, Tensor, int | None]]:
-    """(name, tensor, layer) of everything in their files, layer by layer; layer is None where there is one for all."""
+def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """(name, tensor, numbers) of everything in their files, layer by layer; `numbers` are those of its stacked axes.
+
+    Args:
+        sizes: of our axes.
+    """
     for tensor in tensors:
-        if not tensor.is_stacked:
-            yield tensor.name, tensor, None
-    for layer in range(num_layers):
-        for tensor in tensors:
-            if tensor.is_stacked:
-                yield tensor.name.format(layer=layer), tensor, layer
+        if not tensor.stacked:
+            yield tensor.name, tensor, ()
+    for layer in range(sizes.get(LAYERS, 0)):
+        for tensor in (tensor for tensor in tensors if tensor.stacked):
+            assert tensor.stacked[0] == LAYERS, tensor.name
+            for rest in itertools.product(*(range(sizes[axis]) for axis in tensor.stacked[1:])):
+                yield tensor.numbered((layer, *rest)), tensor, (layer, *rest)
 
 
 def axis_sizes(leaves: Sequence[tuple[str, Any]]) -> Sizes:
     """Axis name -> size over all named leaves."""
     return {axis.name: axis.size for _, leaf in leaves for axis in leaf.axes}
-
-
-def own_axes(leaf: Any) -> list[str]:
-    """The names of a leaf's axes without `layers`."""
-    return [axis.name for axis in leaf.axes if axis.name != LAYERS]

@@ -62,18 +62,30 @@ class Cache(eqx.Module):
     fresh: bool = eqx.field(static=True, default=False)
 
 
+class Auxiliary(eqx.Module):
+    """A number that layers find on their way: logged, and minimised with its coefficient.
+
+    Attributes:
+        sum: its weight is the number of tokens that are no padding.
+        coefficient: what it is multiplied by in the objective; 0 only logs it.
+    """
+
+    sum: Sum
+    coefficient: float = eqx.field(static=True)
+
+
 class Hidden(eqx.Module):
     """What the body of a model returns.
 
     Attributes:
         final: {batch, position, embed}, after the last norm: what the head reads. Without a head, logits {.., vocab}.
         cache: the cache with these inputs in it, if one was given.
-        aux: auxiliary losses by name (a router's load balance, ...), as sums.
+        aux: what else the layers found, by the name that it is logged under (a router's load balance, ...).
     """
 
     final: NamedArray
     cache: Any = None
-    aux: dict[str, Sum] = eqx.field(default_factory=dict)
+    aux: dict[str, Auxiliary] = eqx.field(default_factory=dict)
 
 
 class LanguageModel(eqx.Module):
@@ -131,7 +143,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         seq_len: tokens a training example.
         gradient_checkpointing: what the backward pass computes again instead of finding it: `none`, `cheap` (or false:
             norms and activations, but no matrix product), `full` (or true: all but each layer's input), a list of
-            what to keep (query, key, value, attention, mlp), or `auto`: the least that fits into memory.
+            what to keep (query, key, value, attention, mlp, expert), or `auto`: the least that fits into memory.
         scan_layers: one compiled layer run in a loop (true), every layer compiled on its own (false), or `auto`. The
             parameters, and so the checkpoints, have the same layout either way.
         attn_backend: what attention runs on: `auto` takes the best that can do it here, and says which and why.

@@ -21,7 +21,7 @@ from jaxlm.models.layers import ACTIVATIONS, Context, GatedMlp, KeysValues, Mlp,
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.recompute import parse_keep
-from jaxlm.models.transformer import LayerKind, Transformer, shortest_period
+from jaxlm.models.transformer import Block, LayerKind, Transformer, shortest_period
 
 Norm = LayerNorm | RMSNorm
 
@@ -44,21 +44,21 @@ class DecoderBlock(eqx.Module):
     parallel: bool = eqx.field(static=True, default=False)
 
     @staticmethod
-    def init(config: "DecoderConfig", *, key: jax.Array) -> "DecoderBlock":
+    def init(config: "DecoderConfig", *, key: jax.Array) -> Block:
         """A block of the family."""
         return config.block(key=key)
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues]:
+    ) -> tuple[NamedArray, KeysValues, None]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         del index, key  # what differs between layers is in the context, and none drops anything
         attended, new = self.attn(_through(self.attn_norm, x), context, past)
         attended = _through(self.attn_post_norm, attended)
         if self.parallel:
-            return x + attended + self._fed_forward(x), new
+            return x + attended + self._fed_forward(x), new, None
         x = x + attended
-        return x + self._fed_forward(x), new
+        return x + self._fed_forward(x), new, None
 
     def _fed_forward(self, x: NamedArray) -> NamedArray:
         return _through(self.mlp_post_norm, self.mlp(_through(self.mlp_norm, x)))
@@ -133,7 +133,7 @@ class DecoderConfig(ModelConfig):
         """What each layer is, first to last."""
 
     @abc.abstractmethod
-    def block(self, *, key: jax.Array) -> DecoderBlock:
+    def block(self, *, key: jax.Array) -> Block:
         """One freshly initialised block."""
 
 
@@ -216,13 +216,13 @@ def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_b
     return {**maps, "o_proj": out}
 
 
-def gated_mlp(config: DecoderConfig, keys: jax.Array) -> GatedMlp:
-    """A feed-forward network with a gate and without biases, of three keys."""
+def gated_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool = False) -> GatedMlp:
+    """A feed-forward network with a gate, of three keys."""
     std, Embed, Mlp_ = config.initializer_range, config.Embed, config.Mlp
     return GatedMlp(
-        gate_proj=Linear.init(Embed, Mlp_, std=std, key=keys[0]),
-        up_proj=Linear.init(Embed, Mlp_, std=std, key=keys[1]),
-        down_proj=Linear.init(Mlp_, Embed, std=std, key=keys[2]),
+        gate_proj=Linear.init(Embed, Mlp_, std=std, use_bias=use_bias, key=keys[0]),
+        up_proj=Linear.init(Embed, Mlp_, std=std, use_bias=use_bias, key=keys[1]),
+        down_proj=Linear.init(Mlp_, Embed, std=std, use_bias=use_bias, key=keys[2]),
         activation=config.activation_function,
     )
 
@@ -268,11 +268,15 @@ def check_window(window: int | None) -> None:
 
 def decoder_flops(config: DecoderConfig, vocab_size: int, *, mlp_matrices: int) -> FlopsPerToken:
     """Floating-point operations of one training token. Args: mlp_matrices: 3 with a gate, 2 without."""
+    return active_flops(config, vocab_size, mlp_weights=mlp_matrices * config.hidden_dim * config.intermediate_dim)
+
+
+def active_flops(config: DecoderConfig, vocab_size: int, *, mlp_weights: int) -> FlopsPerToken:
+    """Floating-point operations of one training token. Args: mlp_weights: that a token meets behind a layer's attention."""
     head_size = config.HeadSize.size
     attention = 2 * config.hidden_dim * (config.num_heads + config.KVHeads.size) * head_size
-    mlp = mlp_matrices * config.hidden_dim * config.intermediate_dim
     return FlopsPerToken.of(
-        weights=config.num_layers * (attention + mlp) + vocab_size * config.hidden_dim,
+        weights=config.num_layers * (attention + mlp_weights) + vocab_size * config.hidden_dim,
         attention_dim=config.num_heads * head_size,
         seq_len=config.seq_len,
         windows=[kind.window for kind in config.kinds],

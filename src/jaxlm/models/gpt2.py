@@ -159,7 +159,7 @@ class Gpt2Block(eqx.Module):
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues]:
+    ) -> tuple[NamedArray, KeysValues, None]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)
         scale = None
@@ -168,7 +168,7 @@ class Gpt2Block(eqx.Module):
         out, new = self.attn(self.attn_norm(x), context, past, scale=scale, key=k_attn)
         x = x + dropout(out, self.resid_pdrop, k_attn_out)
         out = self.mlp(self.mlp_norm(x))
-        return x + dropout(out, self.resid_pdrop, k_mlp_out), new
+        return x + dropout(out, self.resid_pdrop, k_mlp_out), new, None
 
 
 class Gpt2(LanguageModel):

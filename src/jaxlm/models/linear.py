@@ -3,7 +3,7 @@
 import equinox as eqx
 import haliax as hax
 import jax
-from haliax import AxisSpec, NamedArray
+from haliax import Axis, AxisSpec, NamedArray
 
 
 class Linear(eqx.Module):
@@ -32,3 +32,20 @@ class Linear(eqx.Module):
         """{..., *In} to {..., *Out}."""
         out = hax.auto_sharded(hax.dot(x, self.weight, axis=self.In))
         return out if self.bias is None else out + self.bias
+
+
+class ExpertLinear(eqx.Module):
+    """A linear map for each expert; `jaxlm.models.grouped` takes rows through them.
+
+    Attributes:
+        weight: {experts, In, Out}, as grouped products read it.
+    """
+
+    weight: NamedArray
+    In: Axis = eqx.field(static=True)
+    Out: Axis = eqx.field(static=True)
+
+    @staticmethod
+    def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
+        """N(0, std) weights."""
+        return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)

@@ -6,12 +6,12 @@ Source: Jiang et al. 2023 (arXiv:2310.06825), section 2.
 from dataclasses import dataclass
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.pre_norm import UniformConfig
+from jaxlm.models.pre_norm import PlainConfig
 
 
 @ModelConfig.register_subclass("mistral")
 @dataclass(frozen=True)
-class MistralConfig(UniformConfig):
+class MistralConfig(PlainConfig):
     """Mistral's sizes; the defaults are Mistral 7B v0.1."""
 
     seq_len: int = 8192

@@ -6,12 +6,12 @@ Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Their files hold querie
 from dataclasses import dataclass
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.pre_norm import UniformConfig
+from jaxlm.models.pre_norm import PlainConfig
 
 
 @ModelConfig.register_subclass("phi3")
 @dataclass(frozen=True)
-class Phi3Config(UniformConfig):
+class Phi3Config(PlainConfig):
     """Phi-3's sizes; the defaults are Phi-3 mini 4k. Long contexts have `rope: {type: longrope}`."""
 
     seq_len: int = 4096

@@ -39,11 +39,11 @@ class TokenPlacement:
         layout: Layout | None = current_layout()
         if layout is None or layout.mesh.size == 1:
             return TokenPlacement(None, (), (), PartitionSpec(), PartitionSpec())
-        batch, position = (_mesh_axes(hidden.resolve_axis(a), layout.compute) for a in (BATCH, POSITION))
+        batch, position = (mesh_axes(hidden.resolve_axis(a), layout.compute) for a in (BATCH, POSITION))
         if head is None:
             return TokenPlacement(layout.mesh, batch, position, PartitionSpec(), PartitionSpec())
         vocab_axis, embed_axis = head.resolve_axis(VOCAB), head.resolve_axis(EMBED)
-        vocab = _mesh_axes(vocab_axis, layout.compute)
+        vocab = mesh_axes(vocab_axis, layout.compute)
         rest = []
         spec = spec_of(head.axes, layout.parameter)
         at_rest = {axis.name: _names(entry) for axis, entry in zip(head.axes, spec, strict=True)}
@@ -125,8 +125,8 @@ class HeadPlacement:
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
             return HeadPlacement(None)
-        batch, heads = (_mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
-        return HeadPlacement(layout.mesh, batch, heads, _mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
+        batch, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
+        return HeadPlacement(layout.mesh, batch, heads, mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
 
     def mapped(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """`kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on every device's own rows and heads."""
@@ -156,5 +156,6 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _mesh_axes(axis: hax.Axis, mapping) -> tuple[str, ...]:
+def mesh_axes(axis: hax.Axis, mapping) -> tuple[str, ...]:
+    """The mesh axes over which a mapping spreads an axis."""
     return _names(pspec_for_axis(axis, mapping)[0])

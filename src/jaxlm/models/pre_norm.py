@@ -1,4 +1,4 @@
-"""What families share whose blocks are Llama's: a norm before each part, rotary positions, a gated feed-forward network."""
+"""What families share whose blocks are Llama's: a norm before each part, rotary positions, gated feed-forward networks."""
 
 import abc
 from dataclasses import dataclass, field
@@ -41,38 +41,49 @@ class PreNormConfig(DecoderConfig):
     def attention(self, keys: jax.Array) -> SelfAttention:
         """Freshly initialised attention of one layer, from four keys."""
 
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
-        keys = jax.random.split(key, 7)
-        return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:]))
-
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
         """A freshly initialised model."""
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
 
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
-        return decoder_flops(self, vocab_size, mlp_matrices=3)
 
-
-def _check(config: PreNormConfig) -> None:
+def check_pre_norm(config: PreNormConfig) -> None:
+    """Raises `ConfigError` where what such families share cannot make a model."""
     check_sizes(config)
     check_rope(config.rope, config.num_heads, config.HeadSize.size)
     check_window(config.sliding_window)
 
 
 @dataclass(frozen=True)
+class DenseConfig(PreNormConfig):
+    """A family with one feed-forward network a layer."""
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        """One freshly initialised block."""
+        keys = jax.random.split(key, 7)
+        return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:]))
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """Floating-point operations of one training token."""
+        return decoder_flops(self, vocab_size, mlp_matrices=3)
+
+
+@dataclass(frozen=True)
 class UniformConfig(PreNormConfig):
-    """A family whose layers are all the same, without biases."""
+    """A family whose layers are all the same."""
 
     def check(self) -> None:
         """Raises `ConfigError` where the numbers cannot make a model."""
-        _check(self)
+        check_pre_norm(self)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """What each layer is, first to last: all the same."""
         return (LayerKind(self.rope, self.sliding_window),) * self.num_layers
+
+
+@dataclass(frozen=True)
+class PlainConfig(UniformConfig, DenseConfig):
+    """A family whose layers are all the same, dense, and without biases."""
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         """See `PreNormConfig.attention`."""
@@ -80,7 +91,7 @@ class UniformConfig(PreNormConfig):
 
 
 @dataclass(frozen=True)
-class LateWindowConfig(PreNormConfig):
+class LateWindowConfig(DenseConfig):
     """A family whose window, if it has one, begins behind the first layers.
 
     Attributes:
@@ -91,7 +102,7 @@ class LateWindowConfig(PreNormConfig):
 
     def check(self) -> None:
         """Raises `ConfigError` where the numbers cannot make a model."""
-        _check(self)
+        check_pre_norm(self)
         check_at_least("model.max_window_layers", self.max_window_layers, 0)
 
     @property

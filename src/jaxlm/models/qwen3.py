@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import projections
+from jaxlm.models.decoder import DecoderConfig, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.pre_norm import LateWindowConfig
@@ -18,7 +18,11 @@ from jaxlm.models.rotary import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("qwen3")
 @dataclass(frozen=True)
 class Qwen3Config(LateWindowConfig):
-    """Qwen3's sizes; the defaults are Qwen3 0.6B."""
+    """Qwen3's sizes; the defaults are Qwen3 0.6B.
+
+    Attributes:
+        attention_bias: whether queries, keys, values and attention's output have biases.
+    """
 
     seq_len: int = 4096
     hidden_dim: int = 1024
@@ -30,9 +34,15 @@ class Qwen3Config(LateWindowConfig):
     layer_norm_epsilon: float = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+    attention_bias: bool = False
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         """See `PreNormConfig.attention`."""
-        q_norm, k_norm = (RMSNorm.init(self.HeadSize, self.layer_norm_epsilon) for _ in range(2))
-        maps = projections(self, keys, qkv_bias=False, out_bias=False)
-        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
+        return normed_attention(self, keys, use_bias=self.attention_bias)
+
+
+def normed_attention(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> SelfAttention:
+    """Attention with a norm on every head's queries and keys, of four keys."""
+    q_norm, k_norm = (RMSNorm.init(config.HeadSize, config.layer_norm_epsilon) for _ in range(2))
+    maps = projections(config, keys, qkv_bias=use_bias, out_bias=use_bias)
+    return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)

@@ -3,7 +3,7 @@
     none     everything that the derivative reads is kept, but for changes of layout and dtype
     cheap    matrix products and attention are kept; norms, activations and rotations are computed again
     full     only each layer's input is kept (Chen et al. 2016, arXiv:1604.06174)
-    [names]  the layer's input and what is named: query, key, value, attention, mlp
+    [names]  the layer's input and what is named: query, key, value, attention, mlp, expert
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
 
 Parameters are never kept a second time.
@@ -25,8 +25,8 @@ from jaxlm.models.backends.blocks import ATTENTION
 Keep = str | tuple[str, ...]
 
 AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"
-QUERY, KEY, VALUE, MLP = "query", "key", "value", "mlp"
-NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP)
+QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
+NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT)
 _POLICIES = (AUTO, NONE, CHEAP, FULL)
 
 # Least recomputed first. On CPU it is faster to compute an activation again than to fetch it from memory
@@ -87,7 +87,9 @@ def _policy(keep: Keep) -> Callable[..., bool] | None:
     if keep == NONE:
         return _all_but_parameters
     if keep == CHEAP:
-        return policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names(ATTENTION))
+        return policies.save_from_both_policies(
+            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT)
+        )
     return policies.save_only_these_names(*keep)
 
 

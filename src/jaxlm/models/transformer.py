@@ -13,7 +13,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.models.attention import Visibility
 from jaxlm.models.backends.choice import AUTO
-from jaxlm.models.base import Cache, Hidden, Inputs
+from jaxlm.models.base import Auxiliary, Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
 from jaxlm.models.layers import Context, KeysValues, Past
 from jaxlm.models.norms import LayerNorm, RMSNorm
@@ -22,13 +22,21 @@ from jaxlm.models.rotary import RotaryConfig
 from jaxlm.models.stack import in_a_loop, scan_layers
 
 
+class Seen(Protocol):
+    """What a layer found on its way, as named arrays."""
+
+    def auxiliaries(self) -> dict[str, Auxiliary]:
+        """Of all layers, whose arrays are stacked."""
+        ...
+
+
 class Block(Protocol):
     """One layer of a family."""
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues]:
-        """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
+    ) -> tuple[NamedArray, KeysValues, Seen | None]:
+        """{batch, position, embed} to the same, the layer's keys and values of these positions, and what it found."""
         ...
 
 
@@ -90,8 +98,8 @@ class Transformer(eqx.Module):
         contexts = [Context(visibility, rotations[kind.rope], kind.window, backend) for kind in self.kinds]
 
         def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: Past | None, key):
-            x, new = for_compute(block)(x, contexts[place], past, index=index, key=key)
-            return hax.auto_sharded(x), None if cache is None else new
+            x, new, seen = for_compute(block)(x, contexts[place], past, index=index, key=key)
+            return hax.auto_sharded(x), (None if cache is None else new, seen)
 
         per_layer = (
             self.layers.stacked,
@@ -103,6 +111,8 @@ class Transformer(eqx.Module):
         num_devices = 1 if layout is None else layout.mesh.size
         scan, _ = in_a_loop(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
         layer = keeping(self.keep, layer, scan=scan)
-        x, new = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
+        x, out = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
+        new, seen = out
         final = for_compute(self.final_norm)(x)
-        return Hidden(final, None if cache is None else extended(cache, inputs, new.keys, new.values))
+        longer = None if cache is None else extended(cache, inputs, new.keys, new.values)
+        return Hidden(final, longer, {} if seen is None else seen.auxiliaries())

@@ -1,16 +1,35 @@
 """What an objective is: numbers to minimise, as sums with their denominators."""
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import draccus
 import jax
+import jax.numpy as jnp
 
-from jaxlm.core.types import Sum
-from jaxlm.models.base import LanguageModel
+from jaxlm.core.types import Sum, TokenBatch
+from jaxlm.models.base import Auxiliary, LanguageModel
 
 Metrics = dict[str, Sum]
+AUXILIARY = "auxiliary"
+"""The term that layers add to an objective: routers' losses."""
+
+
+def auxiliary_weight(batch: TokenBatch) -> jax.Array:
+    """The denominator of what layers add: tokens that are no padding."""
+    return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
+
+
+def auxiliary_terms(aux: Mapping[str, Auxiliary]) -> tuple[dict[str, Sum], Metrics]:
+    """The term that a model's layers add, if they do, and its parts as metrics, without their coefficients."""
+    metrics = {name: one.sum for name, one in aux.items()}
+    minimised = [one for one in aux.values() if one.coefficient]
+    if not minimised:
+        return {}, metrics
+    total = sum((one.coefficient * one.sum.total for one in minimised), jnp.zeros(()))
+    return {AUXILIARY: Sum(total, minimised[0].sum.weight)}, metrics
 
 
 @dataclass(frozen=True)

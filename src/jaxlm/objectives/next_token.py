@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Sum, TokenBatch
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.kernels import next_token_sums
-from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 
 
 @ObjectiveConfig.register_subclass("next_token")
@@ -37,15 +37,15 @@ class NextToken(ObjectiveConfig):
             raise ConfigError(f"objective.label_smoothing: {self.label_smoothing} given, from 0 up to 1 expected")
 
     def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
-        """The number of tokens that count."""
-        return {"loss": hax.sum(batch.loss_mask).scalar()}
+        """The number of tokens that count, and of those that are no padding."""
+        return {"loss": hax.sum(batch.loss_mask).scalar(), AUXILIARY: auxiliary_weight(batch)}
 
     def terms(
         self, model: LanguageModel, batch: TokenBatch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
-        """The term `loss`; the metrics `loss` (plain cross-entropy in nats), `accuracy`, and `z_loss` if it is on."""
+        """The terms `loss` and what the layers add; the metrics `loss` (plain cross-entropy in nats), `accuracy`, `z_loss`
+        if it is on, and what the layers found."""
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
-        assert not hidden.aux, f"this objective does not add the auxiliary losses {sorted(hidden.aux)}"
         sums = next_token_sums(
             hidden.final,
             model.lm_head(),
@@ -59,4 +59,5 @@ class NextToken(ObjectiveConfig):
         metrics = {"loss": Sum(sums.cross_entropy, weight), "accuracy": Sum(sums.correct, weight)}
         if self.z_loss_weight:
             metrics["z_loss"] = Sum(sums.z_loss, weight)
-        return {"loss": Sum(sums.total, weight)}, metrics, slot
+        added, found = auxiliary_terms(hidden.aux)
+        return {"loss": Sum(sums.total, weight), **added}, metrics | found, slot

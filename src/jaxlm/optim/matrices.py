@@ -15,7 +15,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import VOCAB
-from jaxlm.models.linear import Linear
+from jaxlm.models.linear import ExpertLinear, Linear
 
 
 def matrix_paths(params: Any) -> frozenset[str]:
@@ -40,7 +40,7 @@ def map_matrices(change: Callable[[jax.Array], jax.Array], params: Any) -> Any:
     return jax.tree.map(changed, params, is_leaf=_is_linear)
 
 
-def _in_layout(change: Callable[[jax.Array], jax.Array], layer: Linear) -> NamedArray:
+def _in_layout(change: Callable[[jax.Array], jax.Array], layer: Linear | ExpertLinear) -> NamedArray:
     outputs, inputs = _axes(layer.Out), _axes(layer.In)
     stacked = tuple(axis for axis in layer.weight.axes if axis not in (*outputs, *inputs))
     ordered = layer.weight.rearrange((*stacked, *outputs, *inputs))
@@ -50,10 +50,10 @@ def _in_layout(change: Callable[[jax.Array], jax.Array], layer: Linear) -> Named
 
 
 def _is_linear(node: Any) -> bool:
-    return isinstance(node, Linear)
+    return isinstance(node, (Linear, ExpertLinear))
 
 
-def _is_hidden(layer: Linear) -> bool:
+def _is_hidden(layer: Linear | ExpertLinear) -> bool:
     return VOCAB not in {axis.name for axis in (*_axes(layer.In), *_axes(layer.Out))}
 
 

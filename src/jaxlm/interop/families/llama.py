@@ -1,8 +1,8 @@
 """Llama in config.json and in its files."""
 
-from jaxlm.interop.family import Family, Fixed
+from jaxlm.interop.family import Family, Fixed, Key
 from jaxlm.interop.shared_keys import activation, head_dim, kv_heads, rope, sizes
-from jaxlm.interop.shared_weights import attention, ends, gated_mlp, pre_norms
+from jaxlm.interop.shared_weights import biased_attention, ends, gated_mlp, pre_norms
 from jaxlm.models.llama import LlamaConfig
 
 FAMILY = Family(
@@ -15,9 +15,14 @@ FAMILY = Family(
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        Fixed("attention_bias", False),
-        Fixed("mlp_bias", False),
+        Key("attention_bias", "attention_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
         Fixed("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (*ends(config), *pre_norms(), *attention(), *gated_mlp()),
+    tensors=lambda config: (
+        *ends(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *gated_mlp(use_bias=config.mlp_bias),
+    ),
 )

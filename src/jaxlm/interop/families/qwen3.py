@@ -1,8 +1,8 @@
 """Qwen3 in config.json and in its files."""
 
-from jaxlm.interop.family import Family, Fixed
+from jaxlm.interop.family import Family, Fixed, Key
 from jaxlm.interop.shared_keys import activation, head_dim, kv_heads, late_window, rope, sizes
-from jaxlm.interop.shared_weights import attention, ends, gated_mlp, head_norms, pre_norms
+from jaxlm.interop.shared_weights import biased_attention, ends, gated_mlp, head_norms, pre_norms
 from jaxlm.models.qwen3 import Qwen3Config
 
 FAMILY = Family(
@@ -16,8 +16,14 @@ FAMILY = Family(
         rope(),
         activation("hidden_act", "silu"),
         late_window(28),
-        Fixed("attention_bias", False),
+        Key("attention_bias", "attention_bias", False),
         Fixed("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (*ends(config), *pre_norms(), *attention(), *head_norms(), *gated_mlp()),
+    tensors=lambda config: (
+        *ends(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *head_norms(),
+        *gated_mlp(),
+    ),
 )
