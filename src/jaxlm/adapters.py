@@ -13,6 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.peft import Adapter, save_adapters
 from jaxlm.interop.peft_import import read_adapters
+from jaxlm.interop.weights import axis_sizes
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.plan import Plan
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
@@ -46,12 +47,12 @@ def with_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layou
     Raises:
         ConfigError: they are no plain LoRA, or not this model's.
     """
-    read = read_adapters(folder, config)
+    read = read_adapters(folder, config, axis_sizes(tree.leaves(model)))
     target = f"^({'|'.join(map(re.escape, read.a))})$"
     lora = LoraConfig(target=target, rank=read.rank, alpha=read.alpha, rslora=read.rslora)
     abstract = jax.eval_shape(lambda m: lora.apply(m, refs={}, calibration=None, key=jax.random.key(0)), model)
     there = dict(tree.leaves(model))
-    dtype = model.lm_head().dtype
+    dtype = next(tree.raw(leaf).dtype for leaf in there.values() if tree.is_inexact(leaf))
 
     def filled(path: str, leaf: Any) -> Any:
         module, _, side = path.rpartition(".")

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.axes import EXPERTS, LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.family import family_of_config
 from jaxlm.interop.peft import PREFIX
 from jaxlm.interop.safetensors_file import SafetensorsFile
-from jaxlm.interop.weights import Tensor
+from jaxlm.interop.weights import Sizes, Tensor
 from jaxlm.models.base import ModelConfig
 
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -47,8 +48,11 @@ class ReadAdapters:
     b: Mapping[str, np.ndarray]
 
 
-def read_adapters(folder: Path, config: ModelConfig) -> ReadAdapters:
+def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapters:
     """The adapters in a folder that PEFT, or `save_adapters`, has written for a model of this configuration.
+
+    Args:
+        sizes: of the model's axes.
 
     Raises:
         ConfigError: there are none, they are of another kind than plain LoRA, or they are not this model's.
@@ -58,7 +62,7 @@ def read_adapters(folder: Path, config: ModelConfig) -> ReadAdapters:
     left = set(file.tensors)
     found: dict[str, dict[str, np.ndarray]] = {"A": {}, "B": {}}
     for tensor in family_of_config(config).tensors(config):
-        names = _names_of(tensor, config.Layers.size)
+        names = _names_of(tensor, sizes)
         there = [name for name in names if f"{name}.lora_A.weight" in left]
         if not there:
             continue
@@ -125,9 +129,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _names_of(tensor: Tensor, num_layers: int) -> list[str]:
-    """Of the modules that a tensor is the weight of, one for each layer; none where it is not the weight of a linear map."""
-    if not tensor.name.endswith(".weight"):
+def _names_of(tensor: Tensor, sizes: Sizes) -> list[str]:
+    """Of the modules that a tensor is the weight of, one for each layer; none where it is not the weight of a linear map
+    that takes an adapter: those of experts take none."""
+    if not tensor.name.endswith(".weight") or EXPERTS in tensor.stacked:
         return []
     name = PREFIX + tensor.name.removesuffix(".weight")
-    return [name.format(layer=layer) for layer in range(num_layers)] if tensor.is_stacked else [name]
+    return [name.format(layer=layer) for layer in range(sizes[LAYERS])] if tensor.is_stacked else [name]
