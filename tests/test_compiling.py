@@ -1,9 +1,11 @@
 """Compiling the step: how often, and what happens where memory is short."""
 
+from unittest import mock
+
 import jax
 import pytest
 
-from jaxlm.compiling import compile_step
+from jaxlm.compiling import CompiledStep, StepPrograms, compile_step
 from jaxlm.config import decode_run
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
@@ -42,10 +44,22 @@ def test_the_least_recomputation_that_fits_is_chosen():
     assert "per_device_parallelism" in said
 
 
+def test_a_step_without_room_is_refused_before_there_is_a_state():
+    def needing(num_bytes: int | None) -> CompiledStep:
+        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30)
+
+    for enough in (1 << 30, None):
+        StepPrograms({(1, 8): needing(enough)}).require_room()
+    with pytest.raises(
+        ConfigError, match=r"needs 2\.000 GiB a device, and there are 1\.000 GiB.*per_device_parallelism"
+    ):
+        StepPrograms({(1, 8): needing(1 << 30), (1, 16): needing(2 << 30)}).require_room()
+
+
 def test_a_compiler_without_memory_is_a_message(monkeypatch):
     plan = plan_of()
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
     monkeypatch.setattr("jaxlm.compiling.trace_step", refuse)

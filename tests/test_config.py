@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm import train
+from jaxlm import __main__, train
 from jaxlm.config import decode_run, read_config, run_id_of
 from jaxlm.core.decode import dump
 from jaxlm.core.yaml_source import Source, load_yaml
@@ -93,6 +93,7 @@ MISTAKES = {
     "bad schedule": (GOOD, ("--optimizer.lr_schedule", "cosin"), ["lr_schedule", "'cosin'", "cosine"]),
     "missing tokenizer": (GOOD, ("--data.tokenizer", "gone.json"), ["data.tokenizer", "gone.json"]),
     "option without value": (GOOD, ("--dry_run",), ["--dry_run", "needs a value"]),
+    "nearly the option for the file": (GOOD, ("--confg_path", "x.yaml"), ["--confg_path", "--config_path"]),
     "word that is no option": (GOOD, ("dry_run",), ["'dry_run'"]),
 }
 
@@ -120,6 +121,13 @@ def test_a_mistake_is_one_message_and_nothing_is_written(name, here, capsys):
 def test_a_missing_file(here, capsys):
     assert train.main(["--config_path", "gone.yaml"]) == 2
     assert str(here / "gone.yaml") in capsys.readouterr().err
+
+
+def test_without_a_configuration_the_first_step_is_named(here, capsys):
+    assert train.main([]) == 2
+    assert "--config_path" in capsys.readouterr().err
+    assert __main__.main() == 0
+    assert "python -m jaxlm.train --config_path config/quickstart.yaml" in capsys.readouterr().out
 
 
 def test_the_id_is_the_files_stem_unless_given(here):

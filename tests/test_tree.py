@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.__main__ import COMMANDS
 from jaxlm.compiling import trace_step
 from jaxlm.config import read_config
 from jaxlm.dry_run import assumed_vocabulary
@@ -94,3 +95,8 @@ def test_no_file_is_too_long_and_none_is_unfinished():
         text = path.read_text()
         assert text.count("\n") <= 400, path
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path
+
+
+def test_every_command_is_listed():
+    commands = {path.stem for path in SOURCE.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    assert set(COMMANDS) == commands - {"__main__"}

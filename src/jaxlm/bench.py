@@ -130,6 +130,7 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     """Runs the first phase's step on random tokens. Call it inside `plan.layout.use()`."""
     phase = plan.phases[0]
     step = compile_step(plan, phase, console.show)
+    step.require_room()
     state = enter_phase(plan.recipe, phase, plan.layout, None)
     batches = [random_batch(plan, seed) for seed in range(4)]
     vote = Ballot(plan.layout).cast(Wishes())

@@ -66,6 +66,13 @@ class CompiledStep:
         """Whether a device has the memory, as far as that is known."""
         return self.num_bytes is None or self.limit is None or self.num_bytes <= USABLE * self.limit
 
+    def require_room(self) -> None:
+        """Raises `ConfigError` where the step needs more memory than there is at all, before the machine finds out."""
+        if self.num_bytes is not None and self.limit is not None and self.num_bytes > self.limit:
+            raise ConfigError(
+                f"the training step needs {gib(self.num_bytes)} a device, and there are {gib(self.limit)}. {_LESS}"
+            )
+
     def __str__(self) -> str:
         memory = "unknown" if self.num_bytes is None else gib(self.num_bytes)
         there = "" if self.limit is None else f" of {gib(self.limit)}"
@@ -86,6 +93,11 @@ class StepPrograms:
         """See `make_train_step`."""
         num_microbatches, microbatch, _ = batch.tokens.array.shape
         return self.by_shape[num_microbatches, microbatch].call(state, batch, ballot)
+
+    def require_room(self) -> None:
+        """See `CompiledStep.require_room`."""
+        for step in self.by_shape.values():
+            step.require_room()
 
     def of(self, stage: BatchStage) -> CompiledStep:
         """The step for the batches of a stage."""

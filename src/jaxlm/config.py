@@ -260,6 +260,11 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     if parsed.help:
         print(help_text(kind, command))
         raise SystemExit(0)
+    if parsed.config_path is None and not parsed.options:
+        raise ConfigError(
+            "no configuration is given. --config_path run.yaml reads a file (config/quickstart.yaml trains on text that"
+            " every Python has), --section.key value sets one key, and --help lists all keys"
+        )
     source = Source({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:

@@ -154,12 +154,12 @@ def _train_phase(
     data = run.open_data(phase)
     saver = run.saver(phase)
     sizes = plan.batches.train
-    batches = train_batches(
-        data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed),
-        sizes,
-        plan.layout,
-        first_step=phase.start if resumed is None else resumed.cursor.step,
-    )
+    first_step = phase.start if resumed is None else resumed.cursor.step
+    examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
+    batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
+    # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
+    steps = compile_steps(plan, phase, first_step, run.console.show)
+    steps.require_room()
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if resumed is None:
@@ -170,10 +170,9 @@ def _train_phase(
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state)
-        steps = compile_steps(plan, phase, int(state.step), run.console.show)
         run.keep_programs(phase, steps)
         # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
-        profiling = run.profile_hooks(phase, int(state.step), lambda at: steps.of(sizes.at(at)).call.as_text() or "")
+        profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:
             closing.callback(hook.close)
         return run_phase(

@@ -1,5 +1,6 @@
 """The command line over the file: overrides by dotted path, and the help text."""
 
+import difflib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,9 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if name in given:
             raise ConfigError(f"command line: --{name} is given twice")
         given[name] = text
+    for name in given:
+        if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
+            raise ConfigError(f"command line: --{name} is no option. Did you mean --config_path?")
     named = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
     if len(named) > 1:
         raise ConfigError("command line: --config_path and --config are the same; give one of them")
