@@ -5,6 +5,8 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,16 +20,24 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def generated() -> str:
-    spec = importlib.util.spec_from_file_location("generate_guide", ROOT / "docs" / "generate_guide.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.guide()
+    return module
 
 
 def test_the_guide_is_up_to_date():
     written = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    assert written == generated(), "run `python docs/generate_guide.py`"
+    assert written == script("generate_guide").guide(), "run `python docs/generate_guide.py`"
+
+
+def test_the_pictures_are_up_to_date():
+    for name, content in script("generate_pictures").pictures().items():
+        written = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert written == content, "run `python docs/generate_pictures.py`"
+        assert f"](pictures/{name})" in (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+        ElementTree.fromstring(content)
 
 
 def test_every_key_has_a_meaning():

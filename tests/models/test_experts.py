@@ -69,7 +69,6 @@ LAYOUTS = {
     "experts over data 8": lambda: mesh(1, (), experts="data"),
     "experts over data 4, mlp over 2": lambda: mesh(2, ("mlp", "heads"), experts="data"),
 }
-by_default, *others = LAYOUTS
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,8 @@ def trained(where):
     return metrics, [(path, np.asarray(leaf.array)) for path, leaf in tree.leaves(run.state.model)]
 
 
-@pytest.mark.parametrize("name", [by_default, *(pytest.param(name, marks=pytest.mark.slow) for name in others)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_spread_over_eight_devices_it_trains_as_on_one(alone, name):
     (metrics, parameters), (expected, wanted) = trained(LAYOUTS[name]()), alone
     for step, reference in zip(metrics, expected, strict=True):

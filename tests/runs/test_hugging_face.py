@@ -111,3 +111,23 @@ def test_a_run_there_and_back(imported, workplace):
     assert (again.code, "is there already" in again.err) == (2, True)
     adapters = place.run(*arguments[:3], "--output_dir", "o2", "--adapters", "only", module="jaxlm.convert")
     assert (adapters.code, "has no adapters" in adapters.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_files_of_one(workplace):
+    """The weights are spread over both; process 0 writes them all, and nothing else comes of it."""
+    whole, halves = workplace(8), workplace(4)
+    options = ("--hf_save_path", "exports", "--trainer.num_train_steps", "1", "--trainer.fsdp_axis", "[embed, mlp]")
+    for place, processes in ((whole, 1), (halves, 2)):
+        place.write()
+        started = place.start_all(processes, "--config_path", "run.yaml", "--optimizer.learning_rate", "0.0", *options)
+        for process in started:
+            out, err = process.communicate(timeout=500)
+            assert process.returncode == 0, out + err
+    exports = [place.folder / "exports" / "step-1" for place in (whole, halves)]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in exports]
+    assert names[0] == names[1]
+    assert "model.safetensors" in names[0]
+    for name in names[0]:
+        assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
+    assert sorted(path.name for path in exports[1].parent.iterdir()) == ["step-1"]

@@ -3,17 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.interop.family import Family, Fixed, Group, Json, Key
-from jaxlm.interop.shared_keys import (
-    activation,
-    head_dim,
-    kv_heads,
-    rope_from_json,
-    rope_to_json,
-    sizes,
-    window_pattern,
-)
-from jaxlm.interop.shared_weights import attention, ends, four_norms, gated_mlp, head_norms
+from jaxlm.interop.families.gemma import gemma_keys, gemma_tensors
+from jaxlm.interop.family import Family, Group, Json
+from jaxlm.interop.shared_keys import rope_from_json, rope_to_json
+from jaxlm.interop.shared_weights import head_norms
 from jaxlm.models.gemma3 import Gemma3Config
 
 
@@ -33,26 +26,15 @@ def _ropes_to_theirs(config: Gemma3Config) -> Json:
     return {"rope_parameters": ropes}
 
 
+_ROPES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+
 FAMILY = Family(
     model_types=("gemma3_text",),
     architecture="Gemma3ForCausalLM",
     config=Gemma3Config,
     keys=(
-        *sizes(length=131072, tied=True),
-        kv_heads(),
-        head_dim(256),
-        Group(
-            ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"), _ropes_to_ours, _ropes_to_theirs
-        ),
-        activation("hidden_activation", "gelu_pytorch_tanh", written={"gelu_new": "gelu_pytorch_tanh"}),
-        window_pattern(6, window=4096),
-        Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
-        Key("attn_logit_softcapping", "attn_soft_cap", None),
-        Key("final_logit_softcapping", "final_soft_cap", None),
-        Fixed("use_bidirectional_attention", False, others=(None,)),
-        Fixed("attention_bias", False),
-        Fixed("attention_dropout", 0.0),
-        Fixed("cache_implementation", "hybrid", others=(None,)),
+        *gemma_keys(length=131072, pattern=6, attn_cap=None, final_cap=None, one_way=False),
+        Group(_ROPES, _ropes_to_ours, _ropes_to_theirs),
     ),
-    tensors=lambda config: (*ends(config), *four_norms(), *attention(), *head_norms(), *gated_mlp()),
+    tensors=lambda config: (*gemma_tensors(config), *head_norms()),
 )
