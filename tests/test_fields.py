@@ -322,7 +322,18 @@ def seen_before(base: str, look: Callable[[Any], Any]) -> Any:
     return look(plan_of(json.loads(base)))
 
 
-@pytest.mark.parametrize(("path", "base"), cases(), ids=lambda x: x if isinstance(x, str) else x["model"]["type"])
+def quick_and_slow() -> list[Any]:
+    """The cases; what a relative of Llama has of its own is slow."""
+    quick = ("llama", "gpt2", "flax")
+    return [
+        pytest.param(path, base, marks=() if base["model"]["type"] in quick else pytest.mark.slow)
+        for path, base in cases()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "base"), quick_and_slow(), ids=lambda x: x if isinstance(x, str) else x["model"]["type"]
+)
 def test_field(path, base):
     try:
         after = plan_of(changed(base, path))

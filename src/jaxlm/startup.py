@@ -34,7 +34,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in (*plan.warnings, *_built(plan).notes)],
+        *[("warning", text) for text in (*plan.warnings, *plan.recipe.abstract_first_model.notes)],
         ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
@@ -68,13 +68,8 @@ def _sizes(plan: Plan) -> str:
     return f"{kind}, {parameters(abstract)}, vocabulary {plan.recipe.Vocab.size:,}"
 
 
-def _built(plan: Plan) -> LanguageModel:
-    """The model without numbers, before any surgery."""
-    return jax.eval_shape(plan.recipe.first_model)
-
-
 def _logits(plan: Plan) -> str:
-    if jax.eval_shape(lambda model: model.lm_head(), _built(plan)) is None:
+    if jax.eval_shape(lambda model: model.lm_head(), plan.recipe.abstract_first_model) is None:
         return "from logits that the model makes whole"
     return "gradient in the forward pass: logits are never whole"
 
@@ -99,7 +94,7 @@ def _remat(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
-    bodies = tree.modules(_built(plan), Transformer)
+    bodies = tree.modules(plan.recipe.abstract_first_model, Transformer)
     if not bodies:
         return "the model's own"
     num_layers = bodies[0].layers.Block.size
@@ -113,7 +108,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
-        for body in tree.modules(_built(plan), Transformer)
+        for body in tree.modules(plan.recipe.abstract_first_model, Transformer)
         for layer in tree.modules(body, SelfAttention)
         for kind in body.kinds
     )

@@ -47,7 +47,7 @@ def inputs_of(ids):
     return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones(ids.shape))))
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_the_examples_train_sharded(kind):
     run = TinyRun(layout(), model=EXAMPLES[kind])
     losses = [run.step(arrays(0))["train/loss"] for _ in range(4)]

@@ -18,6 +18,7 @@ def measured(workplace):
     return place, json.loads(done.out.splitlines()[-1]), done.out
 
 
+@pytest.mark.slow
 def test_the_last_line_holds_the_numbers(measured):
     _, numbers, _ = measured
     assert numbers.keys() >= KEYS
@@ -29,6 +30,7 @@ def test_the_last_line_holds_the_numbers(measured):
     assert set(numbers["collectives"]) == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_it_needs_no_data_and_writes_nothing(measured):
     place, _, _ = measured
     assert sorted(path.name for path in place.folder.iterdir()) == ["run.yaml"]

@@ -72,6 +72,7 @@ def test_run_again_says_that_it_is_complete(again):
     assert again.losses() == losses
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_checkpoint(again):
     before = again.losses()
     result = again.run(*RUN, "--trainer.num_train_steps", "15")
@@ -85,6 +86,7 @@ def test_more_steps_go_on_from_the_checkpoint(again):
     assert next(r for r in records if r["step"] == 15)["throughput/total_tokens"] == 15 * 16 * 32
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_are_done_is_refused(again):
     result = again.run(*RUN, "--trainer.num_train_steps", "7")
     assert result.code == 2
@@ -95,8 +97,16 @@ def test_fewer_steps_than_are_done_is_refused(again):
     ("changes", "named"),
     [
         (("--model.hidden_dim", "64"), "model.hidden_dim: 32 -> 64"),
-        (("--data.enforce_eos", "false"), "data of phase 'train'.enforce_eos: True -> False"),
-        (("--data.train_urls", "[stdlib:validation]"), "data of phase 'train'.train_content"),
+        pytest.param(
+            ("--data.enforce_eos", "false"),
+            "data of phase 'train'.enforce_eos: True -> False",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--data.train_urls", "[stdlib:validation]"),
+            "data of phase 'train'.train_content",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_same_id_with_another_model_or_data_is_refused(again, changes, named):
@@ -107,6 +117,7 @@ def test_same_id_with_another_model_or_data_is_refused(again, changes, named):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again):
     # Somebody edits the saved configurations so that the names no longer tell the difference.
     shutil.rmtree(again.folder / "logs")
@@ -125,6 +136,7 @@ def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_tokenizer_is_refused(again):
     result = again.run(*RUN, "--trainer.id", "other", "--data.vocab_size", "290")
     assert result.code == 2

@@ -69,6 +69,7 @@ def test_killed(whole, workplace, fault):
     assert place.checkpoints() == ["step-10", "step-12", "step-15", "step-20", "step-24", "step-5"]
 
 
+@pytest.mark.slow
 def test_cursor_tells_entry_from_end(whole, workplace):
     place = start(workplace, whole[0])
     process = place.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")

@@ -28,6 +28,7 @@ def environment(place: Workplace) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY / "src", REPOSITORY, ACME, place.folder / "site")))}
 
 
+@pytest.mark.slow
 def test_its_classes_train_and_their_checkpoint_is_read_again(installed):
     installed.write(
         """

@@ -1,6 +1,7 @@
 """Entering a phase: surgery, then the choice of what trains, then fresh optimizer state. And the same again without
 numbers, to know what a checkpoint must look like."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,11 @@ class Recipe:
     def first_model(self) -> LanguageModel:
         """The model before the first phase. Traceable."""
         return self.precision.to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
+
+    @functools.cached_property
+    def abstract_first_model(self) -> LanguageModel:
+        """Shapes and dtypes of the model before the first phase."""
+        return jax.eval_shape(self.first_model)
 
     def operate(self, model: LanguageModel, phase: Phase) -> LanguageModel:
         """The model with the phase's surgeries done. Traceable."""
