@@ -5,7 +5,6 @@ formats, tokenizing, kills and resumption are the same as for files.
 """
 
 import abc
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ import draccus
 
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show, Source
-from jaxlm.data.durable import locked, needing_space, prepared, remove_leftovers, replacing
+from jaxlm.data.base import Show
+from jaxlm.data.durable import needing_space, remove_leftovers, replacing
+from jaxlm.data.mirrored import MirroredSource, folder_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CorpusConfig(draccus.ChoiceRegistry, abc.ABC):
 
 
 @dataclass(frozen=True)
-class CorpusSource(Source):
+class CorpusSource(MirroredSource):
     """A split of such a source.
 
     Attributes:
@@ -72,24 +72,11 @@ class CorpusSource(Source):
         """See `Source.has_records`."""
         return True
 
-    def is_here(self, mirror: Path) -> bool:
-        """See `Source.is_here`."""
-        return self._place(mirror).is_file()
-
-    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
-        """See `Source.files`."""
-        place = self._place(mirror)
-        if not self.is_here(mirror):
-            with locked(prepared(place.parent), show):
-                if not self.is_here(mirror):  # another process may have been faster
-                    self._write(place, show)
-        return [(self.name, place)]
-
     def _place(self, mirror: Path) -> Path:
         made_by = json.dumps({**encode(self.corpus), "version": self.corpus.version}, sort_keys=True)
-        return mirror / hashlib.sha256(made_by.encode()).hexdigest()[:16] / self.name
+        return mirror / folder_of(made_by) / self.name
 
-    def _write(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, show: Show) -> None:
         remove_leftovers(place)
         number = 0
         with needing_space(place), replacing(place) as unfinished, open(unfinished, "w", encoding="utf-8") as file:

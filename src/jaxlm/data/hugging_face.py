@@ -7,7 +7,6 @@ asking the hub again; name a revision, or delete the copy, for another state.
 """
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show, Source
-from jaxlm.data.durable import locked, needing_space, prepared, replacing_folder
+from jaxlm.data.base import Show
+from jaxlm.data.durable import needing_space, replacing_folder
+from jaxlm.data.mirrored import MirroredSource, folder_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,7 +89,7 @@ def check_no_splits(folder: Path, key: str) -> None:
 
 
 @dataclass(frozen=True)
-class HubDataset(Source):
+class HubDataset(MirroredSource):
     """A dataset of the hub.
 
     Attributes:
@@ -136,19 +136,13 @@ class HubDataset(Source):
         """See `Source.is_here`."""
         return is_saved_dataset(self._place(mirror))
 
-    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
-        """See `Source.files`."""
-        place = self._place(mirror)
-        if not self.is_here(mirror):
-            with locked(prepared(mirror), show):
-                if not self.is_here(mirror):  # another process may have been faster
-                    self._copy(place, show)
+    def _parts(self, place: Path) -> list[tuple[str, Path]]:
         return [(f"{self.url}/{path.name}", path) for path in saved_files(place, self.key)]
 
     def _place(self, mirror: Path) -> Path:
-        return mirror / hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        return mirror / folder_of(self.url)
 
-    def _copy(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, show: Show) -> None:
         how = "streaming" if self.stream else "loading"
         show(f"mirror: {self.url}: {how} through the library datasets ...")
         with needing_space(place), replacing_folder(place) as unfinished:

@@ -6,7 +6,6 @@ The version is what the other side says: size, and ETag, checksum or time. As lo
 """
 
 import functools
-import hashlib
 import posixpath
 import time
 from collections.abc import Mapping
@@ -17,9 +16,10 @@ from urllib.parse import urlsplit
 
 from jaxlm.core.disk import is_local_failure
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show, Source
-from jaxlm.data.durable import locked, needing_space, prepared, remove_leftovers, replacing
+from jaxlm.data.base import Show
+from jaxlm.data.durable import needing_space, remove_leftovers, replacing
 from jaxlm.data.formats import format_of, has_records
+from jaxlm.data.mirrored import MirroredSource, folder_of
 from jaxlm.data.patterns import before_wildcards
 
 # What the implementations call it, the surest first.
@@ -32,7 +32,7 @@ _SHOW_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
-class RemoteFile(Source):
+class RemoteFile(MirroredSource):
     """A file that fsspec can read.
 
     Attributes:
@@ -64,19 +64,6 @@ class RemoteFile(Source):
         """See `Source.has_records`."""
         return has_records(self._basename)
 
-    def is_here(self, mirror: Path) -> bool:
-        """See `Source.is_here`."""
-        return self._place(mirror).is_file()
-
-    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
-        """See `Source.files`."""
-        place = self._place(mirror)
-        if not self.is_here(mirror):
-            with locked(prepared(place.parent), show):
-                if not self.is_here(mirror):  # another process may have been faster
-                    self._copy(place, show)
-        return [(self.known_as, place)]
-
     def renamed(self, name: str) -> "RemoteFile":
         """The same file under another name."""
         return replace(self, known_as=name)
@@ -86,10 +73,9 @@ class RemoteFile(Source):
         return _basename(self.url)
 
     def _place(self, mirror: Path) -> Path:
-        digest = hashlib.sha256(f"{self.url} {self.size} {self.version}".encode()).hexdigest()[:16]
-        return mirror / digest / self._basename
+        return mirror / folder_of(f"{self.url} {self.size} {self.version}") / self._basename
 
-    def _copy(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, show: Show) -> None:
         fs, path = _filesystem(self.url, self.key)
         remove_leftovers(place)
         with needing_space(place), replacing(place) as unfinished:
