@@ -109,7 +109,7 @@ def _nan_gradient(weight: hax.NamedArray, bad: jax.Array) -> hax.NamedArray:
     return hax.named(same(weight.array, bad), weight.axes)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 @pytest.mark.parametrize("bad_step", [1, 5, 20])
 def test_a_non_finite_step_costs_exactly_itself(where, bad_step):
     clean_batches = [arrays(i) for i in range(20)]

@@ -39,7 +39,7 @@ def built():
     return _built
 
 
-@pytest.fixture(params=sorted(TINY))
+@pytest.fixture(params=[pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def tiny(request):
     """Each family's configuration in turn."""
     return TINY[request.param]

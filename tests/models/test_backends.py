@@ -69,7 +69,7 @@ def plain(q, k, v, segments, window):
         pytest.param(128, 2, None, marks=pytest.mark.slow),
         (131, 5, 3),
         pytest.param(257, 32, None, marks=pytest.mark.slow),
-        (300, 3, 40),
+        pytest.param(300, 3, 40, marks=pytest.mark.slow),
         pytest.param(300, 1, 1000, marks=pytest.mark.slow),
     ],
 )
@@ -82,7 +82,11 @@ def test_is_the_definition(backend, length, num_segments, window):
 
 @pytest.mark.parametrize(
     ("length", "num_segments", "window"),
-    [(128, 2, None), pytest.param(256, 5, None, marks=pytest.mark.slow), (384, 3, 40)],
+    [
+        pytest.param(128, 2, None, marks=pytest.mark.slow),
+        pytest.param(256, 5, None, marks=pytest.mark.slow),
+        (384, 3, 40),
+    ],
 )
 def test_splash_is_the_definition(length, num_segments, window):
     test_is_the_definition(splash, length, num_segments, window)
@@ -102,7 +106,15 @@ def by_autodiff(q, k, v, segments, window, rule):
     return jnp.einsum("bkgts,bskh->btkgh", weights, v)
 
 
-@pytest.mark.parametrize("rule", [ScoreRule(soft_cap=0.5), ScoreRule(alibi_max=4.0), ScoreRule(2.0, 8.0)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(ScoreRule(soft_cap=0.5), marks=pytest.mark.slow),
+        pytest.param(ScoreRule(alibi_max=4.0), marks=pytest.mark.slow),
+        ScoreRule(2.0, 8.0),
+    ],
+    ids=str,
+)
 def test_rules_of_scores(rule):
     q, k, v, segments, d_out = random_case(150, 2)
     out, vjp = jax.vjp(lambda *qkv: block_attention(*qkv, segments, SCALE, 40, rule), q, k, v)

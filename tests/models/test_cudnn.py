@@ -174,10 +174,10 @@ def stood_in(monkeypatch):
     ("packed", "windowed", "rows"),
     [
         (True, True, packed_rows),
-        (False, True, whole_rows),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                (False, True, whole_rows),
                 (True, False, whole_rows),
                 (True, False, packed_rows),
                 (True, True, whole_rows),

@@ -54,7 +54,13 @@ def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("first phase", marks=pytest.mark.slow), "boundary", "after surgery", "second phase"]
+    "fault",
+    [
+        pytest.param("first phase", marks=pytest.mark.slow),
+        "boundary",
+        "after surgery",
+        pytest.param("second phase", marks=pytest.mark.slow),
+    ],
 )
 def test_killed(whole, workplace, fault):
     devices, losses, _, last = whole
