@@ -22,6 +22,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
+from jaxlm.models.apart import apart, better_apart
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.sampling import Sampling
 
@@ -154,6 +155,8 @@ def stream(
     sampling, room = decoding.sampling, _rounded_length(num_new)
     dtype = None if decoding.cache_dtype is None else CACHE_DTYPES[decoding.cache_dtype]
     state = _begin(model, inputs, keys, stops, sampling, room, dtype)
+    if better_apart():
+        model, state = _apart((model, state))
     rows: list[list[int]] = [[] for _ in prompts]
     seen = 0
     while seen < num_new:
@@ -281,6 +284,9 @@ def _advance(
         return _write(state, hidden.cache, _choose(model, hidden.final, keys, state.step, sampling), stops)
 
     return _seen_by_all(jax.lax.while_loop(lambda s: (s.step < upto) & s.alive.any(), one, state))
+
+
+_apart = jax.jit(apart)
 
 
 def _seen_by_all(state: _State) -> _State:
