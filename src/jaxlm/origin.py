@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxlm.config import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer import load_tokenizer
@@ -22,6 +21,7 @@ from jaxlm.interop.hub import local_folder
 from jaxlm.interop.model_section import hf_name
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
+from jaxlm.trainer_config import TrainerConfig
 
 Show = Callable[[str], None]
 

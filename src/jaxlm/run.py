@@ -18,8 +18,8 @@ from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.base import Batches
-from jaxlm.data.config import TokenData, ValidationData
 from jaxlm.data.loader import eval_batches
+from jaxlm.data.token_data import TokenData, ValidationData
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
