@@ -526,7 +526,8 @@ def test_tracker_fields(kind, name, tmp_path, monkeypatch):
 def test_profiler_fields(tmp_path):
     def recorded(**changes: Any) -> list[int]:
         config = ProfilerConfig(**{"start_step": 3, "num_steps": 4} | changes)
-        hook = ProfileHook(config, tmp_path, plan_of(tree()).phases[0], first_step=2, program=str, show=print)
+        phase = plan_of(tree()).phases[0]
+        hook = ProfileHook(config, tmp_path, phase, first_step=2, until=phase.end, program=str, show=print)
         return [step for step in range(100) if hook.due(step)]
 
     assert [field.name for field in dataclasses.fields(ProfilerConfig)] == ["start_step", "num_steps"]

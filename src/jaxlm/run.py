@@ -97,8 +97,18 @@ class Run:
         if config is None:
             return []
         folder = self.plan.log_folder / "profile" / phase.name
-        recorded = functools.partial(program, min(first_step + config.start_step, phase.end - 1))
-        return [ProfileHook(config, folder, phase, first_step=first_step, program=recorded, show=self.console.show)]
+        begin = min(first_step + config.start_step, phase.end - 1)
+        return [
+            ProfileHook(
+                config,
+                folder,
+                phase,
+                first_step=first_step,
+                until=self.plan.batches.train.same_until(begin, phase.end),
+                program=functools.partial(program, begin),
+                show=self.console.show,
+            )
+        ]
 
     def listeners(self, phase: Phase, state: RunState, batches: Batches) -> tuple[Listener, ...]:
         """Who is told of every step. Args: batches: what the steps take."""
