@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from jaxlm.config import RunConfig, decode_run
 from jaxlm.core.keys import sections
 from jaxlm.core.yaml_source import Source, load_yaml
 from jaxlm.interop.family import config_to_json, family_of_config
+from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.qwen3 import Qwen3Config
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +51,14 @@ def test_every_key_has_a_meaning():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("qwen-small").mkdir()  # a folder that the documents speak of
+    for folder in ("qwen-small", "adapter-folder"):  # of which the documents speak
+        Path(folder).mkdir()
+    Path("adapter-folder/adapter_config.json").write_text(
+        '{"peft_type": "LORA", "bias": "none", "r": 1, "lora_alpha": 1}'
+    )
+    adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((1, 8), np.float32)}
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in adapter.items()}
+    write_safetensors(Path("adapter-folder/adapter_model.safetensors"), infos, adapter.values())
     described = config_to_json(family_of_config(Qwen3Config()), Qwen3Config())
     Path("qwen-small/config.json").write_text(json.dumps(described | {"vocab_size": 99}))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):

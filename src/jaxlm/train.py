@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxlm.adapters import given_adapters
 from jaxlm.commands import run_command
 from jaxlm.compiling import compile_steps, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
@@ -165,7 +166,7 @@ def _train_phase(
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if resumed is None:
-            state = enter_phase(plan.recipe, phase, plan.layout, state, weights)
+            state = enter_phase(plan.recipe, phase, plan.layout, state, weights, given_adapters(plan, phase))
             saver.save_entry(state, batches.state())
         else:
             batches.restore(resumed.position())

@@ -154,7 +154,12 @@ class Recipe:
 
 
 def enter_phase(
-    recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
+    recipe: Recipe,
+    phase: Phase,
+    layout: Layout,
+    before: RunState | None,
+    weights: LanguageModel | None = None,
+    given: Mapping[str, hax.NamedArray] | None = None,
 ) -> RunState:
     """The state at the start of a phase, sharded from birth.
 
@@ -162,13 +167,16 @@ def enter_phase(
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
         weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
+        given: leaves by path, instead of those that the phase's surgeries make. Their buffers are given up.
     """
-    if before is None and weights is None:
-        return create(lambda: recipe.state(recipe.operate(recipe.first_model(), phase), phase), layout)
+    given = dict(given or {})
 
-    def enter(model: LanguageModel, skipped: jax.Array) -> RunState:
-        return recipe.state(recipe.operate(model, phase), phase, skipped)
+    def enter(model: LanguageModel, skipped: jax.Array | int, given: dict[str, hax.NamedArray]) -> RunState:
+        operated = tree.map_leaves(lambda path, leaf: given.get(path, leaf), recipe.operate(model, phase))
+        return recipe.state(operated, phase, skipped)
 
-    if before is None:
-        return create(enter, layout, weights, jnp.zeros((), jnp.int32))
-    return create(enter, layout, before.model, before.guard.skipped)
+    if before is not None:
+        return create(enter, layout, before.model, before.guard.skipped, given)
+    if weights is not None:
+        return create(enter, layout, weights, jnp.zeros((), jnp.int32), given)
+    return create(lambda given: enter(recipe.first_model(), 0, given), layout, given)
