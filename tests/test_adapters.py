@@ -51,7 +51,7 @@ def adapted(tmp_path_factory):
     plan = make_plan(decode_run(Source(config), None), "x", 61)
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     with plan.layout.use():
-        plain = create(plan.recipe.first_model, plan.layout)
+        plain = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
         change = lambda model: busy(lora_of(plan).apply(model, refs={}, calibration=None, key=jax.random.key(1)))  # noqa: E731
         model = jax.jit(change)(plain)
         export_adapters(folder, model, plan, jnp.float32)
@@ -130,7 +130,7 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (4, 8.0, 0.1, False)
     check_adapters(plan)
     with plan.layout.use():
-        weights = create(plan.recipe.first_model, plan.layout)
+        weights = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
         given = given_adapters(plan, plan.phases[0])
         state = enter_phase(plan.recipe, plan.phases[0], plan.layout, None, weights, given)
         for (path, ours), (_, expected) in zip(tree.leaves(state.model), tree.leaves(model), strict=True):

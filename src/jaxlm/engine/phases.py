@@ -2,7 +2,7 @@
 numbers, to know what a checkpoint must look like."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,15 @@ from jaxlm.core import tree
 from jaxlm.core.judge import Judge
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.state import RunState, create, first_guard
+from jaxlm.engine.state import RunState, creating, first_guard
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
+Given = Mapping[str, hax.NamedArray]
+"""Leaves by path."""
 # What the run's key is folded with first, so that no two uses share randomness.
 _INIT, _SURGERY, _STEPS = 0, 1, 2
 
@@ -139,15 +141,32 @@ class Recipe:
         Traced once a phase: a start asks half a dozen times.
         """
         if phase.index not in self._abstract:
-            self._abstract[phase.index] = jax.eval_shape(lambda: self.fresh_state(phase))
+            before = (
+                self.abstract_state(self.phases[phase.index - 1]).model if phase.index else self.abstract_first_model
+            )
+            enter = functools.partial(self.entered, phase=phase)
+            self._abstract[phase.index] = jax.eval_shape(enter, before)
         return self._abstract[phase.index]
 
-    def fresh_state(self, phase: Phase) -> RunState:
-        """The state at the start of a phase, had the ones before it not trained. Traceable."""
+    def entered(
+        self, model: LanguageModel, skipped: jax.Array | int = 0, given: Given | None = None, *, phase: Phase
+    ) -> RunState:
+        """The state at the start of a phase, for the model at the end of the one before. Traceable.
+
+        Args:
+            given: what takes the place of leaves that the phase's surgeries make.
+        """
+        operated = self.operate(model, phase)
+        if given:
+            operated = tree.map_leaves(lambda path, leaf: given.get(path, leaf), operated)
+        return self.state(operated, phase, skipped)
+
+    def fresh_state(self, phase: Phase, given: Given | None = None) -> RunState:
+        """The state at the start of a phase, had the ones before it not trained. Traceable. Args: given: see `entered`."""
         model = self.first_model()
-        for earlier in self.phases[: phase.index + 1]:
+        for earlier in self.phases[: phase.index]:
             model = self.operate(model, earlier)
-        return self.state(model, phase)
+        return self.entered(model, given=given, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
@@ -159,24 +178,32 @@ def enter_phase(
     layout: Layout,
     before: RunState | None,
     weights: LanguageModel | None = None,
-    given: Mapping[str, hax.NamedArray] | None = None,
+    given: Given | None = None,
 ) -> RunState:
-    """The state at the start of a phase, sharded from birth.
+    """The state at the start of a phase, sharded from birth. Args: see `entering`."""
+    return entering(recipe, phase, layout, before, weights, given)()
+
+
+def entering(
+    recipe: Recipe,
+    phase: Phase,
+    layout: Layout,
+    before: RunState | None,
+    weights: LanguageModel | None = None,
+    given: Given | None = None,
+) -> Callable[[], RunState]:
+    """Makes the state at the start of a phase when it is called; what that takes is compiled meanwhile.
 
     Args:
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
         weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
-        given: leaves by path, instead of those that the phase's surgeries make. Their buffers are given up.
+        given: what takes the place of leaves that the phase's surgeries make. Its buffers are given up.
     """
-    given = dict(given or {})
-
-    def enter(model: LanguageModel, skipped: jax.Array | int, given: dict[str, hax.NamedArray]) -> RunState:
-        operated = tree.map_leaves(lambda path, leaf: given.get(path, leaf), recipe.operate(model, phase))
-        return recipe.state(operated, phase, skipped)
-
-    if before is not None:
-        return create(enter, layout, before.model, before.guard.skipped, given)
-    if weights is not None:
-        return create(enter, layout, weights, jnp.zeros((), jnp.int32), given)
-    return create(lambda given: enter(recipe.first_model(), 0, given), layout, given)
+    like, given = recipe.abstract_state(phase), dict(given or {})
+    if before is None and weights is None:
+        return creating(lambda given: recipe.fresh_state(phase, given), like, layout, given)
+    enter = functools.partial(recipe.entered, phase=phase)
+    if before is None:
+        return creating(enter, like, layout, weights, jnp.zeros((), jnp.int32), given)
+    return creating(enter, like, layout, before.model, before.guard.skipped, given)
