@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxlm.adapters import given_adapters
 from jaxlm.commands import run_command
 from jaxlm.compiling import compile_steps, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
@@ -29,7 +30,7 @@ from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.length import check_length, with_length_of_data
-from jaxlm.lineage import changes, check_cursor, check_same_run
+from jaxlm.lineage import changes, check_cursor, check_same_run, moved_stages
 from jaxlm.models.base import LanguageModel
 from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
 from jaxlm.plan import Plan, make_plan
@@ -130,6 +131,8 @@ def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
         run.console.show(f"{done}, from {found.path}")
+        for line in moved_stages(found.cursor, found.position(), current, plan):
+            run.console.show(line)
         if not origin.is_own:
             run.adopt(state, found)
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
@@ -159,7 +162,9 @@ def _train_phase(
     first_step = phase.start if resumed is None else resumed.cursor.step
     examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
-    enter = entering(plan.recipe, phase, plan.layout, state, weights) if resumed is None else None
+    enter = None
+    if resumed is None:
+        enter = entering(plan.recipe, phase, plan.layout, state, weights, given_adapters(plan, phase))
     # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
     steps = compile_steps(plan, phase, first_step, run.console.show)
     steps.require_room()

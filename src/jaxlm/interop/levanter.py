@@ -14,7 +14,8 @@ from typing import Any
 from jaxlm.core.decode import chosen_class
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
-from jaxlm.interop.levanter_data import data_section
+from jaxlm.interop.levanter_data import data_section, supervised_sources
+from jaxlm.interop.levanter_evals import harness_evals
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
 
@@ -39,11 +40,6 @@ _NOT_NEEDED = {
 }
 # Path there -> what to do instead; an error says so.
 _NOT_HERE = {
-    **dict.fromkeys(
-        ("eval_harness", "eval_harness_steps"),
-        "name the tasks under evals, {type: harness, tasks: [...]}, or give them to jaxlm.evaluate --tasks",
-    ),
-    "supervised_data": "name the files as a source under data.configs, with format: {type: supervised}",
     "data_seed": "trainer.seed is the one seed",
     "hf_upload": "upload the folders of hf_save_path with the hub's own tools",
     "log_entropy": "there is no such number here; leave it out",
@@ -68,7 +64,9 @@ def from_levanter(source: Source) -> tuple[Source, list[str]]:
     reading.trainer()
     reading.optimizer()
     reading.model()
+    reading.supervised()
     reading.data()
+    reading.evals()
     for path, instead in _NOT_HERE.items():
         reading.refuse(path, instead)
     for path, why in _NOT_NEEDED.items():
@@ -184,8 +182,39 @@ class _Reading:
                 given, always = (str(value).lower() for value in (given, _ALWAYS[key]))
                 raise self.error(f"model.{key}", f"{given} given; models of this family always have {always}")
 
+    def supervised(self) -> None:
+        given, section = self.take("supervised_data"), self.tree.get("data")
+        if given in _NOTHING:
+            return
+        places = [section.get(key) for key in ("configs", "components")] if isinstance(section, dict) else []
+        named = next((place for place in places if isinstance(place, dict)), None)
+        if named is None or not isinstance(given, Mapping):
+            raise self.error(
+                "supervised_data", f"{given!r} given; sources by name expected, beside those of data.configs"
+            )
+        for name, source in supervised_sources(given, self.error).items():
+            if name in named:
+                raise self.error(f"supervised_data.{name}", "the name of a source of data, too. Rename one of them")
+            named[name] = source
+        self.notes.append(
+            "supervised_data is read as sources of data.configs; eval/loss and eval/bpb are over them, too"
+        )
+
     def data(self) -> None:
         section = self.tree.get("data")
         if isinstance(section, dict):
             self.tree["data"], notes = data_section(section)
             self.notes.extend(notes)
+
+    def evals(self) -> None:
+        steps, given = self.take("eval_harness_steps"), self.take("eval_harness")
+        if given in _NOTHING:
+            return
+        asked, notes = harness_evals(given, self.error)
+        self.put("evals", [*self.tree.pop("evals", [{"type": "loss"}]), *asked], "eval_harness")
+        self.notes.append("eval_harness is read as evals of type harness")
+        self.notes.extend(notes)
+        if steps is not None:
+            self.notes.append(
+                f"eval_harness_steps: {steps} is left out: all evals run every trainer.steps_per_eval steps"
+            )

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import LAYERS
+from jaxlm.core.axes import BATCH, CACHE_ROW, KV_HEADS, LAYERS
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.models.backends.choice import AUTO
 from jaxlm.models.base import Cache, Column, Hidden, Inputs
@@ -55,6 +56,23 @@ def better_apart() -> bool:
 def apart(tree: T) -> T:
     """A copy with the layers of every `Transformer` and `Cache` in arrays of their own."""
     return jax.tree.map(_apart, tree, is_leaf=lambda node: isinstance(node, Transformer | Cache))
+
+
+def together(cache: CacheApart) -> Cache:
+    """What `apart` was given: a copy, for what reads many tokens at once."""
+    Batch = cache.positions.resolve_axis(BATCH)
+
+    def joined(*layers: NamedArray) -> NamedArray:
+        behind = tuple(axis for axis in layers[0].axes if axis.name != CACHE_ROW)
+        array = jnp.stack([layer.array for layer in layers])
+        array = array.reshape(len(layers), Batch.size, -1, *(axis.size for axis in behind))
+        return NamedArray(array, (Axis(LAYERS, len(layers)), Batch, Axis(KV_HEADS, array.shape[2]), *behind))
+
+    keys, values = (
+        jax.tree.map(joined, *columns, is_leaf=lambda x: isinstance(x, NamedArray))
+        for columns in (cache.keys, cache.values)
+    )
+    return Cache(keys, values, cache.positions, cache.segment_ids, cache.length)
 
 
 def _apart(node: Any) -> Any:

@@ -94,7 +94,7 @@ class Past(eqx.Module):
         return Past(column_with(self.keys, new.keys, self.at), column_with(self.values, new.values, self.at), self.at)
 
 
-Kept = KeysValues | Past
+ForCache = KeysValues | Past
 """What a layer hands back for the cache: what is to be written, or what it has written."""
 
 
@@ -169,7 +169,7 @@ class SelfAttention(eqx.Module):
         *,
         scale: float | jax.Array | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[NamedArray, Kept]:
+    ) -> tuple[NamedArray, ForCache]:
         """{batch, position, embed} to the same, and this call's own keys and values, or the past with them in it.
 
         Args:
@@ -180,7 +180,7 @@ class SelfAttention(eqx.Module):
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
         q, k, v = named(q, QUERY), named(k, KEY), named(v, VALUE)
-        new: Kept = KeysValues(k, v)
+        new: ForCache = KeysValues(k, v)
         if past is not None and past.at is not None:
             new = past = past.with_new(new)
         if self.upcast:

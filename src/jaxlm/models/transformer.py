@@ -15,7 +15,8 @@ from jaxlm.models.attention import Visibility
 from jaxlm.models.backends.choice import AUTO
 from jaxlm.models.base import Auxiliary, Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
-from jaxlm.models.layers import Context, Kept, Past
+from jaxlm.models.dropping import with_keys
+from jaxlm.models.layers import Context, ForCache, Past
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.recompute import Keep, keeping
 from jaxlm.models.rotary import RotaryConfig
@@ -35,7 +36,7 @@ class Block(Protocol):
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, Kept, Seen | None]:
+    ) -> tuple[NamedArray, ForCache, Seen | None]:
         """{batch, position, embed} to the same, what the cache is to have of these positions, and what it found."""
         ...
 
@@ -105,7 +106,7 @@ class Transformer(eqx.Module):
         contexts = contexts_of(self.kinds, inputs, visibility, backend, self.HeadSize, self.seq_len)
 
         def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: Past | None, key):
-            x, new, seen = for_compute(block)(x, contexts[place], past, index=index, key=key)
+            x, new, seen = with_keys(for_compute(block), key)(x, contexts[place], past, index=index, key=key)
             return hax.auto_sharded(x), (None if cache is None else new, seen)
 
         per_layer = (
