@@ -22,7 +22,7 @@ from jaxlm.dry_run import assumed_vocabulary, dry_run
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.loop import run_phase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.phases import Phase, enter_phase
+from jaxlm.engine.phases import Phase, entering
 from jaxlm.engine.reports import Reports
 from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
@@ -97,7 +97,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
     config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
-    plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
+    plan = plan.knowing(config, tokenizer.vocab_size)
     console.log_to(plan.log_folder / "train.log")
     console.show(table("run", describe(plan)))
     origin = find_origin(plan, console.show)
@@ -158,15 +158,16 @@ def _train_phase(
     first_step = phase.start if resumed is None else resumed.cursor.step
     examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
+    enter = entering(plan.recipe, phase, plan.layout, state, weights) if resumed is None else None
     # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
     steps = compile_steps(plan, phase, first_step, run.console.show)
     steps.require_room()
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
-        if resumed is None:
-            state = enter_phase(plan.recipe, phase, plan.layout, state, weights)
+        if enter is not None:
+            state = enter()
             saver.save_entry(state, batches.state())
-        else:
+        if resumed is not None:
             batches.restore(resumed.position())
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))

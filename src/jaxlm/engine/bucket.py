@@ -113,19 +113,15 @@ class BucketFolder(CheckpointFolder):
         main_only(self._prepare)
 
     def _prepare(self) -> None:
-        try:
+        with _reaching(lambda reason: SaveError(f"{self._url} cannot be written to ({reason})")):
             self._remote.remove_unfinished()
-        except Exception as error:  # fsspec's implementations raise the kinds of their own client libraries
-            raise SaveError(f"{self._url} cannot be written to: {type(error).__name__}: {error}") from error
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes to the bucket, under the final name: nobody sees it yet."""
-        try:
+        with _reaching(lambda reason: SaveError(f"saving a checkpoint to {self._url} failed ({reason})")):
             self._remote.clear(name)
             for file, content in files.items():
                 self._remote.write(name, file, content)
-        except Exception as error:  # as above
-            raise SaveError.because(self._url, error) from error
 
     def arrays(self, name: str) -> str:
         """In the bucket."""
@@ -144,18 +140,17 @@ class BucketFolder(CheckpointFolder):
 
     def _probe(self) -> None:
         """Writes and deletes a small file as the small files are written, and one as the arrays are."""
-        try:
-            name = f"probe-{jax.process_index()}"
+        name = f"probe-{jax.process_index()}"
+        with _reaching(self._unusable):
             self._remote.probe(name)
             _probe_tensorstore(f"{self._url}/{name}.arrays")
-        except ConfigError:
-            raise
-        except Exception as error:  # as above
-            raise ConfigError(
-                f"trainer.checkpointer.base_path: {self._url} cannot be used ({type(error).__name__}: {error})."
-                " Check that the bucket exists, the network, and that GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth"
-                " application-default login` or the machine's service account may write to it"
-            ) from error
+
+    def _unusable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"trainer.checkpointer.base_path: {self._url} cannot be used ({reason}). Check that the bucket exists, the"
+            " network, and that GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the machine's"
+            " service account may write to it and delete from it"
+        )
 
 
 def bucket_checkpoints(url: str) -> list[BucketCheckpoint]:
@@ -164,12 +159,19 @@ def bucket_checkpoints(url: str) -> list[BucketCheckpoint]:
     Raises:
         ConfigError: the bucket cannot be read.
     """
-    try:
+    with _reaching(lambda reason: ConfigError(f"{url} cannot be read ({reason})")):
         return [BucketCheckpoint(folder, name) for folder, name in find_remote(url)]
+
+
+@contextlib.contextmanager
+def _reaching(failure: Callable[[str], Exception]) -> Iterator[None]:
+    """Says what a failure of the store means; what says so itself, a missing package, is raised as it is."""
+    try:
+        yield
     except ConfigError:
         raise
-    except Exception as error:  # as above
-        raise ConfigError(f"{url} cannot be read ({type(error).__name__}: {error})") from error
+    except Exception as error:  # fsspec's implementations raise the kinds of their own client libraries
+        raise failure(f"{type(error).__name__}: {error}") from error
 
 
 def _probe_tensorstore(url: str) -> None:

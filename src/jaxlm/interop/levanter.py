@@ -39,8 +39,10 @@ _NOT_NEEDED = {
 }
 # Path there -> what to do instead; an error says so.
 _NOT_HERE = {
-    "eval_harness": "name the tasks under evals, {type: harness, tasks: [...]}, or give them to jaxlm.evaluate --tasks",
-    "eval_harness_steps": "name the tasks under evals, {type: harness, tasks: [...]}, or give them to jaxlm.evaluate --tasks",
+    **dict.fromkeys(
+        ("eval_harness", "eval_harness_steps"),
+        "name the tasks under evals, {type: harness, tasks: [...]}, or give them to jaxlm.evaluate --tasks",
+    ),
     "supervised_data": "name the files as a source under data.configs, with format: {type: supervised}",
     "data_seed": "trainer.seed is the one seed",
     "hf_upload": "upload the folders of hf_save_path with the hub's own tools",
