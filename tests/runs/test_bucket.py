@@ -27,7 +27,7 @@ def machines(shared, tmp_path) -> list[Workplace]:
     for number in range(2):
         folder = tmp_path / f"machine-{number}"
         folder.mkdir()
-        made.append(Workplace(folder, folder / "cache", shared / "corpus", 2))
+        made.append(Workplace(folder, folder / "cache", shared / "corpus"))
         made[-1].write()
     return made
 

@@ -7,6 +7,7 @@ everywhere behind URLs (`RemoteFolder`), a checkpoint is whole once its last fil
 import contextlib
 import functools
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,9 @@ def bucket_checkpoints(url: str) -> list[BucketCheckpoint]:
 @contextlib.contextmanager
 def _reaching(failure: Callable[[str], Exception]) -> Iterator[None]:
     """Says what a failure of the store means; what says so itself, a missing package, is raised as it is."""
+    if not (logger := logging.getLogger("gcsfs")).handlers:
+        # It would print a traceback of its own beside the message. Whoever configures logging still sees it.
+        logger.addHandler(logging.NullHandler())
     try:
         yield
     except ConfigError:
