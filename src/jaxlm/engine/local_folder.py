@@ -159,7 +159,7 @@ class LocalFolder(CheckpointFolder):
     def _remove(self, path: Path) -> None:
         """Deletes a checkpoint so that no half-deleted one is ever visible."""
         if path.exists():
-            doomed = path.with_name(path.name + _UNFINISHED)
+            doomed = path.with_name(f"deleted-{path.name}{_UNFINISHED}")  # not the name of what is being saved
             os.rename(path, doomed)
             shutil.rmtree(doomed)
 
