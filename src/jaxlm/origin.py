@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlm.config import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer import load_tokenizer
@@ -20,6 +19,7 @@ from jaxlm.interop.hub import local_folder
 from jaxlm.interop.model_section import hf_name
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
+from jaxlm.trainer_config import TrainerConfig
 
 Show = Callable[[str], None]
 

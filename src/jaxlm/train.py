@@ -28,7 +28,7 @@ from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.length import check_length, with_length_of_data
-from jaxlm.lineage import changes, check_cursor, check_same_run
+from jaxlm.lineage import changes, check_cursor, check_same_run, moved_stages
 from jaxlm.models.base import LanguageModel
 from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
 from jaxlm.plan import Plan, make_plan
@@ -129,6 +129,8 @@ def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
         run.console.show(f"{done}, from {found.place}")
+        for line in moved_stages(found.cursor, found.position(), current, plan):
+            run.console.show(line)
         if not origin.is_own:
             run.adopt(state, found)
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
