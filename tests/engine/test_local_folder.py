@@ -26,7 +26,7 @@ def test_a_temporary_checkpoint_replaces_the_one_of_its_own_name(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
-    """Each process would write its part to another disk, and what is missing would be read as zeros."""
+    """Each process would write its part to another disk, and every checkpoint would be sealed without it."""
     LocalFolder(tmp_path).prepare()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(local_folder, "_VISIBLE_AFTER_S", 0.0)

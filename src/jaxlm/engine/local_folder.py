@@ -133,7 +133,7 @@ class LocalFolder(CheckpointFolder):
             raise SaveError(f"the checkpoint folder {self._path.absolute()} cannot be written to: {error}") from error
 
     def _check_shared(self, token: bytes) -> None:
-        """Raises `ConfigError` where a process sees another disk: of its arrays, zeros would be read again."""
+        """Raises `ConfigError` where a process sees another disk: no checkpoint would have its arrays."""
         deadline = time.monotonic() + _VISIBLE_AFTER_S
         while not (seen := self._sees(token)) and time.monotonic() < deadline:
             time.sleep(0.1)
