@@ -30,6 +30,11 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     LocalFolder(tmp_path).prepare()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(local_folder, "_VISIBLE_AFTER_S", 0.0)
+    LocalFolder(tmp_path).open(print)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_folder, "same_everywhere", lambda names: False)  # others see other checkpoints
+        with pytest.raises(ConfigError, match="is not the same for all processes"):
+            LocalFolder(tmp_path).open(print)
     # As on a process whose disk has not the file that process 0 has just written.
     monkeypatch.setattr(local_folder, "broadcast_from_main", lambda token: token ^ 1)
     with pytest.raises(ConfigError, match=f"{tmp_path} is not the same for all processes"):

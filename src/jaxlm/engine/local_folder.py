@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, everywhere, main_only
+from jaxlm.core.runtime import broadcast_from_main, everywhere, main_only, same_everywhere
 from jaxlm.engine.folder import ARRAYS, Checkpoint, CheckpointFolder, SaveError
 from jaxlm.engine.integrity import seal, verify
 from jaxlm.engine.naming import find_checkpoints
 
 _UNFINISHED = ".unfinished"
 _TOKEN_BYTES = 16
+_LOOKS = 20
 _VISIBLE_AFTER_S = 10.0  # a network's disk may be seen by others a few seconds later
 
 
@@ -77,7 +78,12 @@ class LocalFolder(CheckpointFolder):
         return str(self._path)
 
     def open(self, show: Callable[[str], None]) -> None:
-        """Nothing has to be open."""
+        """Shows that all processes see the same checkpoints; that they see what is written, `prepare` shows."""
+        for _ in range(_LOOKS):
+            if same_everywhere(" ".join(checkpoint.name for checkpoint in self.checkpoints())):
+                return
+            time.sleep(_VISIBLE_AFTER_S / _LOOKS)
+        raise self._not_shared()
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
         """By their names alone."""
@@ -138,10 +144,13 @@ class LocalFolder(CheckpointFolder):
         while not (seen := self._sees(token)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if not everywhere(seen):
-            raise ConfigError(
-                f"trainer.checkpointer: the folder {self._path.absolute()} is not the same for all processes, and each"
-                " writes its part of a checkpoint. Name one on a disk that all of them see, or gs://, which needs none"
-            )
+            raise self._not_shared()
+
+    def _not_shared(self) -> ConfigError:
+        return ConfigError(
+            f"trainer.checkpointer: the folder {self._path.absolute()} is not the same for all processes, and each"
+            " writes its part of a checkpoint. Name one on a disk that all of them see, or gs://, which needs none"
+        )
 
     def _sees(self, token: bytes) -> bool:
         try:

@@ -112,6 +112,7 @@ class StagedFolder(CheckpointFolder):
     def open(self, show: Show) -> None:
         """Uploads what an earlier process had not come to, and fetches the newest checkpoint."""
         main_only(lambda: self._staging().synchronise(show))
+        self._local.open(show)
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
         """Those that are here."""
