@@ -134,6 +134,26 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"evals": [{"type": "harness", "tasks": ["piqa"]}]},
         ["evals of type harness"],
     ),
+    "prompts to evaluate on": (
+        {
+            "supervised_data": {"x/m": {"validation_urls": ["m"], "tags": ["e"], "input_field": "question"}},
+            "data": {"configs": {"a": {"train_urls": ["t"]}}, "train_weights": {"a": 1.0}},
+        },
+        {
+            "data": {
+                "configs": {
+                    "a": {"train_urls": ["t"]},
+                    "x.m": {
+                        "validation_urls": ["m"],
+                        "tags": ["e", "x"],
+                        "format": {"type": "supervised", "input_field": "question"},
+                    },
+                },
+                "train_weights": {"a": 1.0},
+            }
+        },
+        ["supervised_data", "slash"],
+    ),
     "other names": (
         {
             "z_loss_weight": 1e-4,
@@ -173,7 +193,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),
-    "other tasks": ({"supervised_data": {"mmlu": {}}}, r"supervised_data: .*data\.configs"),
+    "prompts beside one source": (
+        {"supervised_data": {"mmlu": {"validation_urls": ["m"]}}, "data": {"train_urls": ["t"]}},
+        r"supervised_data: .*beside those of data\.configs",
+    ),
+    "prompts from the hub": (
+        {"supervised_data": {"m": {"validation_urls": ["m"], "hf_dataset_name": "a/b"}}, "data": {"configs": {}}},
+        r"supervised_data\.m\.hf_dataset_name: 'a/b' given",
+    ),
+    "prompts by a source's name": (
+        {"supervised_data": {"a": {"validation_urls": ["m"]}}, "data": {"configs": {"a": {"train_urls": ["t"]}}}},
+        r"supervised_data\.a: the name of a source of data",
+    ),
 }
 
 

@@ -120,11 +120,11 @@ def muon_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
 
 def kron_layer(g: np.ndarray, memory: dict, t: int, c: Any) -> np.ndarray:
     """One matrix; E of the step Q <- (1 - E) Q (1 - E), and the norm that it is divided by, from eigenvalues."""
-    start = c.preconditioner_init_scale**0.25
-    mean = memory["mean"] = c.momentum * memory.get("mean", 0.0) + (1 - c.momentum) * g
+    start = np.sqrt(c.preconditioner_init_scale)
+    mean = memory["mean"] = c.beta1 * memory.get("mean", 0.0) + (1 - c.beta1) * g
     roots = [memory.setdefault(side, start * np.eye(size)) for side, size in enumerate(g.shape)]
     left, right = (root @ root for root in roots)
-    white = left @ mean @ right / (1 - c.momentum**t)
+    white = left @ mean @ right / (1 - c.beta1**t)
     for side, (own, other, x) in enumerate([(left, right, white), (right, left, white.T)]):
         n = x.shape[1]
         found = x @ x.T + c.damping**2 * np.linalg.norm(other) ** 2 * own @ own
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kron, one side": ("kron", {"max_dense_size": 5, "preconditioner_lr": 0.5, "update_rms_clipping": None}),
     "kron, other numbers": (
         "kron",
-        {"momentum": 0.5, "preconditioner_init_scale": 3.0, "damping": 0.1, "max_grad_norm": None, "beta1": 0.5},
+        {"beta1": 0.5, "preconditioner_init_scale": 2.0, "damping": 0.1, "max_grad_norm": None},
     ),
 }
 
