@@ -129,7 +129,6 @@ def test_levanters_spelling_is_the_same_run(name):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"trainer": {"quantization": {"fp8": True}}}, r"trainer\.quantization: .*bfloat16"),
     "harness": ({"eval_harness": {"task_spec": ["mmlu"]}}, r"eval_harness: .*type: harness"),
-    "sophia": ({"optimizer": {"type": "sophia-h"}}, r"optimizer\.type: 'sophia-h'"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),
