@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from jaxlm.compiling import keep_compiled_programs, trace_step
-from jaxlm.config import PhaseConfig, RunConfig, TrainerConfig, decode_run
+from jaxlm.config import PhaseConfig, RunConfig, decode_run
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
@@ -44,6 +44,7 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.plan import make_plan
 from jaxlm.startup import check_performance, describe
 from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.trainer_config import TrainerConfig
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {**SIZES, "intermediate_dim": 32, "num_kv_heads": 4}
@@ -525,7 +526,8 @@ def test_tracker_fields(kind, name, tmp_path, monkeypatch):
 def test_profiler_fields(tmp_path):
     def recorded(**changes: Any) -> list[int]:
         config = ProfilerConfig(**{"start_step": 3, "num_steps": 4} | changes)
-        hook = ProfileHook(config, tmp_path, plan_of(tree()).phases[0], first_step=2, program=str, show=print)
+        phase = plan_of(tree()).phases[0]
+        hook = ProfileHook(config, tmp_path, phase, first_step=2, until=phase.end, program=str, show=print)
         return [step for step in range(100) if hook.due(step)]
 
     assert [field.name for field in dataclasses.fields(ProfilerConfig)] == ["start_step", "num_steps"]

@@ -6,13 +6,15 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from jaxlm.config import RunConfig, decode_run
-from jaxlm.core.keys import sections
-from jaxlm.core.yaml_source import Source, load_yaml
+from jaxlm.core.keys import Section, sections
+from jaxlm.core.plugins import is_import_path
+from jaxlm.core.yaml_source import Source, load_yaml, parse_value
 from jaxlm.interop.family import config_to_json, family_of_config
 from jaxlm.models.qwen3 import Qwen3Config
 
@@ -46,12 +48,57 @@ def test_every_key_has_a_meaning():
     assert [f"{s.path}.{key.name}" for s in found for key in s.keys if not key.meaning] == []
 
 
+def test_every_example_can_be_read_and_says_something(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a_model_of_hugging_face(Path("qwen-small"))
+    example, found = script("generate_guide").example, list(sections(RunConfig))
+    # What makes each section be there, and be of the type whose keys are looked at.
+    required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
+
+    def run_with(section: Section, given: dict[str, Any]) -> RunConfig:
+        value: Any = {"type": section.choice, **given} if section.choice else given
+        places = section.path.split(".") if section.path else []
+        while places:
+            *places, last = places
+            if last == "N":
+                value = [value]
+            elif last == "NAME":
+                value = {"name": value}
+            else:
+                around = Section(".".join(places), None, True, "", ())
+                beside = required.get((around.path, None), ())
+                value = {key.name: parse_value(example(around, key)) for key in beside} | {last: value}
+        return decode_run(Source(value), "example")
+
+    for section in found:
+        needed = {key.name: parse_value(example(section, key)) for key in required[section.path, section.choice]}
+        for key in section.keys:
+            value = parse_value(example(section, key))
+            if key.name == "source":
+                assert is_import_path(value["type"])
+                continue
+            extra = {"initialize_from_hf": "qwen-small"} if key.name == "use_hf_model_config" else {}
+            read = run_with(section, needed | extra | {key.name: value})
+            if key.name not in (*needed, "shutdown_at_exit", "type"):  # which have one value only
+                assert read != run_with(section, needed | extra), f"{section.path}.{key.name}: {value} is the default"
+
+
+def test_no_example_is_left_over():
+    guide, found = script("generate_guide"), list(sections(RunConfig))
+    keys = {path: {key.name for s in found if s.path.startswith(path) for key in s.keys} for path in guide.EXAMPLES}
+    assert {path: examples.keys() - keys[path] for path, examples in guide.EXAMPLES.items()} == {p: set() for p in keys}
+
+
+def a_model_of_hugging_face(folder: Path) -> None:
+    described = config_to_json(family_of_config(Qwen3Config()), Qwen3Config())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(described | {"vocab_size": 99}))
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("qwen-small").mkdir()  # a folder that the documents speak of
-    described = config_to_json(family_of_config(Qwen3Config()), Qwen3Config())
-    Path("qwen-small/config.json").write_text(json.dumps(described | {"vocab_size": 99}))
+    a_model_of_hugging_face(Path("qwen-small"))  # a folder that the documents speak of
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
         decode_run(Source(load_yaml(tmp_path / f"{number}.yaml").tree), "document")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.batching import plan_batches
-from jaxlm.config import TrainerConfig, decode_run
+from jaxlm.config import decode_run
 from jaxlm.core import tree
 from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
@@ -16,6 +16,7 @@ from jaxlm.core.mesh import mesh_shape
 from jaxlm.core.yaml_source import Source
 from jaxlm.meshing import plan_mesh
 from jaxlm.plan import Plan, make_plan
+from jaxlm.trainer_config import TrainerConfig
 from tests.engine import helpers
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "intermediate_dim": 32}

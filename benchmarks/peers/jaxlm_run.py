@@ -7,6 +7,7 @@ from pathlib import Path
 import common
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlm.bench import random_batch
 from jaxlm.compiling import compile_step, keep_compiled_programs
@@ -14,11 +15,11 @@ from jaxlm.config import decode_run
 from jaxlm.core import tree
 from jaxlm.core.yaml_source import Source
 from jaxlm.engine.agreement import Ballot, Wishes
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.phases import entering
 from jaxlm.plan import make_plan
 
 
-def config(micro: int, steps: int, folder: str):
+def config(micro: int, folder: str):
     return decode_run(
         Source(
             {
@@ -33,7 +34,7 @@ def config(micro: int, steps: int, folder: str):
                 "trainer": {
                     "train_batch_size": common.BATCH,
                     "per_device_parallelism": common.BATCH // micro,
-                    "num_train_steps": steps,
+                    "num_train_steps": 1000,  # the same for all: programs are kept for the next start of the same run
                     "log_dir": folder,
                 },
                 "optimizer": {
@@ -60,12 +61,12 @@ def loaded(model, given):
     for path, leaf in tree.leaves(model):
         array = tree.raw(leaf)
         if path in ("tokens.weight", "positions.weight"):
-            array = jnp.asarray(given[path.removesuffix(".weight")])
+            array = given[path.removesuffix(".weight")]
         for ours, theirs in names.items():
             if path.endswith(f"{ours}.weight"):
-                stacked = jnp.stack([given[f"{i}.{theirs}"].T for i in range(common.LAYERS)])
+                stacked = np.stack([given[f"{i}.{theirs}"].T for i in range(common.LAYERS)])
                 array = stacked.reshape(array.shape)
-        arrays[path] = array
+        arrays[path] = jax.device_put(array, tree.raw(leaf).sharding)
     return tree.replace_leaves(model, arrays)
 
 
@@ -75,12 +76,13 @@ def main():
     if len(sys.argv) > 3:
         keep_compiled_programs(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(config(micro, clock.num_steps, folder), "peer", common.VOCAB)
+        plan = make_plan(config(micro, folder), "peer", common.VOCAB)
         with plan.layout.use():
             phase = plan.phases[0]
+            enter = entering(plan.recipe, phase, plan.layout, None)
             step = compile_step(plan, phase, lambda _: None).call
-            state = enter_phase(plan.recipe, phase, plan.layout, None)
-            state = type(state)(**{**vars(state), "model": jax.device_put(loaded(state.model, common.weights()))})
+            state = enter()
+            state = type(state)(**{**vars(state), "model": loaded(state.model, common.weights())})
             vote = Ballot(plan.layout).cast(Wishes())
             like = random_batch(plan, 0)
             for number in range(clock.num_steps):

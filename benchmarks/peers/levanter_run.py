@@ -57,7 +57,7 @@ def main():
         trainer_config = TrainerConfig(
             id="peer",
             tracker=NoopConfig(),
-            num_train_steps=clock.num_steps,
+            num_train_steps=1000,  # as in jaxlm's
             train_batch_size=common.BATCH,
             mp=jmp.get_policy("f32"),
             checkpointer=CheckpointerConfig(base_path=folder, save_interval=timedelta(hours=9), keep=[]),
@@ -70,7 +70,7 @@ def main():
         )
         levanter.initialize(trainer_config)
         loss = lambda model, rows, *, key=None: compute_next_token_loss(model, rows, key=key, reduction=mean)  # noqa: E731
-        with Trainer(trainer_config, optimizer.build(clock.num_steps), loss) as trainer:
+        with Trainer(trainer_config, optimizer.build(1000), loss) as trainer:
             Vocab = hax.Axis("vocab", common.VOCAB)
             keys = jax.random.split(jax.random.PRNGKey(0))
             state = trainer.initial_state(keys[0], model_init=lambda: config.build(Vocab, key=keys[1]))

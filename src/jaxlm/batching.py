@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxlm.config import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.core.errors import ConfigError
+from jaxlm.trainer_config import TrainerConfig
 
 _KEY = "trainer.train_batch_size"
 

@@ -9,6 +9,7 @@ written, and ends the conversation where nothing is.
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ class Conversation:
         first = next(pieces, [[]])
         self.messages = asked
         try:
-            for (new,) in _chained(first, pieces):
+            for (new,) in itertools.chain([first], pieces):
                 ids += new
                 self.num_tokens = len(ids)
                 text = self._tokenizer.decode(ids)
@@ -145,11 +146,6 @@ class Conversation:
         if room < 1:
             raise ConfigError(f"the conversation has {num_asked} tokens; the model reads {self._model.Pos.size}")
         return dataclasses.replace(self._decoding, max_new_tokens=min(room, self._decoding.max_new_tokens))
-
-
-def _chained(first: list[list[int]], rest: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
-    yield first
-    yield from rest
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -29,11 +29,12 @@ from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import TokenBatch
 from jaxlm.core.yaml_source import Source
-from jaxlm.data.config import DataConfig, ValidationData
+from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.named_source import VALIDATION
 from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
+from jaxlm.data.token_data import ValidationData
 from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
 from jaxlm.plan import Plan
 from jaxlm.tasks import add_task_options, check_task_options, evaluate_tasks

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jaxlm.config import RunConfig, TrainerConfig
+from jaxlm.config import RunConfig
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
-from jaxlm.data.config import DataConfig, TokenData
+from jaxlm.data.config import DataConfig
 from jaxlm.data.shuffle_config import EraShuffle
+from jaxlm.data.token_data import TokenData
 from jaxlm.engine.phases import Phase
 from jaxlm.plan import plan_phases
+from jaxlm.trainer_config import TrainerConfig
 
 
 def check_length(config: RunConfig) -> None:
@@ -83,12 +85,12 @@ def _until_exhausted(
     enough_for = batches.whole_steps(most)
     if not enough_for:
         raise ConfigError(
-            f"data.stop_strategy: {data.config.stop_strategy} ends after {most} examples, less than one batch of"
+            f"data.stop_strategy: {data.stop_strategy} ends after {most} examples, less than one batch of"
             f" {batches.first.size}"
         )
     show(
         f"phase '{phase.name}': {enough_for} steps instead of {num_steps}: then the data is read"
-        f" (data.stop_strategy: {data.config.stop_strategy})"
+        f" (data.stop_strategy: {data.stop_strategy})"
     )
     return enough_for
 

@@ -77,6 +77,28 @@ def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
     return phase
 
 
+def moved_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan: Plan) -> list[str]:
+    """A warning where `train_weights` changes by step, and the steps so far had other batch sizes than today's plan says.
+
+    Args:
+        position: of the phase's data, as the checkpoint has it.
+    """
+    weights, sizes, steps = plan.data[phase.index].train_weights, plan.batches.train, cursor.step - phase.start
+    if not isinstance(weights, list) or len(weights) < 2:
+        return []
+    read, planned = int(position["examples"]), sizes.examples_between(phase.start, cursor.step)
+    if read == planned:
+        return []
+    line = (
+        f"warning: the first {steps} steps of phase '{phase.name}' have read {read:,} sequences; by today's"
+        f" trainer.train_batch_size it would have been {planned:,}. So the stages of data.train_weights begin at other"
+        " sequences than before, and windows may come twice or not at all. Name the sizes of the steps that are done, as in"
+        f" trainer.train_batch_size: [{{start: 0, value: {read // max(steps, 1)}}},"
+        f" {{start: {cursor.step}, value: {sizes.at(cursor.step).size}}}]"
+    )
+    return [line]
+
+
 def changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
     """What is different from the last start, for people: changed keys, and what becomes of the learning rate."""
     lines = list(_differences("", _flat_config(before), _flat_config(now)))

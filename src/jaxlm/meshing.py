@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlm.config import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import (
     AxisMappings,
@@ -18,6 +17,7 @@ from jaxlm.core.mesh import (
     num_groups,
 )
 from jaxlm.core.sharding import Layout
+from jaxlm.trainer_config import TrainerConfig
 
 _Written = Mapping[str, str | list[str]]
 # What trainer.mesh says itself.

@@ -111,7 +111,7 @@ def _imported(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
     plan = make_plan(config, "imported", opened.vocab_size)
 
     def load() -> LanguageModel:
-        return load_model(folder, jax.eval_shape(plan.recipe.first_model), config.model, plan.layout)
+        return load_model(folder, plan.recipe.abstract_first_model, config.model, plan.layout)
 
     return NamedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), load)
 
@@ -149,6 +149,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
         default=None,
         help="of keys and values that are kept; int8 needs the least memory (default: the parameters')",
     )
+    add_adapter_option(parser)
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """The option whose value `open_model` takes as `adapter`."""
     parser.add_argument(
         "--adapter", default=None, help="a PEFT folder with LoRA adapters, which are folded into the model"
     )

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxlm.config import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer import load_tokenizer
@@ -22,6 +19,7 @@ from jaxlm.interop.hub import local_folder
 from jaxlm.interop.model_section import hf_name
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan
+from jaxlm.trainer_config import TrainerConfig
 
 Show = Callable[[str], None]
 
@@ -49,8 +47,9 @@ class Origin:
         """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""
         assert self.state is not None
         partial = plan.config.trainer.allow_partial_checkpoint
-        fresh = (lambda: create(lambda: plan.recipe.fresh_state(phase), plan.layout)) if partial else None
-        return restore(self.state, plan.recipe.abstract_state(phase), plan.layout, fresh=fresh, show=show)
+        like = plan.recipe.abstract_state(phase)
+        fresh = (lambda: create(lambda: plan.recipe.fresh_state(phase), like, plan.layout)) if partial else None
+        return restore(self.state, like, plan.layout, fresh=fresh, show=show)
 
     def load_weights(self, plan: Plan, show: Show) -> LanguageModel | None:
         """The model that the first phase is entered with, or None. Call it inside `plan.layout.use()`."""
@@ -58,11 +57,9 @@ class Origin:
             return _imported(plan, show)
         show(f"the model's weights are those of {self.weights.path}; steps, optimizer and data begin anew")
         partial = plan.config.trainer.allow_partial_checkpoint
-        make = plan.recipe.first_model
-        fresh = (lambda: create(make, plan.layout)) if partial else None
-        return restore(
-            self.weights, jax.eval_shape(make), plan.layout, prefix="model", fresh=fresh, show=show, cast=True
-        )
+        like = plan.recipe.abstract_first_model
+        fresh = (lambda: create(plan.recipe.first_model, like, plan.layout)) if partial else None
+        return restore(self.weights, like, plan.layout, prefix="model", fresh=fresh, show=show, cast=True)
 
 
 def _imported(plan: Plan, show: Show) -> LanguageModel | None:
@@ -72,7 +69,7 @@ def _imported(plan: Plan, show: Show) -> LanguageModel | None:
         return None
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
     show(f"weights: {path}")
-    abstract = jax.eval_shape(plan.recipe.first_model)
+    abstract = plan.recipe.abstract_first_model
     return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
 import jax
 
 from jaxlm.batching import BatchPlan, plan_batches, unreached
@@ -24,7 +23,7 @@ from jaxlm.interop.family import family_of_config
 from jaxlm.interop.folder import parse_dtype
 from jaxlm.interop.model_section import hf_name
 from jaxlm.meshing import plan_mesh
-from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.base import vocab_axis
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,16 @@ class Plan:
         delete = self.config.trainer.checkpointer.delete_old_temp_checkpoints
         return Staging(self.checkpoint_url, self.checkpoint_folder, delete_temporary=delete)
 
+    def knowing(self, config: RunConfig, vocab_size: int) -> "Plan":
+        """The plan for what the data has shown: this one where nothing is otherwise than was assumed.
+
+        Raises:
+            ConfigError: see `make_plan`.
+        """
+        if config == self.config and vocab_size == self.recipe.Vocab.size:
+            return self
+        return make_plan(config, self.run_id, vocab_size)
+
 
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
     """Works a configuration out for the devices that are there.
@@ -118,11 +127,12 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision = parse_precision(trainer.mp)
     devices = jax.devices() if devices is None else devices
     Vocab = vocab_axis(vocab_size)
-    arrays = _parameter_axes(config.model, Vocab)
+    phases, data = plan_phases(config)
+    recipe = Recipe(config.model, Vocab, trainer.seed, precision, phases)
+    arrays = {p: leaf.axes for p, leaf in tree.leaves(recipe.abstract_first_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     meshing = plan_mesh(trainer, sizes, names, devices)
-    phases, data = plan_phases(config)
     check_hugging_face(config, data[0].tokenizer)
     plan = Plan(
         config=config,
@@ -130,7 +140,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         mesh=meshing.shape,
         layout=meshing.layout,
         warnings=(*meshing.warnings, *unreached(trainer, phases[-1].end)),
-        recipe=Recipe(config.model, Vocab, trainer.seed, precision, phases),
+        recipe=recipe,
         data=data,
         batches=plan_batches(trainer, meshing.layout.ways(BATCH)),
     )
@@ -194,9 +204,3 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 f" phase says {data[0].tokenizer}"
             )
     return tuple(phases), data
-
-
-def _parameter_axes(model: ModelConfig, Vocab: hax.Axis) -> dict[str, tuple[hax.Axis, ...]]:
-    """Path of each named parameter -> its axes."""
-    built = jax.eval_shape(lambda: model.build(Vocab, key=jax.random.PRNGKey(0)))
-    return {path: leaf.axes for path, leaf in tree.leaves(built) if tree.is_named(leaf)}

@@ -21,8 +21,8 @@ from jaxlm.config import RunConfig, load_config, refuse_dry_run
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import TokenCache
-from jaxlm.data.config import TokenData
 from jaxlm.data.packing import Windows
+from jaxlm.data.token_data import TokenData
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import Phase

@@ -18,8 +18,8 @@ from jaxlm.core.decode import choice_name, dump, encode
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.base import Batches
-from jaxlm.data.config import TokenData, ValidationData
 from jaxlm.data.loader import eval_batches
+from jaxlm.data.token_data import TokenData, ValidationData
 from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.checkpoint import CheckpointWriter
 from jaxlm.engine.console import Console
@@ -97,8 +97,18 @@ class Run:
         if config is None:
             return []
         folder = self.plan.log_folder / "profile" / phase.name
-        recorded = functools.partial(program, min(first_step + config.start_step, phase.end - 1))
-        return [ProfileHook(config, folder, phase, first_step=first_step, program=recorded, show=self.console.show)]
+        begin = min(first_step + config.start_step, phase.end - 1)
+        return [
+            ProfileHook(
+                config,
+                folder,
+                phase,
+                first_step=first_step,
+                until=self.plan.batches.train.same_until(begin, phase.end),
+                program=functools.partial(program, begin),
+                show=self.console.show,
+            )
+        ]
 
     def listeners(self, phase: Phase, state: RunState, batches: Batches) -> tuple[Listener, ...]:
         """Who is told of every step. Args: batches: what the steps take."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxlm.commands import run_command
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.decode import continued
+from jaxlm.models.stops import StopTexts
 from jaxlm.named_model import add_decoding_options, decoding_of, open_model
 from jaxlm.trained import checkpoint_parser, parse_with_keys
 
@@ -35,32 +36,24 @@ def _parser() -> argparse.ArgumentParser:
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
     named = open_model(options.checkpoint, keys, options.adapter, options.weights)
-    tokenizer, prompts, stops = named.tokenizer, options.prompt or [""], options.stop or []
-
-    def until(ids: list[int]) -> bool:
-        text = tokenizer.decode(ids)
-        return any(stop in text for stop in stops)
+    tokenizer, prompts = named.tokenizer, options.prompt or [""]
+    stops = StopTexts([stop for stop in options.stop or [] if stop], tokenizer.decode)
 
     with named.plan.layout.use():
         model = named.for_use()
         began = time.perf_counter()
         decoding = decoding_of(options, named.stop_ids)
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-        texts = continued(model, ids, decoding, until if stops else None)
+        texts = continued(model, ids, decoding, stops.until)
         seconds = time.perf_counter() - began
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     for prompt, new in zip(prompts, texts, strict=True):
-        print(prompt + before_any(tokenizer.decode(new), stops), end="\n---\n")
+        print(prompt + stops.before(new), end="\n---\n")
     count = sum(map(len, texts))
     rate = f"{count / seconds:.1f} tokens/s, compiling included"
     print(f"{count} tokens in {seconds:.1f} s ({rate}), from {named.place}", file=sys.stderr)
     return 0
-
-
-def before_any(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stops that is in it."""
-    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 if __name__ == "__main__":

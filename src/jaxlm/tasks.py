@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.harness import HarnessEvalConfig, run_tasks
-from jaxlm.named_model import open_model
+from jaxlm.named_model import add_adapter_option, open_model
 
 _ONLY_WITH_TASKS = ("task_folder", "num_fewshot", "limit", "adapter")
 _ONLY_WITHOUT = ("max_batches",)
@@ -23,7 +23,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task_folder", default=None, help="a folder with tasks of one's own")
     parser.add_argument("--num_fewshot", type=int, default=None, help="solved examples before each question")
     parser.add_argument("--limit", type=int, default=None, help="so many documents of each task")
-    parser.add_argument("--adapter", default=None, help="a PEFT folder with LoRA adapters beside the model's layers")
+    add_adapter_option(parser)
 
 
 def check_task_options(options: argparse.Namespace) -> None:

@@ -23,13 +23,13 @@ from jaxlm.engine.console import Console, table
 from jaxlm.engine.loop import run_phase
 from jaxlm.engine.naming import find_checkpoints
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.phases import Phase, enter_phase
+from jaxlm.engine.phases import Phase, entering
 from jaxlm.engine.reports import Reports
 from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.length import check_length, with_length_of_data
-from jaxlm.lineage import changes, check_cursor, check_same_run
+from jaxlm.lineage import changes, check_cursor, check_same_run, moved_stages
 from jaxlm.models.base import LanguageModel
 from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
 from jaxlm.plan import Plan, make_plan
@@ -98,7 +98,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
     config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
-    plan = make_plan(config, plan.run_id, tokenizer.vocab_size)
+    plan = plan.knowing(config, tokenizer.vocab_size)
     console.log_to(plan.log_folder / "train.log")
     console.show(table("run", describe(plan)))
     origin = find_origin(plan, console.show)
@@ -130,6 +130,8 @@ def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
         run.console.show(f"{done}, from {found.path}")
+        for line in moved_stages(found.cursor, found.position(), current, plan):
+            run.console.show(line)
         if not origin.is_own:
             run.adopt(state, found)
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
@@ -159,15 +161,16 @@ def _train_phase(
     first_step = phase.start if resumed is None else resumed.cursor.step
     examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
+    enter = entering(plan.recipe, phase, plan.layout, state, weights) if resumed is None else None
     # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
     steps = compile_steps(plan, phase, first_step, run.console.show)
     steps.require_room()
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
-        if resumed is None:
-            state = enter_phase(plan.recipe, phase, plan.layout, state, weights)
+        if enter is not None:
+            state = enter()
             saver.save_entry(state, batches.state())
-        else:
+        if resumed is not None:
             batches.restore(resumed.position())
         assert state is not None
         run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))

@@ -238,7 +238,7 @@ def test_an_average_is_of_what_trains_alone():
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
 # Each with a learning rate that it gets somewhere with.
-OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "sophia-h": 3e-3}
+OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-h": 3e-3}
 
 
 @pytest.mark.slow
@@ -249,11 +249,11 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
     def losses(where) -> list[float]:
         run = TinyRun(where, phase(optimizer=config))
         found = [run.step(arrays(number % 4))["train/loss"] for number in range(12)]
-        # The optimizer's state lies where the parameters do.
+        # The optimizer's state lies where the parameters do, or is spread as far as FSDP goes.
         places = {str(leaf.array.sharding.spec) for _, leaf in tree.leaves(run.state.model)}
         memory = [leaf for _, leaf in tree.leaves(run.state.opt_state) if tree.is_named(leaf)]
         assert memory
-        assert {str(leaf.array.sharding.spec) for leaf in memory} <= places
+        assert all("'data'" in spec for spec in {str(leaf.array.sharding.spec) for leaf in memory} - places)
         return found
 
     expected = losses(one_device())

@@ -1,12 +1,16 @@
 import contextlib
 import re
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.operations import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
 from jaxlm.engine import loop
 from jaxlm.engine.profile import Event, describe_profile, pause, sum_up
@@ -14,6 +18,12 @@ from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase
 
 OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}
+
+
+def hook_of(config: ProfilerConfig, folder: Path, show: Callable[[str], None], **options: Any) -> ProfileHook:
+    """Of a phase of 20 steps."""
+    usual: dict[str, Any] = {"first_step": 0, "until": phase().end, "program": str}
+    return ProfileHook(config, folder, phase(), show=show, **(usual | options))
 
 
 def event(name: str, start: float, end: float, device: str = "d0", line: str = "t0") -> Event:
@@ -102,7 +112,7 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
 def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     run, lines = TinyRun(layout()), []
     text = run.compiled_text(arrays(0))
-    hook = ProfileHook(ProfilerConfig(1, 3), tmp_path, phase(), first_step=0, program=lambda: text, show=lines.append)
+    hook = hook_of(ProfilerConfig(1, 3), tmp_path, lines.append, program=lambda: text)
     for step in range(1, 8):
         run.step(arrays(step))
         if step == 3:
@@ -130,9 +140,7 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
 def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
     lines: list[str] = []
     (tmp_path / "file").write_text("")
-    hook = ProfileHook(
-        ProfilerConfig(2, 3), tmp_path / "file" / "x", phase(), first_step=0, program=str, show=lines.append
-    )
+    hook = hook_of(ProfilerConfig(2, 3), tmp_path / "file" / "x", lines.append)
     for step in range(1, 21):
         if hook.due(step):
             hook.run(step, None)  # type: ignore[arg-type]
@@ -144,7 +152,7 @@ def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
 def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
     lines: list[str] = []
     for _ in range(2):  # a recording that was left open would make the second fail
-        hook = ProfileHook(ProfilerConfig(1, 9), tmp_path, phase(), first_step=0, program=str, show=lines.append)
+        hook = hook_of(ProfilerConfig(1, 9), tmp_path, lines.append)
         hook.run(1, None)  # type: ignore[arg-type]
         hook.close()
     assert lines == []
@@ -152,10 +160,21 @@ def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
 
 def test_a_phase_that_is_too_short_is_said_and_a_short_rest_is_recorded(tmp_path):
     lines: list[str] = []
-    make = lambda config, first: ProfileHook(  # noqa: E731
-        config, tmp_path, phase(), first_step=first, program=str, show=lines.append
-    )
-    assert [s for s in range(30) if make(ProfilerConfig(5, 10), 12).due(s)] == [17, 20]
+    due = lambda first: [  # noqa: E731
+        s for s in range(30) if hook_of(ProfilerConfig(5, 10), tmp_path, lines.append, first_step=first).due(s)
+    ]
+    assert due(12) == [17, 20]
     assert lines == []
-    assert [s for s in range(30) if make(ProfilerConfig(5, 10), 15).due(s)] == []
+    assert due(15) == []
     assert "ends at step 20" in lines[0]
+
+
+def test_a_recording_ends_where_batches_get_another_size(tmp_path):
+    """What is summed up are the operations of one program, and another size is another program."""
+    sizes = BatchSchedule.of([BatchSize(0, 8), BatchSize(9, 16), BatchSize(14, 16)])
+    lines: list[str] = []
+    for first, recorded in ((0, [5, 9]), (4, [9, 19])):
+        until = sizes.same_until(first + 5, phase().end)
+        hook = hook_of(ProfilerConfig(5, 10), tmp_path, lines.append, first_step=first, until=until)
+        assert [s for s in range(30) if hook.due(s)] == recorded
+    assert lines == ["profiler: records steps 6 to 9 only; then batches have another size"]

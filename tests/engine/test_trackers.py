@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from jaxlm.config import TrainerConfig, load_config
+from jaxlm.config import load_config
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
@@ -20,6 +20,7 @@ from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.trackio import TrackioConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
+from jaxlm.trainer_config import TrainerConfig
 from tests.engine.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"

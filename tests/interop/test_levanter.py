@@ -94,15 +94,50 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"trainer": {"profiler": {"start_step": 7}}},
         [],
     ),
+    "sophia by its own keys": (
+        {"optimizer": {"type": "sophia-h", "learning_rate": 0.85e-3, "gamma": 0.02, "update_interval": 5, "rng_seed": 1}},
+        {"optimizer": {"type": "sophia-h", "learning_rate": 8.5e-4, "gamma": 0.02, "update_interval": 5, "rng_seed": 1}},
+        [],
+    ),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
     "what asks for nothing": (
         {
             "optimizer": {"cooldown": None, "haps": None},
             "trainer": {"quantization": None, "wandb": None},
             "eval_harness": None,
+            "eval_harness_steps": 50,
         },
         {"optimizer": {}, "trainer": {}},
         [],
+    ),
+    "a harness": (
+        {
+            "eval_harness": {
+                "task_spec": [
+                    "mmlu",
+                    {"task": "arc_easy", "num_fewshot": 5},
+                    {"task": "piqa", "task_alias": "p", "description": None},
+                ],
+                "max_examples": 32,
+                "log_samples": True,
+                "apply_chat_template": False,
+                "generation_kwargs": {"max_gen_toks": 256, "temperature": 0.0},
+            },
+            "eval_harness_steps": 50,
+        },
+        {
+            "evals": [
+                {"type": "loss"},
+                {"type": "harness", "tasks": ["mmlu", "piqa"], "limit": 32},
+                {"type": "harness", "tasks": ["arc_easy"], "num_fewshot": 5, "limit": 32},
+            ]
+        },
+        ["evals of type harness", "log_samples", "task_alias", "steps_per_eval"],
+    ),
+    "a harness beside evals": (
+        {"eval_harness": {"task_spec": ["piqa"]}, "evals": []},
+        {"evals": [{"type": "harness", "tasks": ["piqa"]}]},
+        ["evals of type harness"],
     ),
     "other names": (
         {
@@ -128,7 +163,17 @@ def test_levanters_spelling_is_the_same_run(name):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"trainer": {"quantization": {"fp8": True}}}, r"trainer\.quantization: .*bfloat16"),
-    "harness": ({"eval_harness": {"task_spec": ["mmlu"]}}, r"eval_harness: .*type: harness"),
+    "no tasks": ({"eval_harness": {"max_examples": 3}}, r"eval_harness: .*task_spec: \[arc_easy\]"),
+    "a task's words": (
+        {"eval_harness": {"task_spec": ["a", {"task": "b", "description": "Choose."}]}},
+        r"eval_harness\.task_spec\.1\.description: 'Choose\.' given; .*of your own",
+    ),
+    "a task twice": (
+        {"eval_harness": {"task_spec": ["a", {"task": "a", "num_fewshot": 5, "task_alias": "a5"}]}},
+        r"task_spec\.1: a is there twice",
+    ),
+    "chats": ({"eval_harness": {"task_spec": ["a"], "apply_chat_template": True}}, r"apply_chat_template: True given"),
+    "texts": ({"eval_harness": {"task_spec": ["a"], "generation_kwargs": {"n": 4}}}, r"generation_kwargs: \{'n': 4\}"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),

@@ -130,7 +130,7 @@ def factories(monkeypatch):
     [
         ("nowhere.at_all:make", {}, "importing nowhere.at_all failed: ModuleNotFoundError"),
         ("examples.nnx_model:mak", {}, "there is nothing named 'mak' in examples.nnx_model"),
-        ("examples.nnx_model", {}, "`package.module:function` expected"),
+        ("examples.nnx_model", {}, "`package.module:name` expected"),
         ("examples.nnx_model:make", {"kwargs": {"widht": 3}}, "unexpected keyword argument 'widht'.*takes .*width"),
         ("examples.nnx_model:make", {"kwargs": {"vocab_size": 3}}, "vocab_size: given, but it is worked out"),
         ("examples.nnx_model:make", {"scan_layers": True}, "model.scan_layers: True given"),

@@ -145,12 +145,44 @@ def sophia_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     }
 
 
+def kron_layer(g: np.ndarray, memory: dict, t: int, c: Any) -> np.ndarray:
+    """One matrix; E of the step Q <- (1 - E) Q (1 - E), and the norm that it is divided by, from eigenvalues."""
+    start = c.preconditioner_init_scale**0.25
+    mean = memory["mean"] = c.momentum * memory.get("mean", 0.0) + (1 - c.momentum) * g
+    roots = [memory.setdefault(side, start * np.eye(size)) for side, size in enumerate(g.shape)]
+    left, right = (root @ root for root in roots)
+    white = left @ mean @ right / (1 - c.momentum**t)
+    for side, (own, other, x) in enumerate([(left, right, white), (right, left, white.T)]):
+        n = x.shape[1]
+        found = x @ x.T + c.damping**2 * np.linalg.norm(other) ** 2 * own @ own
+        diagonal = len(x) > c.max_dense_size
+        found = np.diag(np.diag(found)) if diagonal else found
+        values = np.linalg.eigvalsh(found)
+        norm = values.max() if diagonal else np.sqrt((values**4).sum() / (values**2).sum())
+        before = memory.get((side, "steepness"), 0.0)
+        memory[side, "steepness"] = steepness = max(0.9 * before + 0.1 * (norm + n), norm + n)
+        turn = np.eye(len(x)) - 0.5 * c.preconditioner_lr / steepness * (found - n * np.eye(len(x)))
+        memory[side] = turn @ roots[side] @ turn
+    by = np.sqrt(memory[1].max() / memory[0].max())
+    memory[0], memory[1] = memory[0] * by, memory[1] / by
+    most = c.update_rms_clipping
+    return white if most is None else white / max(1.0, np.sqrt((white**2).mean()) / most)
+
+
+def kron_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    out = adam_direction({k: g for k, g in gradient.items() if k != "q.weight"}, memory, t, c)
+    layers = enumerate(gradient["q.weight"])
+    found = [kron_layer(g.reshape(6, 4), memory.setdefault(layer, {}), t, c) for layer, g in layers]
+    return out | {"q.weight": np.stack(found).reshape(2, 2, 3, 4)}
+
+
 DIRECTIONS = {
     "adam": adam_direction,
     "lion": lion_direction,
     "adagrad": adagrad_direction,
     "muon": muon_direction,
     "sophia-h": sophia_direction,
+    "kron": kron_direction,
 }
 COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
 # name of the case: (type, its keys)
@@ -168,6 +200,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"gamma": 0.5, "beta1": 0.5, "beta2": 0.8, "clip_threshold": 0.3, "update_interval": 1, "rng_seed": 3},
     ),
     "muon, other numbers": ("muon", {"nesterov": False, "use_kimi_scaling": True, "backend_steps": 3, "momentum": 0.5}),
+    "kron": ("kron", {}),
+    "kron, one side": ("kron", {"max_dense_size": 5, "preconditioner_lr": 0.5, "update_rms_clipping": None}),
+    "kron, other numbers": (
+        "kron",
+        {"momentum": 0.5, "preconditioner_init_scale": 3.0, "damping": 0.1, "max_grad_norm": None, "beta1": 0.5},
+    ),
 }
 
 
@@ -186,7 +224,7 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
     for t in range(1, STEPS + 1):
         gradient = clipped(arrays(t, scale), config.max_grad_norm)
         for k, step in DIRECTIONS[kind](gradient, memory, t, config).items():
-            peak = config.adam_lr if kind == "muon" and k != "q.weight" else config.learning_rate
+            peak = config.adam_lr if kind in ("muon", "kron") and k != "q.weight" else config.learning_rate
             rate = float(config.schedule(STEPS)(t - 1)) / config.learning_rate * peak
             decay = 0.0 if k == "norm.weight" else config.weight_decay
             params[k] = params[k] - rate * (step + decay * params[k])
@@ -314,16 +352,21 @@ CHANGES: dict[str, Any] = {
     "max_grad_norm": 0.1,
     "update_rms_clipping": 0.5,
     "rng_seed": 1,
+    "max_dense_size": 5,
     "clip_update_norm": {"clip_update_norm": {"rolling_interval_length": 8}},
 }
 # Judges of steps are the engine's to ask.
 NOT_OF_BUILD = {"skip_bad_steps"}
 
 
-def fields() -> Iterator[tuple[str, str]]:
+def fields() -> Iterator[Any]:
+    """(type, field); what all share is quick for one of them."""
+    shared = {field.name for field in dataclasses.fields(OptimizerConfig)}
     for kind in sorted(own()):
-        cls = OptimizerConfig.get_known_choices()[kind]
-        yield from ((kind, field.name) for field in dataclasses.fields(cls) if field.name not in NOT_OF_BUILD)
+        for field in dataclasses.fields(OptimizerConfig.get_known_choices()[kind]):
+            if field.name not in NOT_OF_BUILD:
+                slow = field.name in shared and kind != "adam"
+                yield pytest.param(kind, field.name, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize(("kind", "name"), fields())
@@ -357,6 +400,9 @@ def test_every_field_changes_what_is_computed(kind, name):
         ("adam", {"weight_decay_modules": ["nothing"]}),
         ("sophia-h", {"gamma": 0.0}),
         ("sophia-h", {"update_interval": 0}),
+        ("kron", {"preconditioner_lr": 0.0}),
+        ("kron", {"preconditioner_init_scale": -1.0}),
+        ("kron", {"max_dense_size": -1}),
     ],
 )
 def test_what_makes_no_optimizer_is_refused(kind, keys):

@@ -17,7 +17,8 @@ MESHES = {
     "tp 2 x fsdp 4": (8, ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")),
 }
 # Two micro-batches on every mesh.
-PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2"}
+PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2", "kron, fsdp 8": "1"}
+SETTINGS = MESHES | {"kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3"))}
 
 
 # What keeps a memory of its own beside weights and optimizer: it must be saved and restored like them.
@@ -26,7 +27,7 @@ MEMORIES = ("--trainer.model_averaging", "{type: ema, beta: 0.9}", "--optimizer.
 
 def arguments(mesh: str) -> list[str]:
     parallelism = ("--trainer.per_device_parallelism", PARALLELISM[mesh])
-    return ["--config_path", "run.yaml", *parallelism, *MEMORIES, *MESHES[mesh][1]]
+    return ["--config_path", "run.yaml", *parallelism, *MEMORIES, *SETTINGS[mesh][1]]
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +36,10 @@ def uninterrupted(workplace):
 
     @cache
     def run(mesh: str):
-        place = workplace(MESHES[mesh][0])
+        place = workplace(SETTINGS[mesh][0])
         place.write()
         assert place.run(*arguments(mesh)).code == 0  # fills the caches
-        place = workplace(MESHES[mesh][0])
+        place = workplace(SETTINGS[mesh][0])
         place.write()
         began = time.monotonic()
         finished = place.run(*arguments(mesh))
@@ -58,7 +59,7 @@ def killed_at_random(place: Workplace, mesh: str, seconds: float, rng: random.Ra
 
 def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
     losses, digest, seconds = uninterrupted(mesh)
-    place = workplace(MESHES[mesh][0])
+    place = workplace(SETTINGS[mesh][0])
     place.write()
     killed_at_random(place, mesh, seconds, random.Random(seed), kills)
     finished = place.run(*arguments(mesh))
@@ -73,6 +74,11 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
 @pytest.mark.parametrize(("mesh", "seed"), [(mesh, number) for number, mesh in enumerate(MESHES)])
 def test_killed_once(workplace, uninterrupted, mesh, seed):
     check(workplace, uninterrupted, mesh, seed, kills=1)
+
+
+@pytest.mark.slow
+def test_killed_once_with_an_optimizer_that_keeps_factors_of_matrices(workplace, uninterrupted):
+    check(workplace, uninterrupted, "kron, fsdp 8", seed=3, kills=1)
 
 
 @pytest.mark.slow

@@ -82,6 +82,11 @@ class BatchSchedule:
         """The stages of the steps from `step` on and below `end`."""
         return (self.at(step), *(stage for stage in self.stages if step < stage.start < end))
 
+    def same_until(self, step: int, end: int) -> int:
+        """The first step behind this one with batches of another shape; `end` where none comes before it."""
+        here, *later = self.between(step, end)
+        return next((stage.start for stage in later if stage.shape != here.shape), end)
+
     def examples_before(self, step: int) -> int:
         """Sequences that all steps before this one take together, those that only fill up not counted."""
         ends = [*(stage.start for stage in self.stages[1:]), step]

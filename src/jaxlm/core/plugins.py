@@ -1,4 +1,4 @@
-"""Classes of other packages: `type: package.module:Class`, or names that an entry point `jaxlm.plugins` registers."""
+"""What other packages bring: `package.module:name`, or names that an entry point `jaxlm.plugins` registers."""
 
 import dataclasses
 import functools
@@ -40,6 +40,24 @@ def is_import_path(name: Any) -> bool:
     return isinstance(name, str) and ":" in name
 
 
+def imported(path: str) -> Any:
+    """What stands at `package.module:name`; None where the module has nothing of that name.
+
+    Raises:
+        ConfigError: the path is of another form, or its module cannot be imported.
+    """
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise ConfigError(f"'{path}' given, `package.module:name` expected")
+    try:
+        return getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:  # whatever somebody else's module does when it is imported
+        raise ConfigError(
+            f"'{path}': importing {module_name} failed: {type(error).__name__}: {error}. It must be installed, or lie in "
+            f"the folder that the command is started in"
+        ) from error
+
+
 def import_choice(registry: Any, name: str) -> type:
     """The class at `package.module:Class`, which is registered under that name too.
 
@@ -49,16 +67,9 @@ def import_choice(registry: Any, name: str) -> type:
     Raises:
         ConfigError: there is no such class, or it is not a dataclass of this registry.
     """
-    module_name, _, class_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
-    except Exception as error:  # whatever somebody else's module does when it is imported
-        raise ConfigError(
-            f"'{name}': importing {module_name} failed: {type(error).__name__}: {error}. It must be installed, or lie in "
-            f"the folder that the command is started in"
-        ) from error
+    found = imported(name)
     if not (isinstance(found, type) and issubclass(found, registry) and dataclasses.is_dataclass(found)):
         what = "nothing" if found is None else f"no dataclass that extends {registry.__module__}.{registry.__name__}"
-        raise ConfigError(f"'{name}': there is {what} of that name in {module_name}")
+        raise ConfigError(f"'{name}': there is {what} of that name in {name.partition(':')[0]}")
     registry.register_subclass(name)(found)
     return found

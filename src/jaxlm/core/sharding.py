@@ -59,8 +59,13 @@ class Layout:
         return "gpu" if self.device.platform in ("cuda", "rocm") else self.device.platform
 
     def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
-        """The resting place of a parameter with these axes."""
-        return NamedSharding(self.mesh, spec_of(axes, self.parameter))
+        """The resting place of a parameter with these axes, or of what an optimizer keeps about one.
+
+        What does not divide lies whole on every device. Only of optimizers: the plan has looked at the parameters.
+        """
+        spec = spec_of(axes, self.parameter)
+        divides = (axis.size % self._devices(entry) == 0 for axis, entry in zip(axes, spec, strict=True))
+        return NamedSharding(self.mesh, PartitionSpec(*(e if d else None for e, d in zip(spec, divides, strict=True))))
 
     def compute_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """The place of an activation or a batch column with these axes."""
@@ -68,8 +73,12 @@ class Layout:
 
     def ways(self, logical_axis: str) -> int:
         """Over how many devices computation spreads a logical axis."""
-        target = self.compute.get(logical_axis, ())
-        return math.prod(self.mesh.shape[name] for name in ((target,) if isinstance(target, str) else target))
+        return self._devices(self.compute.get(logical_axis, ()))
+
+    def _devices(self, entry: str | Sequence[str] | None) -> int:
+        """On the mesh axes of one entry of a mapping, or of a `PartitionSpec`."""
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return math.prod(self.mesh.shape[name] for name in names)
 
     def replicated(self) -> NamedSharding:
         """A whole copy on every device."""

@@ -1,22 +1,20 @@
 """The `data` section: which text, cut into which tokens."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
 from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
-from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.named_source import NamedSource
-from jaxlm.data.packing import Windows
 from jaxlm.data.shuffle_config import EraShuffle
 from jaxlm.data.source_config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.text_file import TextFile
+from jaxlm.data.token_data import StopStrategy, TokenData, ValidationData
 from jaxlm.data.tokenizer import Tokenizer, document_ends, load_tokenizer
 from jaxlm.data.weights import block_counts, weight_stages
 from jaxlm.data.workers import HERE, Workers
@@ -24,68 +22,6 @@ from jaxlm.data.workers import HERE, Workers
 TRAIN_BPE = "bpe"
 _DEFAULT_VOCABULARY = 8192
 _RESERVED = ("train", "validation", "tokenizer", "mirror", "evaluate")
-
-
-@dataclass(frozen=True)
-class ValidationData:
-    """What a source is evaluated on.
-
-    Attributes:
-        source: whose it is.
-        windows: its validation tokens.
-    """
-
-    source: NamedSource
-    windows: Windows
-
-
-@dataclass(frozen=True)
-class TokenData:
-    """The open data of a phase.
-
-    Attributes:
-        config: of the phase.
-        train: name -> windows to train on.
-        validation: what to evaluate on, source by source.
-    """
-
-    config: "DataConfig"
-    train: Mapping[str, Windows]
-    validation: tuple[ValidationData, ...]
-
-    def examples(self, batches: BatchSchedule, *, seed: int) -> Mixture:
-        """What to train on, in the order that the seed gives. Args: batches: by the phase's steps, as weights are."""
-        return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.config.shuffle)
-
-    def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
-        """How many there are until `stop_strategy` ends them; None where it never does.
-
-        Raises:
-            ConfigError: all are to be exhausted, and some source never is.
-        """
-        if self.config.stop_strategy == "restart":
-            return None
-        ends = self.examples(batches, seed=seed).exhausted_after()
-        never = [name for name, end in zip(self.train, ends, strict=True) if end is None]
-        if self.config.stop_strategy == "first_exhausted":
-            return min((end for end in ends if end is not None), default=None)
-        if never:
-            raise ConfigError(
-                f"data.stop_strategy: all_exhausted, but with these train_weights {', '.join(never)} would never be read"
-                " to the end. Give it weight in the last stage, or choose another stop_strategy"
-            )
-        return max(end for end in ends if end is not None)
-
-    def _stages(self, batches: BatchSchedule) -> list[Stage]:
-        names = list(self.train)
-        if len(names) == 1:
-            return [Stage(0, (1,))]
-        sizes = {name: float(len(windows)) for name, windows in self.train.items()}
-        stages = weight_stages(self.config.train_weights or sizes, self.config.trained_names())
-        size = self.config.mixture_block_size
-        starts = [batches.examples_before(stage.step) for stage in stages]
-        counts = [block_counts(stage.weights, names, size) for stage in stages]
-        return [Stage(*stage) for stage in zip(starts, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +53,7 @@ class DataConfig(SourceConfig):
     enforce_eos: bool = True
     configs: dict[str, SourceConfig] = field(default_factory=dict)
     train_weights: dict[str, float] | list[list[Any]] | None = None
-    stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
+    stop_strategy: StopStrategy = "restart"
     mixture_block_size: int = 2048
 
     def sources(self) -> tuple[NamedSource, ...]:
@@ -211,7 +147,15 @@ class DataConfig(SourceConfig):
         for source in self.sources():
             if source.name in names:
                 trained[source.name] = source.open(TRAIN, tokenizer, seq_len, show, workers=workers)
-        return TokenData(self, trained, self.open_validation(tokenizer, seq_len, show, workers=workers))
+        sizes = {name: float(len(windows)) for name, windows in trained.items()}
+        return TokenData(
+            train=trained,
+            validation=self.open_validation(tokenizer, seq_len, show, workers=workers),
+            weights=weight_stages(self.train_weights or sizes, self.trained_names()) if self.configs else (),
+            block_size=self.mixture_block_size,
+            shuffle=self.shuffle,
+            stop_strategy=self.stop_strategy,
+        )
 
     def open_validation(
         self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False, workers: Workers = HERE

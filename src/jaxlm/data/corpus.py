@@ -62,16 +62,6 @@ class CorpusSource(MirroredSource):
         """See `Source.name`."""
         return f"{self.split}.jsonl"
 
-    @property
-    def num_bytes(self) -> int | None:
-        """See `Source.num_bytes`."""
-        return None
-
-    @property
-    def has_records(self) -> bool:
-        """See `Source.has_records`."""
-        return True
-
     def _place(self, mirror: Path) -> Path:
         made_by = json.dumps({**encode(self.corpus), "version": self.corpus.version}, sort_keys=True)
         return mirror / folder_of(made_by) / self.name

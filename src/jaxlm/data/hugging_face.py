@@ -111,16 +111,6 @@ class HubDataset(MirroredSource):
         """See `Source.name`."""
         return self.url
 
-    @property
-    def num_bytes(self) -> int | None:
-        """See `Source.num_bytes`."""
-        return None
-
-    @property
-    def has_records(self) -> bool:
-        """See `Source.has_records`."""
-        return True
-
     def check(self, mirror: Path) -> list[str]:
         """Asks the hub about it, unless a copy is here. Returns its splits, none where nobody says.
 

@@ -5,10 +5,11 @@
 The version is what the other side says: size, and ETag, checksum or time. As long as that is the same, the copy is read.
 """
 
+import contextlib
 import functools
 import posixpath
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,8 @@ class RemoteFile(MirroredSource):
         fs, path = _filesystem(self.url, self.key)
         remove_leftovers(place)
         with needing_space(place), replacing(place) as unfinished:
-            try:
+            with _reaching(self.url, self.key, here=place.parent):
                 fs.get_file(path, str(unfinished), callback=_copying(self, show))
-            except Exception as error:  # each implementation raises the kinds of its own client library
-                if is_local_failure(error, place.parent):
-                    raise
-                raise _unreachable(self.url, self.key, error) from error
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:
                 raise ConfigError(
@@ -103,7 +100,7 @@ def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
     """
     fs, path = _filesystem(url, key)
     has_wildcard = _has_wildcard_http if url.startswith("http") else _has_wildcard
-    try:
+    with _reaching(url, key):
         info = None if has_wildcard(path) or url.endswith("/") else fs.info(path)
         if has_wildcard(path):
             root, found = "/".join(before_wildcards(path.split("/"), has_wildcard)), fs.glob(path, detail=True)
@@ -114,8 +111,6 @@ def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
         else:
             root, found = posixpath.dirname(path), {path: info}
         infos = {place: _informed(fs, place, info) for place, info in sorted(found.items())}
-    except Exception as error:  # each implementation raises the kinds of its own client library
-        raise _unreachable(url, key, error) from error
     if not infos:
         raise ConfigError(f"{key}: '{url}' matches no file that can be read. Look for slips, or list its folder")
     files = [
@@ -179,12 +174,18 @@ def _copying(file: RemoteFile, show: Show) -> Any:
     return Copying()
 
 
-def _unreachable(url: str, key: str, error: BaseException) -> ConfigError:
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    reason = f"{type(cause).__name__}: {cause}"
-    return ConfigError(
-        f"{key}: '{url}' cannot be read ({reason}). Check the address, the network and your credentials; or copy the"
-        " files here and name their folder"
-    )
+@contextlib.contextmanager
+def _reaching(url: str, key: str, here: Path | None = None) -> Iterator[None]:
+    """Says what the other side's failure means; what fails `here`, on the local disk, is raised as it is."""
+    try:
+        yield
+    except Exception as error:  # each implementation raises the kinds of its own client library
+        if here is not None and is_local_failure(error, here):
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ConfigError(
+            f"{key}: '{url}' cannot be read ({type(cause).__name__}: {cause}). Check the address, the network and your"
+            " credentials; or copy the files here and name their folder"
+        ) from error

@@ -11,6 +11,16 @@ from jaxlm.data.durable import locked, prepared
 class MirroredSource(Source):
     """A source that is read through a copy of its own. Several processes that want it at once make it once."""
 
+    @property
+    def num_bytes(self) -> int | None:
+        """See `Source.num_bytes`."""
+        return None
+
+    @property
+    def has_records(self) -> bool:
+        """See `Source.has_records`."""
+        return True
+
     @abc.abstractmethod
     def _place(self, mirror: Path) -> Path:
         """The copy: a file, or a folder."""

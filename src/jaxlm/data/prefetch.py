@@ -25,12 +25,13 @@ class Prefetch(Generic[T]):
     """
 
     def __init__(self, make: Callable[[int], T], depth: int):
-        self._ready: queue.Queue[T | _Failure] = queue.Queue(maxsize=depth)
+        self._ready: queue.SimpleQueue[T | _Failure] = queue.SimpleQueue()
+        self._room = threading.Semaphore(depth)
         self._failure: _Failure | None = None
         self._closed = threading.Event()
         # The thread must not keep its owner alive, or a forgotten owner would never end.
-        target, owner = _fill, weakref.ref(self)
-        self._thread = threading.Thread(target=target, args=(owner, self._closed, self._ready, make), name="prefetch")
+        args = (weakref.ref(self), self._closed, self._room, self._ready, make)
+        self._thread = threading.Thread(target=_fill, args=args, name="prefetch")
         self._thread.start()
 
     def take(self) -> T:
@@ -43,6 +44,7 @@ class Prefetch(Generic[T]):
         if isinstance(found, _Failure):
             self._failure = found
             raise found.error
+        self._room.release()
         return found
 
     def close(self) -> None:
@@ -52,23 +54,22 @@ class Prefetch(Generic[T]):
 
 
 def _fill(
-    owner: weakref.ref, closed: threading.Event, ready: "queue.Queue[T | _Failure]", make: Callable[[int], T]
+    owner: weakref.ref,
+    closed: threading.Event,
+    room: threading.Semaphore,
+    ready: "queue.SimpleQueue[T | _Failure]",
+    make: Callable[[int], T],
 ) -> None:
     def wanted() -> bool:
         return not closed.is_set() and owner() is not None and threading.main_thread().is_alive()
 
     number = 0
     while wanted():
+        if not room.acquire(timeout=_POLL_S):
+            continue
         try:
-            made: T | _Failure = make(number)
+            ready.put(make(number))
         except BaseException as error:  # nobody sees it here: it is raised where the result is asked for
-            made = _Failure(error)
-        while wanted():
-            try:
-                ready.put(made, timeout=_POLL_S)
-                break
-            except queue.Full:
-                continue
-        if isinstance(made, _Failure):
+            ready.put(_Failure(error))
             return
         number += 1

@@ -2,7 +2,7 @@
 numbers, to know what a checkpoint must look like."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxlm.core import tree
 from jaxlm.core.judge import Judge
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.state import RunState, create, first_guard
+from jaxlm.engine.state import RunState, creating, first_guard
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -139,15 +139,23 @@ class Recipe:
         Traced once a phase: a start asks half a dozen times.
         """
         if phase.index not in self._abstract:
-            self._abstract[phase.index] = jax.eval_shape(lambda: self.fresh_state(phase))
+            before = (
+                self.abstract_state(self.phases[phase.index - 1]).model if phase.index else self.abstract_first_model
+            )
+            enter = functools.partial(self.entered, phase=phase)
+            self._abstract[phase.index] = jax.eval_shape(enter, before)
         return self._abstract[phase.index]
+
+    def entered(self, model: LanguageModel, skipped: jax.Array | int = 0, *, phase: Phase) -> RunState:
+        """The state at the start of a phase, for the model at the end of the one before. Traceable."""
+        return self.state(self.operate(model, phase), phase, skipped)
 
     def fresh_state(self, phase: Phase) -> RunState:
         """The state at the start of a phase, had the ones before it not trained. Traceable."""
         model = self.first_model()
-        for earlier in self.phases[: phase.index + 1]:
+        for earlier in self.phases[: phase.index]:
             model = self.operate(model, earlier)
-        return self.state(model, phase)
+        return self.entered(model, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
@@ -156,19 +164,24 @@ class Recipe:
 def enter_phase(
     recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
 ) -> RunState:
-    """The state at the start of a phase, sharded from birth.
+    """The state at the start of a phase, sharded from birth. Args: see `entering`."""
+    return entering(recipe, phase, layout, before, weights)()
+
+
+def entering(
+    recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
+) -> Callable[[], RunState]:
+    """Makes the state at the start of a phase when it is called; what that takes is compiled meanwhile.
 
     Args:
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
         weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
     """
+    like = recipe.abstract_state(phase)
     if before is None and weights is None:
-        return create(lambda: recipe.state(recipe.operate(recipe.first_model(), phase), phase), layout)
-
-    def enter(model: LanguageModel, skipped: jax.Array) -> RunState:
-        return recipe.state(recipe.operate(model, phase), phase, skipped)
-
+        return creating(lambda: recipe.fresh_state(phase), like, layout)
+    enter = functools.partial(recipe.entered, phase=phase)
     if before is None:
-        return create(enter, layout, weights, jnp.zeros((), jnp.int32))
-    return create(enter, layout, before.model, before.guard.skipped)
+        return creating(enter, like, layout, weights, jnp.zeros((), jnp.int32))
+    return creating(enter, like, layout, before.model, before.guard.skipped)

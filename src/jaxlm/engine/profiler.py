@@ -22,7 +22,7 @@ class ProfilerConfig:
 
     Attributes:
         start_step: steps before the first that is recorded; the very first ones say little.
-        num_steps: that are recorded.
+        num_steps: that are recorded; fewer where batches get another size, and with it another program.
     """
 
     start_step: int = 5
@@ -48,19 +48,26 @@ class ProfileHook:
         phase: Phase,
         *,
         first_step: int,
+        until: int,
         program: Callable[[], str],
         show: Callable[[str], None],
     ):
-        """Args: first_step: steps done when the phase goes on. program: the text of the compiled step."""
+        """Args:
+        first_step: steps done when the phase goes on.
+        until: steps done when another program takes over, or the phase ends.
+        program: the text of the compiled step.
+        """
         self._folder = folder
         self._phase = phase
         self._begin = first_step + config.start_step
-        self._end = min(self._begin + config.num_steps, phase.end)
+        self._end = min(self._begin + config.num_steps, until)
         self._program = program
         self._show = show
         self._recording = False
         if self._begin >= phase.end:
             show(f"profiler: phase '{phase.name}' ends at step {phase.end}, before the first that would be recorded")
+        elif self._end < min(self._begin + config.num_steps, phase.end):
+            show(f"profiler: records steps {self._begin + 1} to {self._end} only; then batches have another size")
 
     def due(self, step: int) -> bool:
         """Before the first and after the last recorded step."""

@@ -1,8 +1,9 @@
 """The local side of checkpoints behind a URL: they are written here and uploaded, or downloaded and read here."""
 
+import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlm.core.disk import is_local_failure
@@ -42,20 +43,13 @@ class Staging:
         Raises:
             ConfigError: the store, or the local folder, cannot be read or written.
         """
-        try:
+        with _reaching(f"trainer.checkpointer.base_path: {self._remote.url}", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remote.probe()
             self._remote.remove_unfinished()
             for pending in self._folder.glob(f"*{_PENDING}"):
                 self.publish(self._folder / pending.name.removesuffix(_PENDING))
             self._fetch(show)
-        except Exception as error:  # each store raises the kinds of its own client library
-            if is_local_failure(error, self._folder):
-                raise _unusable(self._folder, error) from error
-            raise ConfigError(
-                f"trainer.checkpointer.base_path: {self._remote.url} cannot be used ({type(error).__name__}: {error})."
-                " Check the address, the network and your credentials"
-            ) from error
 
     def publish(self, checkpoint: Path) -> None:
         """Uploads a finished checkpoint, deletes there what it replaces, and here all others.
@@ -106,7 +100,7 @@ def staged(url: str, staging_dir: Path) -> list[Path]:
     Raises:
         ConfigError: the store cannot be read, or the local folder not be written.
     """
-    try:
+    with _reaching(url, staging_dir):
         place = _newest(url.rstrip("/"))
         if place is None:
             return []
@@ -114,17 +108,22 @@ def staged(url: str, staging_dir: Path) -> list[Path]:
         folder = staging_folder(staging_dir, remote.url)
         folder.mkdir(parents=True, exist_ok=True)
         return [fetched(remote, name, folder)]
+
+
+@contextlib.contextmanager
+def _reaching(store: str, folder: Path) -> Iterator[None]:
+    """Says which side has failed: the store, or the local folder that stands for it."""
+    try:
+        yield
     except Exception as error:  # each store raises the kinds of its own client library
-        if is_local_failure(error, staging_dir):
-            raise _unusable(staging_dir, error) from error
-        raise ConfigError(f"{url} cannot be read ({type(error).__name__}: {error})") from error
-
-
-def _unusable(folder: Path, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"trainer.checkpointer.staging_dir: {folder}, where checkpoints behind URLs are staged, cannot be used"
-        f" ({error}). What is in the store is whole. Make room or change permissions, or name another folder"
-    )
+        if is_local_failure(error, folder):
+            raise ConfigError(
+                f"trainer.checkpointer.staging_dir: {folder}, where checkpoints behind URLs are staged, cannot be used"
+                f" ({error}). What is in the store is whole. Make room or change permissions, or name another folder"
+            ) from error
+        raise ConfigError(
+            f"{store} cannot be used ({type(error).__name__}: {error}). Check the address, the network and your credentials"
+        ) from error
 
 
 def _newest(url: str) -> tuple[RemoteFolder, str] | None:

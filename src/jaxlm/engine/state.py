@@ -1,6 +1,7 @@
 """The one thing that training changes."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -62,19 +63,30 @@ def shardings(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
 
 
-def create(make: Callable[..., T], layout: Layout, *args: Any) -> T:
+def create(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> T:
     """Runs `make(*args)` under jit so that every array is born where it rests, never whole on one device.
 
     The buffers of `args` are given up to the result.
+
+    Args:
+        like: shapes and dtypes of what it makes.
     """
-    created = jax.jit(
+    return creating(make, like, layout, *args)()
+
+
+def creating(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> Callable[[], T]:
+    """Like `create`, which is done when the result is called: until then, the program compiles in a thread."""
+    program = jax.jit(
         make,
-        out_shardings=shardings(jax.eval_shape(make, *args), layout),
+        out_shardings=shardings(like, layout),
         donate_argnums=tuple(range(len(args))),
         # It runs once: compiling it well takes longer than running it badly.
         compiler_options={"xla_backend_optimization_level": 1},
     )
-    return created(*args)
+    thread = ThreadPoolExecutor(1)
+    compiled = thread.submit(program.lower(*args).compile)
+    thread.shutdown(wait=False)
+    return lambda: compiled.result()(*args)
 
 
 def first_guard() -> Guard:

@@ -4,7 +4,7 @@ Source: github.com/EleutherAI/lm-evaluation-harness, its interface for models (`
 as its own backend `hf` makes them, so that the numbers are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import Decoding, continued
+from jaxlm.models.stops import StopTexts
 
 _USUAL_NEW_TOKENS = 256  # where a task does not say; as in the backend `hf`
 
@@ -107,76 +108,89 @@ def _harness() -> tuple[Any, Any]:
 
 
 def _backend(model: LanguageModel, tokenizer: Any, batch_size: int) -> Any:
-    """The model, as the harness asks models."""
-    from lm_eval import utils  # pyright: ignore[reportMissingImports]
+    """The model, as the harness asks models. Its class extends one of the harness, which is imported only here."""
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
-    class Backend(TemplateLM):
-        """Log-likelihoods and greedy text, batched by length."""
+    return type("Backend", (_Answers, TemplateLM), {})(model, tokenizer, batch_size)
 
-        @property
-        def eot_token_id(self) -> int:
-            """What ends a document, or begins one where nothing ends it."""
-            found = tokenizer.bos_id if tokenizer.eos_id is None else tokenizer.eos_id
-            return 0 if found is None else found
 
-        @property
-        def prefix_token_id(self) -> int:
-            """What stands before a text that has no context."""
-            return self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
+class _Answers:
+    """Log-likelihoods and greedy text, batched by length: the methods that the harness' `TemplateLM` leaves open."""
 
-        @property
-        def tokenizer_name(self) -> str:
-            """For caches of requests: other tokens have another name."""
-            return tokenizer.fingerprint
+    def __init__(self, model: LanguageModel, tokenizer: Any, batch_size: int):
+        super().__init__()
+        self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            """As the tokenizer's file says; without what it puts around texts that begin with BOS already."""
-            bos = tokenizer.template_names.get("bos_token")
-            begins = add_special_tokens is None and bos is not None and string.startswith(bos)
-            return tokenizer.encode_as_file_says(string, around=add_special_tokens is not False and not begins)
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a document, or begins one where nothing ends it."""
+        found = self._tokenizer.bos_id if self._tokenizer.eos_id is None else self._tokenizer.eos_id
+        return 0 if found is None else found
 
-        def _loglikelihood_tokens(
-            self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
-        ) -> list[tuple[float, bool]]:
-            scored = score(model, [(context, continuation) for _, context, continuation in requests], batch_size)
-            return [(one.log_likelihood, one.is_greedy) for one in scored]
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self.eot_token_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
 
-        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-            """Each text's log-likelihood; windows that follow each other cover what is longer than the model reads."""
-            owners, windows = [], []
-            for number, request in enumerate(requests):
-                for window in utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=model.Pos.size,
-                    context_len=1,
-                ):
-                    owners.append(number)
-                    windows.append(utils.make_disjoint_window(window))
-            sums = [0.0] * len(requests)
-            for owner, one in zip(owners, score(model, windows, batch_size), strict=True):
-                sums[owner] += one.log_likelihood
-            return sums
+    @property
+    def tokenizer_name(self) -> str:
+        """For caches of requests: other tokens have another name."""
+        return self._tokenizer.fingerprint
 
-        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            """Each context's continuation, up to the first of the texts that end it."""
-            texts = [""] * len(requests)
-            order = sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0]))
-            groups: dict[str, list[int]] = {}
-            for number in order:
-                groups.setdefault(repr(requests[number].args[1]), []).append(number)
-            for numbers in groups.values():
-                for start in range(0, len(numbers), batch_size):
-                    some = numbers[start : start + batch_size]
-                    asked = _Asked.of(requests[some[0]].args[1], model.Pos.size)
-                    room = model.Pos.size - asked.max_new_tokens
-                    contexts = [self.tok_encode(requests[i].args[0])[-room:] for i in some]
-                    for number, text in zip(some, asked.texts(model, tokenizer, contexts), strict=True):
-                        texts[number] = text
-            return texts
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """As the tokenizer's file says; without what it puts around texts that begin with BOS already."""
+        bos = self._tokenizer.template_names.get("bos_token")
+        begins = add_special_tokens is None and bos is not None and string.startswith(bos)
+        return self._tokenizer.encode_as_file_says(string, around=add_special_tokens is not False and not begins)
 
-    return Backend()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return [(one.log_likelihood, one.is_greedy) for one in score(self._model, pairs, self._batch_size)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Each text's log-likelihood; windows that follow each other cover what is longer than the model reads."""
+        windows = [(number, window) for number, request in enumerate(requests) for window in self._windows(request)]
+        sums = [0.0] * len(requests)
+        scored = score(self._model, [window for _, window in windows], self._batch_size)
+        for (number, _), one in zip(windows, scored, strict=True):
+            sums[number] += one.log_likelihood
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Each context's continuation, up to the first of the texts that end it."""
+        alike: dict[str, list[int]] = {}
+        for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
+            alike.setdefault(repr(requests[number].args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for numbers in alike.values():
+            asked = _Asked.of(requests[numbers[0]].args[1], self._model.Pos.size)
+            for start in range(0, len(numbers), self._batch_size):
+                some = numbers[start : start + self._batch_size]
+                found = self._continued([requests[i].args[0] for i in some], asked)
+                for number, text in zip(some, found, strict=True):
+                    texts[number] = text
+        return texts
+
+    def _windows(self, request: Any) -> Iterator[tuple[list[int], list[int]]]:
+        from lm_eval import utils  # pyright: ignore[reportMissingImports]
+
+        windows = utils.get_rolling_token_windows(
+            token_list=self.tok_encode(request.args[0]),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self._model.Pos.size,
+            context_len=1,
+        )
+        return map(utils.make_disjoint_window, windows)
+
+    def _continued(self, contexts: Sequence[str], asked: "_Asked") -> list[str]:
+        stops = StopTexts(asked.stops, self._tokenizer.decode)
+        stop_ids = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
+        room = self._model.Pos.size - asked.max_new_tokens
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        decoding = Decoding(asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stop_ids)
+        return [stops.before(ids) for ids in continued(self._model, prompts, decoding, stops.until)]
 
 
 @dataclass(frozen=True)
@@ -204,18 +218,3 @@ class _Asked:
             top_k=options.get("top_k"),
             top_p=options.get("top_p"),
         )
-
-    def texts(self, model: LanguageModel, tokenizer: Any, contexts: Sequence[Sequence[int]]) -> list[str]:
-        stop_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-        decoding = Decoding(self.max_new_tokens, self.temperature, self.top_k, self.top_p, stop_ids=stop_ids)
-
-        def until(ids: list[int]) -> bool:
-            text = tokenizer.decode(ids)
-            return any(stop in text for stop in self.stops)
-
-        return [self._before(tokenizer.decode(ids)) for ids in continued(model, contexts, decoding, until)]
-
-    def _before(self, text: str) -> str:
-        for stop in self.stops:
-            text = text.partition(stop)[0]
-        return text

@@ -15,6 +15,7 @@ from jaxlm.core.decode import chosen_class
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
 from jaxlm.interop.levanter_data import data_section
+from jaxlm.interop.levanter_evals import harness_evals
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
 
@@ -39,8 +40,6 @@ _NOT_NEEDED = {
 }
 # Path there -> what to do instead; an error says so.
 _NOT_HERE = {
-    "eval_harness": "name the tasks under evals, {type: harness, tasks: [...]}, or give them to jaxlm.evaluate --tasks",
-    "eval_harness_steps": "name the tasks under evals, {type: harness, tasks: [...]}, or give them to jaxlm.evaluate --tasks",
     "supervised_data": "name the files as a source under data.configs, with format: {type: supervised}",
     "data_seed": "trainer.seed is the one seed",
     "hf_upload": "upload the folders of hf_save_path with the hub's own tools",
@@ -66,6 +65,7 @@ def from_levanter(source: Source) -> tuple[Source, list[str]]:
     reading.trainer()
     reading.model()
     reading.data()
+    reading.evals()
     for path, instead in _NOT_HERE.items():
         reading.refuse(path, instead)
     for path, why in _NOT_NEEDED.items():
@@ -181,3 +181,16 @@ class _Reading:
         if isinstance(section, dict):
             self.tree["data"], notes = data_section(section)
             self.notes.extend(notes)
+
+    def evals(self) -> None:
+        steps, given = self.take("eval_harness_steps"), self.take("eval_harness")
+        if given in _NOTHING:
+            return
+        asked, notes = harness_evals(given, self.error)
+        self.put("evals", [*self.tree.pop("evals", [{"type": "loss"}]), *asked], "eval_harness")
+        self.notes.append("eval_harness is read as evals of type harness")
+        self.notes.extend(notes)
+        if steps is not None:
+            self.notes.append(
+                f"eval_harness_steps: {steps} is left out: all evals run every trainer.steps_per_eval steps"
+            )

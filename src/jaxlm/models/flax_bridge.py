@@ -6,7 +6,6 @@ where they rest to where they compute.
 """
 
 import functools
-import importlib
 import inspect
 import json
 import re
@@ -22,6 +21,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.plugins import imported
 from jaxlm.core.sharding import for_compute
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.checks import check_at_least
@@ -66,7 +66,7 @@ class FlaxConfig(ModelConfig):
                 "model.gradient_checkpointing: a list of names given, which a Flax module does not have. Allowed: auto,"
                 " none, cheap, full"
             )
-        _imported(self.factory)
+        _factory(self.factory)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "FlaxModel":
         """A freshly initialised model.
@@ -115,7 +115,7 @@ class Definition:
 
 @functools.lru_cache(maxsize=16)
 def _module(definition: Definition) -> FlaxModule:
-    where, make = definition.factory, _imported(definition.factory)
+    where, make = definition.factory, _factory(definition.factory)
     arguments = _arguments(make, definition)
     rows = jax.eval_shape(lambda: Tokens.blank(2, definition.seq_len))
     given = list(rows.tokens.shape)
@@ -140,19 +140,14 @@ def _module(definition: Definition) -> FlaxModule:
     return module
 
 
-def _imported(factory: str) -> Callable[..., Any]:
+def _factory(path: str) -> Callable[..., Any]:
     """The function at `package.module:function`."""
-    module_name, colon, name = factory.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"model.factory: '{factory}' given, `package.module:function` expected")
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:  # whatever somebody else's module does when it is imported
-        raise ConfigError(
-            f"model.factory: importing {module_name} failed: {type(error).__name__}: {error}. It must be installed, or"
-            " lie in the folder that the command is started in"
-        ) from error
+        found = imported(path)
+    except ConfigError as error:
+        raise ConfigError(f"model.factory: {error}") from error
     if not callable(found):
+        module_name, _, name = path.partition(":")
         there = "nothing" if found is None else f"a {type(found).__name__}"
         raise ConfigError(f"model.factory: there is {there} named '{name}' in {module_name}; a function expected")
     return found

@@ -37,6 +37,11 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     """A loss as sums. The engine divides each term by its weight over the *global* batch, so the gradient does not
     depend on how the batch is cut into micro-batches or spread over devices."""
 
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        """Without `type:` it is the loss of the next token."""
+        return "next_token"
+
     def init_slot(self, model: LanguageModel) -> Any:
         """The state that the objective keeps between steps, or None."""
         return None

@@ -5,7 +5,8 @@ heads x head_size outputs and embed inputs.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -31,22 +32,73 @@ def map_matrices(change: Callable[[jax.Array], jax.Array], params: Any) -> Any:
 
     What has no array in its place (masked out, or frozen) stays as it is.
     """
-
-    def changed(node: Any) -> Any:
-        if not (_is_linear(node) and tree.is_named(node.weight)):
-            return node
-        return eqx.tree_at(lambda layer: layer.weight, node, _in_layout(change, node))
-
-    return jax.tree.map(changed, params, is_leaf=_is_linear)
+    return replace_matrices(params, {path: view.named(change(view.matrix)) for path, view in matrices(params).items()})
 
 
-def _in_layout(change: Callable[[jax.Array], jax.Array], layer: Linear | ExpertLinear) -> NamedArray:
+@dataclass(frozen=True)
+class MatrixView:
+    """The weight of a linear map as a matrix.
+
+    Attributes:
+        weight: with its own axes.
+        stacked: axes that count matrices.
+        outputs, inputs: axes that are its rows, and its columns.
+    """
+
+    weight: NamedArray
+    stacked: tuple[Axis, ...]
+    outputs: tuple[Axis, ...]
+    inputs: tuple[Axis, ...]
+
+    @property
+    def matrix(self) -> jax.Array:
+        """[.., out, in]."""
+        return self.of(self.weight)
+
+    def of(self, like: NamedArray) -> jax.Array:
+        """An array with the weight's axes, as [.., out, in]."""
+        stacked = (axis.size for axis in self.stacked)
+        return like.rearrange(self._ordered).array.reshape((*stacked, size_of(self.outputs), size_of(self.inputs)))
+
+    def named(self, matrix: jax.Array) -> NamedArray:
+        """[.., out, in] with the weight's axes, in the weight's order."""
+        array = matrix.reshape(tuple(axis.size for axis in self._ordered))
+        return hax.named(array, self._ordered).rearrange(self.weight.axes)
+
+    @property
+    def _ordered(self) -> tuple[Axis, ...]:
+        return (*self.stacked, *self.outputs, *self.inputs)
+
+
+def matrices(params: Any) -> dict[str, MatrixView]:
+    """By its path, the weight of every linear map that has an array in its place (and is not masked out, or frozen)."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_linear)
+    return {
+        f"{tree.dotted(path)}.weight": _view(node)
+        for path, node in nodes
+        if _is_linear(node) and tree.is_named(node.weight)
+    }
+
+
+def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
+    """The tree with other weights in the linear maps at these paths."""
+
+    def replaced(path: Any, node: Any) -> Any:
+        weight = weights.get(f"{tree.dotted(path)}.weight") if _is_linear(node) else None
+        return node if weight is None else eqx.tree_at(lambda layer: layer.weight, node, weight)
+
+    return jax.tree_util.tree_map_with_path(replaced, params, is_leaf=_is_linear)
+
+
+def size_of(axes: tuple[Axis, ...]) -> int:
+    """Of the one axis that these make together."""
+    return math.prod(axis.size for axis in axes)
+
+
+def _view(layer: Linear | ExpertLinear) -> MatrixView:
     outputs, inputs = _axes(layer.Out), _axes(layer.In)
     stacked = tuple(axis for axis in layer.weight.axes if axis not in (*outputs, *inputs))
-    ordered = layer.weight.rearrange((*stacked, *outputs, *inputs))
-    shape = (*(axis.size for axis in stacked), _size(outputs), _size(inputs))
-    result = change(ordered.array.reshape(shape)).reshape(ordered.array.shape)
-    return hax.named(result, ordered.axes).rearrange(layer.weight.axes)
+    return MatrixView(layer.weight, stacked, outputs, inputs)
 
 
 def _is_linear(node: Any) -> bool:
@@ -59,7 +111,3 @@ def _is_hidden(layer: Linear | ExpertLinear) -> bool:
 
 def _axes(spec: Any) -> tuple[Axis, ...]:
     return (spec,) if isinstance(spec, Axis) else tuple(spec)
-
-
-def _size(axes: tuple[Axis, ...]) -> int:
-    return math.prod(axis.size for axis in axes)

@@ -1,0 +1,136 @@
+"""PSGD Kron: momentum of hidden matrices, whitened from both sides; everything else by Adam.
+
+Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202); github.com/lixilinx/psgd_torch, whose
+whitening of the momentum by Kronecker products this is. `jaxlm.optim.whitening` says what is done differently.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import NamedArray
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.clipping import clip_by_rms
+from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
+from jaxlm.optim.whitening import Factor, first_factor, whiten
+
+
+@OptimizerConfig.register_subclass("kron")
+@dataclass(frozen=True)
+class KronConfig(OptimizerConfig):
+    """Clip the global norm, whiten the momentum of matrices, Adam for the rest, add the decay.
+
+    Matrices are the weights of linear maps, each layer's on its own and whole (all heads of a projection together), but
+    for those of the vocabulary. The whitened momentum of an m x n matrix has entries of about 1, where Adam's has 0.2 to
+    0.4: its learning rate is smaller than Adam's. Beside the momentum, m^2 + n^2 numbers are kept. Both learning rates
+    follow the one schedule.
+
+    Attributes:
+        learning_rate: the peak, of matrices.
+        adam_lr: the peak, of everything else.
+        momentum: decay of the running mean of gradients of matrices.
+        preconditioner_lr: how far a step moves the factors towards what whitens its momentum; at most 1.
+        preconditioner_init_scale: what the first step's momentum is multiplied by.
+        max_dense_size: a side of a matrix that is longer than this gets a diagonal factor.
+        damping: standard deviation of the noise that gradients are taken to have; it bounds what is made of small ones.
+        update_rms_clipping: whitened momenta of a larger root mean square are scaled down to it, parameter by parameter
+            and layer by layer; null never scales.
+        beta1, beta2, epsilon: Adam's, for everything else.
+        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+    """
+
+    learning_rate: float = 3e-4
+    adam_lr: float = 6e-4
+    momentum: float = 0.9
+    preconditioner_lr: float = 0.1
+    preconditioner_init_scale: float = 1.0
+    max_dense_size: int = 8192
+    damping: float = 1e-9
+    update_rms_clipping: float | None = 1.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    max_grad_norm: float | None = 1.0
+
+    separates_matrices: ClassVar[bool] = True
+
+    def __post_init__(self):
+        for name, most in (("preconditioner_lr", 1.0), ("preconditioner_init_scale", float("inf"))):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, above 0 and at most {most} expected")
+        if self.max_dense_size < 0:
+            raise ConfigError(f"optimizer.max_dense_size: {self.max_dense_size} given, 0 (none) or more expected")
+
+    def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
+        """See `OptimizerConfig.build`."""
+        paths = {path for group in groups if group.as_matrices for path in group.paths}
+
+        def labels(params: Any) -> Any:
+            return tree.map_leaves(lambda path, _: "kron" if path in paths else "adam", params)
+
+        clip = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
+        directions: Any = {
+            "kron": optax.chain(self._whitened(), *clip),
+            "adam": optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+        }
+        rates: Any = {
+            "kron": times_learning_rate(self.schedule(num_steps)),
+            "adam": times_learning_rate(dataclasses.replace(self, learning_rate=self.adam_lr).schedule(num_steps)),
+        }
+        return optax.with_extra_args_support(
+            optax.chain(
+                clip_by_norm(self.max_grad_norm),
+                optax.partition(directions, labels),
+                add_weight_decay(self, groups),
+                optax.partition(rates, labels),
+            )
+        )
+
+    def _whitened(self) -> optax.GradientTransformation:
+        def init_fn(params: Any) -> Any:
+            return _State(
+                jnp.zeros((), jnp.int32), {path: self._first(view) for path, view in matrices(params).items()}
+            )
+
+        def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            count, directions, memories = state.count + 1, {}, {}
+            for path, view in matrices(updates).items():
+                directions[path], memories[path] = self._step(view, state.memories[path], count)
+            return replace_matrices(updates, directions), _State(count, memories)
+
+        return optax.GradientTransformation(init_fn, update_fn)
+
+    def _first(self, view: MatrixView) -> "_Memory":
+        scale = self.preconditioner_init_scale**0.25  # each of the two factors is multiplied by twice
+        sides = (first_factor(view.stacked, side, scale, self.max_dense_size) for side in (view.outputs, view.inputs))
+        return _Memory(hax.zeros(view.weight.axes, jnp.float32), *sides)
+
+    def _step(self, view: MatrixView, memory: "_Memory", count: jax.Array) -> tuple[NamedArray, "_Memory"]:
+        """The whitened momentum of all matrices in one weight, and what is kept of them; `count`: steps with this one."""
+        mean = self.momentum * memory.mean + (1 - self.momentum) * view.weight.astype(jnp.float32)
+        unbiased = view.of(mean) / (1 - self.momentum**count)
+        white, left, right = whiten(
+            unbiased, memory.left, memory.right, rate=self.preconditioner_lr, damping=self.damping
+        )
+        return view.named(white).astype(view.weight.dtype), _Memory(mean, left, right)
+
+
+class _Memory(NamedTuple):
+    """What is kept of a matrix: the running mean of its gradients, and what whitens its rows and its columns."""
+
+    mean: NamedArray
+    left: Factor
+    right: Factor
+
+
+class _State(NamedTuple):
+    count: jax.Array
+    memories: dict[str, _Memory]

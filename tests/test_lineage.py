@@ -1,0 +1,41 @@
+"""What a start says about the run that it goes on with."""
+
+from typing import Any
+
+import pytest
+
+from jaxlm.config import decode_run
+from jaxlm.core.yaml_source import Source
+from jaxlm.engine.checkpoint import Cursor
+from jaxlm.lineage import moved_stages
+from jaxlm.plan import make_plan
+
+SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
+STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
+
+
+def said(batch: Any, weights: Any, examples: int) -> list[str]:
+    """At step 30 of a run that has read so many sequences."""
+    data = {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}, "train_weights": weights}
+    trainer = {"train_batch_size": batch, "num_train_steps": 100}
+    plan = make_plan(decode_run(Source({"model": SIZES, "data": data, "trainer": trainer}), None), "x", 64)
+    cursor = Cursor(step=30, phase=0, phase_name="train", entering=False, temporary=True)
+    return moved_stages(cursor, {"examples": examples, "step": 30}, plan.phases[0], plan)
+
+
+@pytest.mark.parametrize(
+    ("batch", "weights", "examples", "warns"),
+    [
+        (16, STAGES, 480, False),
+        (32, STAGES, 480, True),
+        ([{"start": 0, "value": 16}, {"start": 30, "value": 32}], STAGES, 480, False),  # as the warning says
+        (32, {"a": 1, "b": 1}, 480, False),
+    ],
+)
+def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, warns):
+    lines = said(batch, weights, examples)
+    assert len(lines) == warns
+    for line in lines:
+        assert "480 sequences" in line
+        assert "960" in line
+        assert "[{start: 0, value: 16}, {start: 30, value: 32}]" in line
