@@ -1,6 +1,7 @@
 """LoRA on instructions, merged, and to PEFT and back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import haliax as hax
@@ -9,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.adapters import export_adapters, with_adapters, without_adapters
+from jaxlm.adapters import check_adapters, export_adapters, given_adapters, with_adapters, without_adapters
 from jaxlm.config import decode_run
 from jaxlm.core import tree
+from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
+from jaxlm.data.loader import train_batches
+from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.state import create
 from jaxlm.engine.trackers import read_jsonl
 from jaxlm.interop.peft_import import read_adapters
 from jaxlm.models.base import Inputs
@@ -23,7 +28,7 @@ from jaxlm.trained import open_trained
 from tests.answers import write_instructions, write_model
 
 SIZES = {"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-LORA = {"type": "lora", "target": "q_proj|v_proj|mlp", "rank": 4, "alpha": 8.0}
+LORA = {"type": "lora", "target": "q_proj|v_proj|mlp", "rank": 4, "alpha": 8.0, "dropout": 0.1}
 PHASE = {"name": "lora", "surgery": [LORA], "trainable": [r"\.[ab]$"]}
 DOLLY = Path(__file__).parents[2] / "shared" / "data" / "dolly_instructions_700.jsonl"
 
@@ -46,7 +51,7 @@ def adapted(tmp_path_factory):
     plan = make_plan(decode_run(Source(config), None), "x", 61)
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     with plan.layout.use():
-        plain = jax.jit(plan.recipe.first_model)()
+        plain = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
         change = lambda model: busy(lora_of(plan).apply(model, refs={}, calibration=None, key=jax.random.key(1)))  # noqa: E731
         model = jax.jit(change)(plain)
         export_adapters(folder, model, plan, jnp.float32)
@@ -61,8 +66,8 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     plan, plain, model, folder = adapted
     with plan.layout.use():
         again = with_adapters(plain, folder, plan.config.model, plan.layout)
-    assert jax.tree.structure(again) == jax.tree.structure(model)
-    for (path, ours), (_, expected) in zip(tree.leaves(again), tree.leaves(model), strict=True):
+    for (path, ours), (same_path, expected) in zip(tree.leaves(again), tree.leaves(model), strict=True):
+        assert path == same_path
         np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
     a = next(leaf for path, leaf in tree.leaves(again) if path.endswith("mlp.up_proj.a"))
     assert not a.array.sharding.is_fully_replicated, "it rests as its axes say"
@@ -105,7 +110,95 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
         with_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
 
-def tuned(place: Path, instructions: Path, steps: int):
+def begun_from(folder: Path, **keys):
+    """A plan of the same model whose adapters are those of a folder."""
+    lora = {"type": "lora", "from_peft": str(folder), **keys}
+    config = {
+        "model": {"type": "llama", **SIZES},
+        "phases": [{**PHASE, "surgery": [lora]}],
+        "trainer": {"train_batch_size": 8},
+    }
+    return make_plan(decode_run(Source(config), None), "x", 61)
+
+
+def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
+    _, _, model, folder = adapted
+    moved = tmp_path / "adapter"
+    shutil.copytree(folder, moved)
+    plan = begun_from(moved, rank=4)
+    lora = lora_of(plan)
+    assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (4, 8.0, 0.1, False)
+    check_adapters(plan)
+    with plan.layout.use():
+        weights = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
+        given = given_adapters(plan, plan.phases[0])
+        state = enter_phase(plan.recipe, plan.phases[0], plan.layout, None, weights, given)
+        for (path, ours), (_, expected) in zip(tree.leaves(state.model), tree.leaves(model), strict=True):
+            np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
+        export_adapters(tmp_path / "again", state.model, plan, jnp.float32)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    shutil.rmtree(moved)
+    assert decode_run(Source(encode(plan.config)), None) == plan.config, "what is saved needs no other files"
+    with pytest.raises(ConfigError, match="surgery lora: from_peft: "):
+        begun_from(moved)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"alpha": 16.0}, "alpha: 16.0 given, 8.0 there"),
+        ({"dropout": 0.0}, "dropout: 0.0 given, 0.1 there"),
+        ({"target": "q_proj|k_proj|mlp"}, r"k_proj, which has no adapter there\n.*does not match .*v_proj"),
+    ],
+    ids=str,
+)
+def test_keys_beside_a_folder_of_peft_must_agree_with_it(adapted, keys, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}.*Leave these keys out"):
+        check_adapters(begun_from(adapted[3], **keys))
+
+
+@pytest.mark.slow
+def test_training_goes_on_where_peft_stands(tmp_path):
+    """The first step's loss is that of PEFT's own model."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    write_model(tmp_path / "hf")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "up_proj"], init_lora_weights=False
+    )
+    theirs = peft.get_peft_model(base, settings).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    instructions = write_instructions(tmp_path / "train.jsonl")
+    (record,) = (
+        r
+        for r in tuned(tmp_path, instructions, 1, {"type": "lora", "from_peft": str(tmp_path / "adapter")})
+        if "train/loss" in r
+    )
+    trained = open_trained(tmp_path / "checkpoints" / "lora")
+    plan = trained.plan
+    data = plan.data[0].open(trained.tokenizer, plan.config.model.seq_len, show=lambda _: None)
+    sizes = plan.batches.train
+    batches = train_batches(data.examples(sizes, seed=plan.config.trainer.seed), sizes, plan.layout)
+    batch = jax.tree.map(np.asarray, next(batches))
+    batches.close()
+    columns = (batch.tokens, batch.targets, batch.loss_mask, batch.segment_ids)
+    rows = zip(*(c.array.reshape(-1, plan.config.model.seq_len) for c in columns), strict=True)
+    total = count = 0.0
+    for tokens, targets, mask, segments in rows:
+        for segment in set(segments[segments != 0].tolist()):
+            own = segments == segment
+            with torch.no_grad():
+                logits = theirs(torch.tensor(tokens[own][None]).long()).logits[0]
+            nll = torch.nn.functional.cross_entropy(logits, torch.tensor(targets[own]).long(), reduction="none")
+            total += float((nll.numpy() * mask[own]).sum(dtype=np.float64))
+            count += mask[own].sum()
+    assert count > 50
+    assert record["train/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def tuned(place: Path, instructions: Path, steps: int, lora: dict = LORA):
     """The command's own way: import, LoRA, answers alone, a checkpoint."""
     config = {
         "initialize_from_hf": str(place / "hf"),
@@ -126,7 +219,7 @@ def tuned(place: Path, instructions: Path, steps: int):
             "checkpointer": {"base_path": str(place / "checkpoints")},
         },
         "optimizer": {"learning_rate": 1e-2, "warmup": 0, "weight_decay": 0.0},
-        "phases": [PHASE],
+        "phases": [{**PHASE, "surgery": [lora]}],
         "evals": [],
     }
     train(decode_run(Source(config), None))

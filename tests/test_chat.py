@@ -11,6 +11,7 @@ from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.interop.folder import save_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.decode import Decoding, generate
+from jaxlm.models.kept import Kept
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.named_model import open_model
 from tests.answers import SPECIAL, write_tokenizer
@@ -33,22 +34,26 @@ def folder(tmp_path_factory):
     return place / "model"
 
 
-def test_turns_go_through_the_template_and_end_where_it_says(folder):
+def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch):
+    held, recalled = [], Kept.recalled
+    monkeypatch.setattr(Kept, "recalled", lambda *args: held.append(found := recalled(*args)) or found)
     named = open_model(str(folder), {})
     template = ChatTemplate.load(None, named.tokenizer, "x")
     assert (named.stop_ids, turn_ends(template, named.tokenizer)) == ((0,), (SPECIAL.index("<|end|>"),))
     with named.plan.layout.use():
         model = named.for_use()
         talk = Conversation(model, named.tokenizer, template, Decoding(12, temperature=0.0, stop_ids=(0,)), "Be short.")
-        first = "".join(talk.answer("Hello"))
-        second = "".join(talk.answer("And now?"))
-        assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
-        text = "<|system|>Be short.<|end|><|user|>Hello<|end|><|assistant|>"
-        text += f"{first}<|end|><|user|>And now?<|end|><|assistant|>"
-        ids = named.tokenizer.encode_with_offsets([text])[0][0].tolist()
-        expected = generate(model, [ids], max_new_tokens=12, temperature=0.0, eos_id=0)[0]
-    assert second == named.tokenizer.decode(expected)
-    assert talk.num_tokens == len(expected)
+        text = "<|system|>Be short.<|end|>"
+        for line in ("Hello", "And now?", "That was far too long."):
+            said = "".join(talk.answer(line))
+            text += f"<|user|>{line}<|end|><|assistant|>"
+            ids = named.tokenizer.encode_with_offsets([text])[0][0].tolist()
+            expected = generate(model, [ids], max_new_tokens=12, temperature=0.0, eos_id=0)[0]
+            assert said == named.tokenizer.decode(expected), "as if all of it were read anew"
+            assert talk.num_tokens == len(expected)
+            text += f"{said}<|end|>"
+        assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]
+        assert [num_held for _, num_held in held] == [0, 0, len(ids) - 64], "what is held is not read again, but for 64"
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ for name, base in ROPES.items():
         base["model"]["rope"] |= {"theta": 16.0, "beta_fast": 8.0, "original_max_position_embeddings": 256}
     if name == "longrope":
         base["model"]["rope"] |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2}]}])
+LORA = tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}])
 PHASES = tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"})
 
 SIZED = tree()
@@ -168,6 +168,7 @@ CHANGES: dict[str, Any] = {
     "objective.z_loss_weight": 1e-4,
     "objective.label_smoothing": 0.1,
     "surgery.target": "mlp",
+    "surgery.dropout": 0.5,
     "phases.0.name": "q",
     "phases.0.num_train_steps": 50,
     "phases.0.surgery": [{"type": "lora"}],
@@ -198,6 +199,7 @@ SHOWN_ELSEWHERE = {
     "evals": "test_sample_fields",
     "phases": "its fields",
     "phases.0.data": "test_a_phase_has_data_of_its_own",
+    "surgery.from_peft": "tests/test_adapters.py",
     "epoch": "tests/test_length.py",
     **dict.fromkeys(
         (

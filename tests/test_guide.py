@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from jaxlm.config import RunConfig, decode_run
@@ -16,6 +17,7 @@ from jaxlm.core.keys import Section, sections
 from jaxlm.core.plugins import is_import_path
 from jaxlm.core.yaml_source import Source, load_yaml, parse_value
 from jaxlm.interop.family import config_to_json, family_of_config
+from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.qwen3 import Qwen3Config
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +53,7 @@ def test_every_key_has_a_meaning():
 def test_every_example_can_be_read_and_says_something(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a_model_of_hugging_face(Path("qwen-small"))
+    an_adapter_of_peft(Path("adapter-folder"))
     example, found = script("generate_guide").example, list(sections(RunConfig))
     # What makes each section be there, and be of the type whose keys are looked at.
     required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
@@ -95,10 +98,19 @@ def a_model_of_hugging_face(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(described | {"vocab_size": 99}))
 
 
+def an_adapter_of_peft(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "bias": "none", "r": 1, "lora_alpha": 1}')
+    adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((1, 8), np.float32)}
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in adapter.items()}
+    write_safetensors(folder / "adapter_model.safetensors", infos, adapter.values())
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    a_model_of_hugging_face(Path("qwen-small"))  # a folder that the documents speak of
+    a_model_of_hugging_face(Path("qwen-small"))  # folders that the documents speak of
+    an_adapter_of_peft(Path("adapter-folder"))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
         decode_run(Source(load_yaml(tmp_path / f"{number}.yaml").tree), "document")

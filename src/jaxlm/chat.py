@@ -20,6 +20,7 @@ from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import Decoding, stream
+from jaxlm.models.kept import Kept
 from jaxlm.named_model import add_decoding_options, decoding_of, open_model
 from jaxlm.trained import checkpoint_parser, parse_with_keys
 
@@ -91,7 +92,7 @@ def _answer(talk: "Conversation", line: str) -> None:
 
 
 class Conversation:
-    """The turns so far, and who answers them."""
+    """The turns so far, and who answers them. What is said already is not read anew in every turn."""
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class Conversation:
         """Forgets all turns."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self.num_tokens = 0
+        self._kept = Kept()
 
     def answer(self, line: str) -> Iterator[str]:
         """Yields what the model answers, piece by piece; whatever was yielded is its turn, even if nobody reads on.
@@ -122,7 +124,7 @@ class Conversation:
         ids: list[int] = []
         shown = ""
         self.num_tokens = 0
-        pieces = stream(self._model, [prompt], self._fitting(len(prompt)), every=_EVERY)
+        pieces = stream(self._model, [prompt], self._fitting(len(prompt)), every=_EVERY, kept=self._kept)
         first = next(pieces, [[]])
         self.messages = asked
         try:

@@ -16,6 +16,7 @@ from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
 from jaxlm.interop.levanter import from_levanter
 from jaxlm.interop.model_section import with_hf_model
+from jaxlm.interop.peft_section import with_peft_keys
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
@@ -151,7 +152,11 @@ def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R
     """A run from a tree: phases take what they leave out from the top level, and the run its id where it has none: from
     the environment's RUN_ID, a tracker's `id`, or `name`."""
     load_installed_plugins()
-    config = decode(kind, Source(with_hf_model(_with_inherited(source.tree)), source.marks))
+    tree = with_hf_model(_with_inherited(source.tree))
+    config = decode(kind, Source(tree, source.marks))
+    filled = with_peft_keys(tree, config.model)
+    if filled is not tree:
+        config = decode(kind, Source(filled, source.marks))
     name = _name_elsewhere(config) or name
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))

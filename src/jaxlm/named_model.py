@@ -18,7 +18,7 @@ from jaxlm.core.yaml_source import Source
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.remote import is_url
 from jaxlm.interop.folder import load_model, open_folder
-from jaxlm.interop.hub import local_folder
+from jaxlm.interop.hub import local_folder, may_be_repository
 from jaxlm.interop.sources import open_tensors
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import CACHE_DTYPES, Decoding
@@ -78,11 +78,18 @@ def _is_hugging_face(name: str) -> bool:
     path = Path(name)
     if path.is_dir():
         return (path / "config.json").is_file() and not (path / "run").is_dir()
-    return not path.exists() and not name.startswith((".", "/", "~")) and ("@" in name or not path.parent.exists())
+    # `checkpoints/mine`, where there are checkpoints, is more likely one of them misspelt than somebody's repository.
+    below = "/" in name and "@" not in name and path.parent.exists()
+    return not path.exists() and may_be_repository(name) and not below
 
 
 def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
-    trained = open_trained(name, keys)
+    try:
+        trained = open_trained(name, keys)
+    except ConfigError as error:
+        if Path(name).exists() or not may_be_repository(name):
+            raise
+        raise ConfigError(f"{error} If a repository of the hub is meant: {name}@main") from error
     eos = trained.tokenizer.eos_id
     stop_ids = () if eos is None else (eos,)
     return NamedModel(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxlm.adapters import check_adapters
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer import load_tokenizer
@@ -96,6 +97,8 @@ def check_origin(plan: Plan) -> None:
             f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1].place}), and a run that"
             " begins again would mix with them. Give it a trainer.id of its own, or move them away"
         )
+    if not own:
+        check_adapters(plan)
     elsewhere = trainer.load_checkpoint_path
     if trainer.load_checkpoint and not own and (elsewhere is None or not _at(elsewhere, trainer)):
         raise ConfigError(

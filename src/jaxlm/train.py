@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxlm.adapters import given_adapters
 from jaxlm.commands import run_command
 from jaxlm.compiling import compile_steps, keep_compiled_programs
 from jaxlm.config import RunConfig, load_config, run_id_of
@@ -160,7 +161,9 @@ def _train_phase(
     first_step = phase.start if resumed is None else resumed.cursor.step
     examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
-    enter = entering(plan.recipe, phase, plan.layout, state, weights) if resumed is None else None
+    enter = None
+    if resumed is None:
+        enter = entering(plan.recipe, phase, plan.layout, state, weights, given_adapters(plan, phase))
     # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
     steps = compile_steps(plan, phase, first_step, run.console.show)
     steps.require_room()

@@ -22,6 +22,7 @@ from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo, write_sa
 from jaxlm.interop.sources import open_tensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.llama import LlamaConfig
+from jaxlm.named_model import open_model
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
 from tests.engine.helpers import layout, one_device
 
@@ -202,13 +203,35 @@ def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"initialize_from_hf: 'some/model@v1' is no folder here.*\n.*give that folder"
-    ):
-        local_folder("some/model@v1", "initialize_from_hf", weights=True)
-    with pytest.raises(ConfigError, match="is not a folder"):
-        local_folder("./no/such/folder", "initialize_from_hf", weights=True)
+    for name in ("some/model@v1", "gpt2"):
+        message = (
+            f"initialize_from_hf: '{name}' is a path or a name of the hub.*nothing at .*/{name}.*\n.*give that folder"
+        )
+        with pytest.raises(ConfigError, match=message):
+            local_folder(name, "initialize_from_hf", weights=True)
+    for name in ("./no/such/folder", "no/such/folder", "no folder"):
+        with pytest.raises(ConfigError, match="is not a folder"):
+            local_folder(name, "initialize_from_hf", weights=True)
     assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
+
+
+def test_what_is_not_here_may_be_a_name_of_the_hub_and_messages_say_both(monkeypatch, tmp_path):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "mine").mkdir()
+    for name in ("gpt2", "gpt2@v1", "owner/model", "checkpoints/model@v1"):
+        with pytest.raises(ConfigError, match=f"--checkpoint: '{name}' is a path or a name of the hub"):
+            open_model(name, {})
+    with pytest.raises(
+        ConfigError, match=r"checkpoints/model: no checkpoint there.*hub is meant: checkpoints/model@main"
+    ):
+        open_model("checkpoints/model", {})
+    for name in ("mine", "./gpt2", "s3.bucket/no/run"):
+        with pytest.raises(ConfigError, match=r"no checkpoint there.*\)\.$"):
+            open_model(name, {})
 
 
 def adapted():

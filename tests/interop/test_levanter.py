@@ -94,6 +94,27 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"trainer": {"profiler": {"start_step": 7}}},
         [],
     ),
+    "sophia by its own keys": (
+        {
+            "optimizer": {
+                "type": "sophia-h",
+                "learning_rate": 0.85e-3,
+                "gamma": 0.02,
+                "update_interval": 5,
+                "rng_seed": 1,
+            }
+        },
+        {
+            "optimizer": {
+                "type": "sophia-h",
+                "learning_rate": 8.5e-4,
+                "gamma": 0.02,
+                "update_interval": 5,
+                "rng_seed": 1,
+            }
+        },
+        [],
+    ),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
     "what asks for nothing": (
         {
@@ -134,6 +155,26 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"evals": [{"type": "harness", "tasks": ["piqa"]}]},
         ["evals of type harness"],
     ),
+    "prompts to evaluate on": (
+        {
+            "supervised_data": {"x/m": {"validation_urls": ["m"], "tags": ["e"], "input_field": "question"}},
+            "data": {"configs": {"a": {"train_urls": ["t"]}}, "train_weights": {"a": 1.0}},
+        },
+        {
+            "data": {
+                "configs": {
+                    "a": {"train_urls": ["t"]},
+                    "x.m": {
+                        "validation_urls": ["m"],
+                        "tags": ["e", "x"],
+                        "format": {"type": "supervised", "input_field": "question"},
+                    },
+                },
+                "train_weights": {"a": 1.0},
+            }
+        },
+        ["supervised_data", "slash"],
+    ),
     "other names": (
         {
             "z_loss_weight": 1e-4,
@@ -169,11 +210,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chats": ({"eval_harness": {"task_spec": ["a"], "apply_chat_template": True}}, r"apply_chat_template: True given"),
     "texts": ({"eval_harness": {"task_spec": ["a"], "generation_kwargs": {"n": 4}}}, r"generation_kwargs: \{'n': 4\}"),
-    "sophia": ({"optimizer": {"type": "sophia-h"}}, r"optimizer\.type: 'sophia-h'"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),
-    "other tasks": ({"supervised_data": {"mmlu": {}}}, r"supervised_data: .*data\.configs"),
+    "prompts beside one source": (
+        {"supervised_data": {"mmlu": {"validation_urls": ["m"]}}, "data": {"train_urls": ["t"]}},
+        r"supervised_data: .*beside those of data\.configs",
+    ),
+    "prompts from the hub": (
+        {"supervised_data": {"m": {"validation_urls": ["m"], "hf_dataset_name": "a/b"}}, "data": {"configs": {}}},
+        r"supervised_data\.m\.hf_dataset_name: 'a/b' given",
+    ),
+    "prompts by a source's name": (
+        {"supervised_data": {"a": {"validation_urls": ["m"]}}, "data": {"configs": {"a": {"train_urls": ["t"]}}}},
+        r"supervised_data\.a: the name of a source of data",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ phases:
     num_train_steps: 12
   - name: adapt
     num_train_steps: 12
-    surgery: [{{type: lora, target: "attn|mlp", rank: 4}}]
+    surgery: [{{type: lora, target: "attn|mlp", rank: 4, dropout: 0.1}}]
     trainable: ['\\.[ab]$']
     data: {{train_urls: [{corpus}/validation], cache_dir: {cache}-adapt}}
     optimizer: {{learning_rate: 3.0e-3}}

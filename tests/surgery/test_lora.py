@@ -1,5 +1,7 @@
 """LoRA: nothing changes at first, merging changes nothing, and the adapters rest where their axes say."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -10,8 +12,12 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.dropping import with_keys
+from jaxlm.models.layers import dropout
+from jaxlm.models.linear import Linear
 from jaxlm.models.llama import LlamaConfig
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
+from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
 
@@ -37,12 +43,12 @@ def randomised(model):
 
 
 @jax.jit
-def logits(model):
+def logits(model, key=None):
     axes = (hax.Axis("batch", 3), MODEL.Pos)
     ids = hax.random.randint(jax.random.PRNGKey(2), axes, 0, 64)
     ones = hax.ones(axes, dtype=jnp.int32)
     positions = hax.arange(MODEL.Pos).broadcast_axis(axes[0]).rearrange(axes)
-    return model.logits(model.hidden(Inputs(ids, positions, ones)).final).array
+    return model.logits(model.hidden(Inputs(ids, positions, ones), key=key).final).array
 
 
 def test_the_adapted_model_begins_as_the_model_it_was(model):
@@ -73,7 +79,99 @@ def test_scale(model):
     assert scales(adapted(model, rank=4, alpha=8.0, rslora=True)) == {4.0}
 
 
-@pytest.mark.parametrize(("config", "named"), [({"target": "nothing"}, "q_proj"), ({"rank": 0}, "rank 0")])
+def test_dropout_is_for_learning_alone_and_draws_by_the_key(model):
+    plain = randomised(adapted(model, target="attn|mlp", rank=4))
+    dropping = randomised(adapted(model, target="attn|mlp", rank=4, dropout=0.5))
+    first, second = jax.random.key(1), jax.random.key(2)
+    whole = logits(plain)
+    assert np.array_equal(logits(dropping), whole), "without a key nothing is dropped"
+    once = logits(dropping, first)
+    assert np.array_equal(once, logits(dropping, first))
+    for other in (whole, logits(dropping, second)):
+        assert np.abs(once - other).max() > 1e-3
+
+
+def test_the_mean_and_variance_of_dropout_are_those_of_the_closed_form():
+    """Each number that A reads is 0 with probability p and 1 / (1 - p) times itself otherwise: an output's variance is
+    scale^2 p / (1 - p) sum_i ((B A)_oi x_i)^2."""
+    In, Out, probability, samples = hax.Axis("in", 12), hax.Axis("out", 5), 0.3, 40_000
+    base = Linear.init(In, Out, std=1.0, key=jax.random.key(0))
+    layer = LoraLinear.around(base, rank=3, scale=2.0, dropout=probability, key=jax.random.key(1))
+    layer = dataclasses.replace(layer, b=hax.random.normal(jax.random.key(2), layer.b.axes))
+    x = hax.random.normal(jax.random.key(3), In)
+    draw = jax.vmap(lambda key: layer.with_key(key)(x).array)
+    drawn = np.asarray(draw(jax.random.split(jax.random.key(4), samples)), np.float64)
+    change = 2.0 * np.asarray(layer.b.array, np.float64) @ np.asarray(layer.a.array, np.float64)
+    expected = np.asarray(layer(x).array)
+    variance = probability / (1 - probability) * np.sum((change * np.asarray(x.array)) ** 2, axis=1)
+    assert np.all(np.abs(drawn.mean(axis=0) - expected) < 4 * np.sqrt(variance / samples))
+    np.testing.assert_allclose(drawn.var(axis=0), variance, rtol=0.05)
+
+
+def test_every_layer_that_drops_has_a_key_of_its_own(model):
+    adapted_ = adapted(model, target="attn|mlp", dropout=0.5)
+    key = jax.random.key(7)
+    keyed = tree.modules(with_keys(adapted_, key), LoraLinear)
+    words = {jax.random.key_data(layer.key).tobytes() for layer in keyed}
+    assert len(words) == len(keyed) == 7
+    own = {jax.random.key_data(k).tobytes() for n in (2, 3, 7) for k in jax.random.split(key, n)}
+    assert not words & own, "and none that a block may split off"
+    for unkeyed in (with_keys(adapted_, None), with_keys(adapted(model, target="attn|mlp"), key)):
+        assert all(layer.key is None for layer in tree.modules(unkeyed, LoraLinear)), "0 is none, to the last bit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
+def test_what_is_dropped_does_not_depend_on_the_mesh(mesh):
+    lora = LoraConfig(target="attn|mlp", rank=4, dropout=0.5)
+    dropping = phase(surgeries=(lora,), trainable=(r"\.[ab]$",))
+    one, many = TinyRun(one_device(), dropping), TinyRun(layout(**MESHES[mesh]), dropping)
+    losses = [[run.step(arrays(i), 2)["train/loss"] for i in range(6)] for run in (one, many)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_layer_and_its_gradients_are_those_of_peft_with_the_same_mask():
+    torch, lora = pytest.importorskip("torch"), pytest.importorskip("peft.tuners.lora")
+    In, Out, Row = hax.Axis("in", 12), hax.Axis("out", 5), hax.Axis("row", 7)
+    layer = LoraLinear.around(
+        Linear.init(In, Out, std=1.0, key=jax.random.key(0)), rank=3, scale=2.0, dropout=0.4, key=jax.random.key(1)
+    )
+    layer = dataclasses.replace(layer, b=hax.random.normal(jax.random.key(2), layer.b.axes))
+    x, key = hax.random.normal(jax.random.key(3), (Row, In)), jax.random.key(4)
+    out, pull = jax.vjp(lambda a, b: dataclasses.replace(layer, a=a, b=b, key=key)(x).array, layer.a, layer.b)
+    grads = pull(out)
+
+    class SameMask(torch.nn.Module):
+        def forward(self, given):
+            return given * torch.tensor(np.array(dropout(hax.ones_like(x), 0.4, key).array))
+
+    base = torch.nn.Linear(12, 5, bias=False)
+    theirs = lora.Linear(base, "default", lora.LoraConfig(r=3, lora_alpha=6, lora_dropout=0.4), r=3, lora_alpha=6)
+    theirs.lora_dropout["default"] = SameMask()
+    with torch.no_grad():
+        for parameter, ours in (
+            (base.weight, layer.base.weight),
+            (theirs.lora_A["default"].weight, layer.a),
+            (theirs.lora_B["default"].weight, layer.b),
+        ):
+            parameter.copy_(torch.tensor(np.array(ours.array)))
+    expected = theirs(torch.tensor(np.array(x.array)))
+    expected.backward(expected.detach())
+    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-5, atol=1e-5)
+    for ours, module in zip(grads, (theirs.lora_A, theirs.lora_B), strict=True):
+        np.testing.assert_allclose(ours.array, module["default"].weight.grad.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"target": "nothing"}, "q_proj"),
+        ({"rank": 0}, "rank 0"),
+        ({"dropout": 1.0}, "dropout: 1.0 given"),
+        ({"dropout": 0.1}, "matches head, of which the loss reads the weight"),
+    ],
+)
 def test_what_cannot_be_done(model, config, named):
     with pytest.raises(ConfigError, match=named):
         adapted(model, **config)

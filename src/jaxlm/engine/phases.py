@@ -23,6 +23,8 @@ from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
+Given = Mapping[str, hax.NamedArray]
+"""Leaves by path."""
 # What the run's key is folded with first, so that no two uses share randomness.
 _INIT, _SURGERY, _STEPS = 0, 1, 2
 
@@ -146,30 +148,49 @@ class Recipe:
             self._abstract[phase.index] = jax.eval_shape(enter, before)
         return self._abstract[phase.index]
 
-    def entered(self, model: LanguageModel, skipped: jax.Array | int = 0, *, phase: Phase) -> RunState:
-        """The state at the start of a phase, for the model at the end of the one before. Traceable."""
-        return self.state(self.operate(model, phase), phase, skipped)
+    def entered(
+        self, model: LanguageModel, skipped: jax.Array | int = 0, given: Given | None = None, *, phase: Phase
+    ) -> RunState:
+        """The state at the start of a phase, for the model at the end of the one before. Traceable.
 
-    def fresh_state(self, phase: Phase) -> RunState:
-        """The state at the start of a phase, had the ones before it not trained. Traceable."""
+        Args:
+            given: what takes the place of leaves that the phase's surgeries make.
+        """
+        operated = self.operate(model, phase)
+        if given:
+            operated = tree.map_leaves(lambda path, leaf: given.get(path, leaf), operated)
+        return self.state(operated, phase, skipped)
+
+    def fresh_state(self, phase: Phase, given: Given | None = None) -> RunState:
+        """The state at the start of a phase, had the ones before it not trained. Traceable. Args: given: see `entered`."""
         model = self.first_model()
         for earlier in self.phases[: phase.index]:
             model = self.operate(model, earlier)
-        return self.entered(model, phase=phase)
+        return self.entered(model, given=given, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
 def enter_phase(
-    recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
+    recipe: Recipe,
+    phase: Phase,
+    layout: Layout,
+    before: RunState | None,
+    weights: LanguageModel | None = None,
+    given: Given | None = None,
 ) -> RunState:
     """The state at the start of a phase, sharded from birth. Args: see `entering`."""
-    return entering(recipe, phase, layout, before, weights)()
+    return entering(recipe, phase, layout, before, weights, given)()
 
 
 def entering(
-    recipe: Recipe, phase: Phase, layout: Layout, before: RunState | None, weights: LanguageModel | None = None
+    recipe: Recipe,
+    phase: Phase,
+    layout: Layout,
+    before: RunState | None,
+    weights: LanguageModel | None = None,
+    given: Given | None = None,
 ) -> Callable[[], RunState]:
     """Makes the state at the start of a phase when it is called; what that takes is compiled meanwhile.
 
@@ -177,11 +198,12 @@ def entering(
         before: the state at the end of the phase before; None builds the model from the recipe's seed. Its buffers are
             given up.
         weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
+        given: what takes the place of leaves that the phase's surgeries make. Its buffers are given up.
     """
-    like = recipe.abstract_state(phase)
+    like, given = recipe.abstract_state(phase), dict(given or {})
     if before is None and weights is None:
-        return creating(lambda: recipe.fresh_state(phase), like, layout)
+        return creating(lambda given: recipe.fresh_state(phase, given), like, layout, given)
     enter = functools.partial(recipe.entered, phase=phase)
     if before is None:
-        return creating(enter, like, layout, weights, jnp.zeros((), jnp.int32))
-    return creating(enter, like, layout, before.model, before.guard.skipped)
+        return creating(enter, like, layout, weights, jnp.zeros((), jnp.int32), given)
+    return creating(enter, like, layout, before.model, before.guard.skipped, given)

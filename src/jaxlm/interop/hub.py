@@ -1,16 +1,23 @@
 """A folder as Hugging Face writes it: one that is here, or a copy of a repository of the hub."""
 
+import re
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.sources import TORCH_SUFFIXES
 
 _SMALL = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[^\s@]+)?")
 _WEIGHTS = {"safetensors": ["*.safetensors"], "torch": ["pytorch_model*.bin"]}
 
 
+def may_be_repository(name: str) -> bool:
+    """Whether `name`, `owner/name`, either with `@revision`, can be a repository of the hub."""
+    return _REPOSITORY.fullmatch(name) is not None
+
+
 def local_folder(name: str, key: str, *, weights: bool) -> Path:
-    """The folder that a path or `name@revision` means; a file of weights is what it is.
+    """The folder that a path, or the hub's `name` or `name@revision`, means; a file of weights is what it is.
 
     What is not here is fetched through huggingface_hub, which goes on where it was interrupted and keeps its copies in
     `HF_HOME`; with `HF_HUB_OFFLINE=1` it only looks there.
@@ -25,16 +32,17 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix in (".safetensors", *TORCH_SUFFIXES):
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if path.exists() or not may_be_repository(name):
         raise ConfigError(
-            f"{key}: '{name}' is not a folder. Give one with config.json, or the name of a repository of the hub"
+            f"{key}: '{name}' is not a folder. Give the path of one that is here, or the name of a repository of the hub"
         )
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise ConfigError(
-            f"{key}: '{name}' is no folder here, and asking the hub needs huggingface_hub: pip install 'jaxlm[hf]'."
+            f"{key}: '{name}' is a path or a name of the hub. As a path: there is nothing at {path.absolute()}. As a name:"
+            " asking the hub needs huggingface_hub: pip install 'jaxlm[hf]'."
             " Or give the path of a folder that holds config.json and the weights"
         ) from error
     repository, _, revision = name.partition("@")
@@ -45,7 +53,7 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
-            f"{key}: '{name}' is no folder here, and the hub did not give it: {type(error).__name__}: {error}\nWithout a"
-            " network: copy the repository to this machine (config.json, tokenizer.json and the .safetensors files) and"
-            " give that folder's path"
+            f"{key}: '{name}' is a path or a name of the hub. As a path: there is nothing at {path.absolute()}. As a name:"
+            f" the hub did not give it: {type(error).__name__}: {error}\nWithout a network: copy the repository to this"
+            " machine (config.json, tokenizer.json and the .safetensors files) and give that folder's path"
         ) from error

@@ -14,7 +14,7 @@ from typing import Any
 from jaxlm.core.decode import chosen_class
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
-from jaxlm.interop.levanter_data import data_section
+from jaxlm.interop.levanter_data import data_section, supervised_sources
 from jaxlm.interop.levanter_evals import harness_evals
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.llama import LlamaConfig
@@ -40,7 +40,6 @@ _NOT_NEEDED = {
 }
 # Path there -> what to do instead; an error says so.
 _NOT_HERE = {
-    "supervised_data": "name the files as a source under data.configs, with format: {type: supervised}",
     "data_seed": "trainer.seed is the one seed",
     "hf_upload": "upload the folders of hf_save_path with the hub's own tools",
     "log_entropy": "there is no such number here; leave it out",
@@ -63,8 +62,8 @@ def from_levanter(source: Source) -> tuple[Source, list[str]]:
     """
     reading = _Reading(source)
     reading.trainer()
-    reading.optimizer()
     reading.model()
+    reading.supervised()
     reading.data()
     reading.evals()
     for path, instead in _NOT_HERE.items():
@@ -144,11 +143,6 @@ class _Reading:
         elif profiler is False:
             trainer["profiler"] = None
 
-    def optimizer(self) -> None:
-        optimizer = self.tree.get("optimizer")
-        if isinstance(optimizer, Mapping) and optimizer.get("type") == "sophia-h":
-            raise self.error("optimizer.type", "'sophia-h' given; that is not here: take adam, or muon for fewer steps")
-
     def model(self) -> None:
         model = self.tree.get("model")
         if not isinstance(model, dict):
@@ -181,6 +175,24 @@ class _Reading:
             if given != _ALWAYS[key]:
                 given, always = (str(value).lower() for value in (given, _ALWAYS[key]))
                 raise self.error(f"model.{key}", f"{given} given; models of this family always have {always}")
+
+    def supervised(self) -> None:
+        given, section = self.take("supervised_data"), self.tree.get("data")
+        if given in _NOTHING:
+            return
+        places = [section.get(key) for key in ("configs", "components")] if isinstance(section, dict) else []
+        named = next((place for place in places if isinstance(place, dict)), None)
+        if named is None or not isinstance(given, Mapping):
+            raise self.error(
+                "supervised_data", f"{given!r} given; sources by name expected, beside those of data.configs"
+            )
+        for name, source in supervised_sources(given, self.error).items():
+            if name in named:
+                raise self.error(f"supervised_data.{name}", "the name of a source of data, too. Rename one of them")
+            named[name] = source
+        self.notes.append(
+            "supervised_data is read as sources of data.configs; eval/loss and eval/bpb are over them, too"
+        )
 
     def data(self) -> None:
         section = self.tree.get("data")

@@ -1,9 +1,13 @@
-"""Levanter's spelling of the `data` section: `components`, names with slashes."""
+"""Levanter's spelling of the `data` section: `components`, names with slashes; and what it has beside, `supervised_data`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxlm.core.errors import ConfigError
+
 _CACHE_OPTIONS = "cache_options"
+_OF_SOURCE = ("validation_urls", "cache_dir", "tags")
+_OF_FORMAT = ("input_field", "output_field")
 
 
 def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -23,6 +27,29 @@ def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         made["shuffle"] = {"type": "era", "era_length": length}
         notes.append(f"data.shuffle: {length} is read as {{type: era, era_length: {length}}}")
     return made, notes
+
+
+def supervised_sources(
+    given: Mapping[str, Any], refuse: Callable[[str, str], ConfigError]
+) -> dict[str, dict[str, Any]]:
+    """The sources of `supervised_data`, prompts with completions to evaluate on.
+
+    Args:
+        refuse: (path, what is wrong with it) -> the error that says so.
+    """
+    made = {}
+    for name, source in given.items():
+        if not isinstance(source, Mapping) or not source.get("validation_urls"):
+            raise refuse(f"supervised_data.{name}", f"{source!r} given; a section with validation_urls expected")
+        for key, value in source.items():
+            if key not in (*_OF_SOURCE, *_OF_FORMAT) and value is not None:
+                raise refuse(
+                    f"supervised_data.{name}.{key}", f"{value!r} given; sources to evaluate on have no such key"
+                )
+        fields = {key: source[key] for key in _OF_FORMAT if source.get(key)}
+        kept = {key: source[key] for key in _OF_SOURCE if source.get(key)}
+        made[name] = kept | {"format": {"type": "supervised", **fields}}
+    return made
 
 
 def _source(section: Mapping[str, Any], key: str, note: Callable[[str], None]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Adapter:
         a: {layers, lora_rank, *In}.
         b: {layers, *Out, lora_rank}.
         In, Out: axes of the layer.
+        dropout: of what `a` reads, in training.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Adapter:
     In: Any
     Out: Any
     scale: float
+    dropout: float = 0.0
 
 
 def save_adapters(
@@ -57,15 +59,18 @@ def save_adapters(
         base: the model that they belong to, as a person would name it.
 
     Raises:
-        ConfigError: a layer is a part of a larger matrix there, of which PEFT has no adapter; or they differ in rank.
+        ConfigError: a layer is a part of a larger matrix there, of which PEFT has no adapter; or they differ in rank, scale
+            or dropout.
     """
     check_free(folder)
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
     ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
     scales = {adapter.scale for adapter in adapters}
-    if len(ranks) > 1 or len(scales) > 1:
+    dropouts = {adapter.dropout for adapter in adapters}
+    if max(map(len, (ranks, scales, dropouts))) > 1:
         raise ConfigError(
-            f"adapters of several ranks ({sorted(ranks)}) or scales cannot be written as one PEFT adapter"
+            f"adapters of several ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
+            " cannot be written as one PEFT adapter"
         )
     tensors: dict[str, np.ndarray] = {}
     modules: set[str] = set()
@@ -82,7 +87,7 @@ def save_adapters(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": scales.pop() * rank,
-        "lora_dropout": 0.0,
+        "lora_dropout": dropouts.pop(),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,12 @@ class ReadAdapters:
     """Adapters of a folder, by the paths of the modules that they stand beside.
 
     Attributes:
-        rank, alpha, rslora: as `LoraConfig` has them.
+        keys: of the surgery `lora` that makes room for them.
         a: path -> [layers, rank, in], without the first dimension where there is one for the whole model.
         b: path -> [layers, out, rank], likewise.
     """
 
-    rank: int
-    alpha: float
-    rslora: bool
+    keys: Mapping[str, Any]
     a: Mapping[str, np.ndarray]
     b: Mapping[str, np.ndarray]
 
@@ -67,14 +66,7 @@ def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAda
                 f"{folder}: adapters at {len(there)} of {len(names)} layers ({', '.join(there[:_MOST_SHOWN])}). Layers are"
                 " one array here, so all of them or none can have one"
             )
-        part, *others = tensor.parts
-        if others:
-            raise ConfigError(
-                f"{folder}: the adapter at {there[0]} stands beside several parameters at once ("
-                f"{', '.join(p.path for p in tensor.parts)}), which are apart here. Merge it in PEFT and import the"
-                " whole model"
-            )
-        path = part.path.removesuffix(".weight")
+        path = _module(tensor, there[0], folder)
         for side, arrays in found.items():
             keys = [f"{name}.lora_{side}.weight" for name in names]
             missing = [key for key in keys if key not in left]
@@ -85,14 +77,52 @@ def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAda
             left -= set(keys)
     if left or not found["A"]:
         nothing = f"{', '.join(sorted(left)[:_MOST_SHOWN])} belong to no layer of this model" if left else "no adapters"
-        raise ConfigError(f"{folder / _WEIGHTS}: {nothing}. Is it an adapter of a model of this configuration?")
-    return ReadAdapters(
-        rank=int(settings["r"]),
-        alpha=float(settings["lora_alpha"]),
-        rslora=bool(settings.get("use_rslora")),
-        a=found["A"],
-        b=found["B"],
-    )
+        raise _not_this_models(folder, nothing)
+    return ReadAdapters(_lora_keys(settings, found["A"]), a=found["A"], b=found["B"])
+
+
+def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """The keys of the surgery `lora` that makes room for the adapters of a folder, which are not read themselves.
+
+    Raises:
+        ConfigError: see `read_adapters`, which looks at every layer.
+    """
+    settings, names = _settings(folder), SafetensorsFile(folder / _WEIGHTS).tensors
+    modules = [
+        _module(tensor, name, folder)
+        for tensor in family_of_config(config).tensors(config)
+        for name in _names_of(tensor, num_layers=1)
+        if f"{name}.lora_A.weight" in names
+    ]
+    if not modules:
+        raise _not_this_models(folder, "no adapters at the first layer")
+    return _lora_keys(settings, modules)
+
+
+def _lora_keys(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    return {
+        "target": f"^({'|'.join(map(re.escape, modules))})$",
+        "rank": int(settings["r"]),
+        "alpha": float(settings["lora_alpha"]),
+        "dropout": float(settings.get("lora_dropout") or 0.0),
+        "rslora": bool(settings.get("use_rslora")),
+    }
+
+
+def _module(tensor: Tensor, name: str, folder: Path) -> str:
+    """The path of the module here whose weight a tensor is. Args: name: of the module there."""
+    part, *others = tensor.parts
+    if others:
+        raise ConfigError(
+            f"{folder}: the adapter at {name} stands beside several parameters at once ("
+            f"{', '.join(p.path for p in tensor.parts)}), which are apart here. Merge it in PEFT and import the"
+            " whole model"
+        )
+    return part.path.removesuffix(".weight")
+
+
+def _not_this_models(folder: Path, found: str) -> ConfigError:
+    return ConfigError(f"{folder / _WEIGHTS}: {found}. Is it an adapter of a model of this configuration?")
 
 
 def _settings(folder: Path) -> dict[str, Any]:

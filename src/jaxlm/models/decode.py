@@ -1,8 +1,6 @@
 """Text from a model: one pass over the prompts, then token by token with a cache.
 
-Prompts of a batch are padded on the left, so that all rows end at the same slot; padding is segment 0, which nothing
-attends to. Lengths are rounded up, so that few shapes are ever compiled. The loop over tokens runs on the devices; the
-host looks in only as often as somebody wants to see something.
+The loop over tokens runs on the devices; the host looks in only as often as somebody wants to see something.
 """
 
 import functools
@@ -22,12 +20,13 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
-from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.base import Cache, Inputs, LanguageModel
+from jaxlm.models.kept import Kept
+from jaxlm.models.padding import left_padded, rounded_length, rounded_up
 from jaxlm.models.sampling import Sampling
 
 CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
 """What the numbers in a cache may be."""
-_LENGTH_MULTIPLE = 64
 _STOPS_MULTIPLE = 4
 _NO_TOKEN = -1
 _LOOK_EVERY = 16  # tokens, where the host is to say when a row ends
@@ -134,12 +133,14 @@ def stream(
     *,
     every: int,
     until: Until | None = None,
+    kept: Kept | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yields the new tokens of each prompt, at most `every` at a time, until all rows have ended.
 
     Args:
         until: asked after each piece, with all new tokens of a row: true ends the row. Its last tokens may lie behind what
             was waited for.
+        kept: for one prompt: what it holds of the prompt is not read again, and it holds the text afterwards.
 
     Raises:
         ConfigError: see `Decoding.check`.
@@ -148,17 +149,23 @@ def stream(
     num_new = decoding.max_new_tokens
     if not prompts or num_new == 0:
         return
-    inputs = _left_padded(prompts, _rounded_up(len(prompts), _batch_multiple()))
-    keys = _row_keys(prompts, inputs.tokens.axis_size(BATCH), decoding.seed)
+    num_rows, room = rounded_up(len(prompts), _batch_multiple()), rounded_length(num_new)
+    cache, num_held = (None, 0) if kept is None else kept.recalled(model, prompts[0], num_rows, room)
+    inputs = left_padded([prompt[num_held:] for prompt in prompts], num_rows, num_held)
+    keys = _row_keys(prompts, num_rows, decoding.seed)
     stops = jnp.asarray(_padded(decoding.stop_ids), jnp.int32)
-    sampling, room = decoding.sampling, _rounded_length(num_new)
+    sampling = decoding.sampling
     dtype = None if decoding.cache_dtype is None else CACHE_DTYPES[decoding.cache_dtype]
-    state = _begin(model, inputs, keys, stops, sampling, room, dtype)
+    state = _begin(model, inputs, cache, keys, stops, sampling, room, dtype)
     rows: list[list[int]] = [[] for _ in prompts]
     seen = 0
     while seen < num_new:
         upto = min(num_new, seen + every)
+        if kept is not None:
+            kept.forget()
         state = _advance(model, state, keys, stops, jnp.int32(upto), sampling)
+        if kept is not None:
+            kept.keep(state.cache, [*prompts[0], *_fed(state)])
         shown = np.asarray(state.written)[: len(prompts), seen:upto]
         piece = [row[row != _NO_TOKEN].tolist() for row in shown]
         yield piece
@@ -173,36 +180,15 @@ def stream(
             return
 
 
-def _rounded_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _rounded_length(n: int) -> int:
-    """To one of few lengths, at most a quarter more beyond the shortest."""
-    return _rounded_up(n, max(_LENGTH_MULTIPLE, 2 ** (n.bit_length() - 3)))
-
-
 def _padded(stop_ids: Sequence[int]) -> list[int]:
     """To one of few lengths."""
-    return [*stop_ids, *[_NO_TOKEN] * (_rounded_up(max(1, len(stop_ids)), _STOPS_MULTIPLE) - len(stop_ids))]
+    return [*stop_ids, *[_NO_TOKEN] * (rounded_up(max(1, len(stop_ids)), _STOPS_MULTIPLE) - len(stop_ids))]
 
 
 def _batch_multiple() -> int:
     """Over how many devices the rows of a batch are spread."""
     layout = current_layout()
     return 1 if layout is None else layout.ways(BATCH)
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], rows: int) -> Inputs:
-    width = _rounded_length(max(map(len, prompts)))
-    tokens, positions, segment_ids = (np.zeros((rows, width), np.int32) for _ in range(3))
-    for row, prompt in enumerate(prompts):
-        start = width - len(prompt)
-        tokens[row, start:] = prompt
-        positions[row, start:] = np.arange(len(prompt))
-        segment_ids[row, start:] = 1
-    axes = (Axis(BATCH, rows), Axis(POSITION, width))
-    return Inputs(*(hax.named(jnp.asarray(a), axes) for a in (tokens, positions, segment_ids)))
 
 
 def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Array:
@@ -241,17 +227,36 @@ def _choose(model: LanguageModel, final: NamedArray, keys: jax.Array, step: jax.
     return sampling.draw(logits.astype(jnp.float32), jax.vmap(jax.random.fold_in, (0, None))(keys, step))
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _fed(state: _State) -> list[int]:
+    """What the first row has written and read again: all but the newest token, which its cache does not hold yet."""
+    return np.asarray(state.written)[0, : int(state.step) - 1].tolist()
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7), donate_argnums=2)
 def _begin(
-    model: LanguageModel, prompt: Inputs, keys: jax.Array, stops: jax.Array, sampling: Sampling, room: int, dtype: Any
+    model: LanguageModel,
+    prompt: Inputs,
+    cache: Cache | None,
+    keys: jax.Array,
+    stops: jax.Array,
+    sampling: Sampling,
+    room: int,
+    dtype: Any,
 ) -> _State:
-    """Reads the prompts and writes the first token of each; `room` is for how many there is place."""
+    """Reads the prompts and writes the first token of each; `room` is for how many there is place.
+
+    Args:
+        cache: what comes before the prompts, if anything does.
+        dtype: of a cache that is made here; None takes the parameters'.
+    """
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
     dtype = (
         next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf)) if dtype is None else dtype
     )
-    first = model.hidden(prompt, cache=model.init_cache(Batch, Width.size + room, dtype))
+    if cache is None:
+        cache = model.init_cache(Batch, Width.size + room, dtype)
+    first = model.hidden(prompt, cache=cache)
     segment_ids = prompt.segment_ids[POSITION, -1].array
     state = _State(
         first.cache,

@@ -15,6 +15,7 @@ from jaxlm.models.attention import Visibility
 from jaxlm.models.backends.choice import AUTO
 from jaxlm.models.base import Auxiliary, Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
+from jaxlm.models.dropping import with_keys
 from jaxlm.models.layers import Context, KeysValues, Past
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.recompute import Keep, keeping
@@ -98,7 +99,7 @@ class Transformer(eqx.Module):
         contexts = [Context(visibility, rotations[kind.rope], kind.window, backend) for kind in self.kinds]
 
         def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: Past | None, key):
-            x, new, seen = for_compute(block)(x, contexts[place], past, index=index, key=key)
+            x, new, seen = with_keys(for_compute(block), key)(x, contexts[place], past, index=index, key=key)
             return hax.auto_sharded(x), (None if cache is None else new, seen)
 
         per_layer = (

@@ -36,26 +36,25 @@ class KronConfig(OptimizerConfig):
     Attributes:
         learning_rate: the peak, of matrices.
         adam_lr: the peak, of everything else.
-        momentum: decay of the running mean of gradients of matrices.
+        beta1: decay of the running mean of gradients, of matrices and of everything else.
         preconditioner_lr: how far a step moves the factors towards what whitens its momentum; at most 1.
-        preconditioner_init_scale: what the first step's momentum is multiplied by.
+        preconditioner_init_scale: the first step's momentum is multiplied by its square.
         max_dense_size: a side of a matrix that is longer than this gets a diagonal factor.
         damping: standard deviation of the noise that gradients are taken to have; it bounds what is made of small ones.
         update_rms_clipping: whitened momenta of a larger root mean square are scaled down to it, parameter by parameter
             and layer by layer; null never scales.
-        beta1, beta2, epsilon: Adam's, for everything else.
+        beta2, epsilon: Adam's, for everything else.
         max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
     """
 
     learning_rate: float = 3e-4
     adam_lr: float = 6e-4
-    momentum: float = 0.9
+    beta1: float = 0.9
     preconditioner_lr: float = 0.1
     preconditioner_init_scale: float = 1.0
     max_dense_size: int = 8192
     damping: float = 1e-9
     update_rms_clipping: float | None = 1.1
-    beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0
@@ -63,11 +62,15 @@ class KronConfig(OptimizerConfig):
     separates_matrices: ClassVar[bool] = True
 
     def __post_init__(self):
-        for name, most in (("preconditioner_lr", 1.0), ("preconditioner_init_scale", float("inf"))):
-            if not 0 < getattr(self, name) <= most:
-                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, above 0 and at most {most} expected")
-        if self.max_dense_size < 0:
-            raise ConfigError(f"optimizer.max_dense_size: {self.max_dense_size} given, 0 (none) or more expected")
+        fits = {
+            "preconditioner_lr": (0 < self.preconditioner_lr <= 1, "above 0 and at most 1"),
+            "preconditioner_init_scale": (self.preconditioner_init_scale > 0, "above 0"),
+            "max_dense_size": (self.max_dense_size >= 0, "0 (none) or more"),
+            "damping": (self.damping >= 0, "0 or more"),
+        }
+        for name, (is_fine, expected) in fits.items():
+            if not is_fine:
+                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, {expected} expected")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """See `OptimizerConfig.build`."""
@@ -109,14 +112,14 @@ class KronConfig(OptimizerConfig):
         return optax.GradientTransformation(init_fn, update_fn)
 
     def _first(self, view: MatrixView) -> "_Memory":
-        scale = self.preconditioner_init_scale**0.25  # each of the two factors is multiplied by twice
+        scale = self.preconditioner_init_scale**0.5  # shared between the two sides
         sides = (first_factor(view.stacked, side, scale, self.max_dense_size) for side in (view.outputs, view.inputs))
         return _Memory(hax.zeros(view.weight.axes, jnp.float32), *sides)
 
     def _step(self, view: MatrixView, memory: "_Memory", count: jax.Array) -> tuple[NamedArray, "_Memory"]:
         """The whitened momentum of all matrices in one weight, and what is kept of them; `count`: steps with this one."""
-        mean = self.momentum * memory.mean + (1 - self.momentum) * view.weight.astype(jnp.float32)
-        unbiased = view.of(mean) / (1 - self.momentum**count)
+        mean = self.beta1 * memory.mean + (1 - self.beta1) * view.weight.astype(jnp.float32)
+        unbiased = view.of(mean) / (1 - self.beta1**count)
         white, left, right = whiten(
             unbiased, memory.left, memory.right, rate=self.preconditioner_lr, damping=self.damping
         )

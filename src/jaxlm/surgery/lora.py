@@ -3,11 +3,13 @@
 Source: Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models (arXiv:2106.09685), section 4.1:
 W x + (alpha / r) B A x, with A random and B zero, so that the adapted model begins as the model it was.
 Kalajdzievski 2023 (arXiv:2312.03732): alpha / sqrt(r) keeps the update's size the same for every rank (`rslora`).
+Dropout on what A reads, while training, as in the released code (microsoft/LoRA, `loralib/layers.py`) and in PEFT.
 
-    x {.., In} --- W (frozen) ------------------------+--- {.., Out}
-               \\-- A {rank, In} -- B {Out, rank} * scale --------/
+    x {.., In} --- W (frozen) -------------------------------------+--- {.., Out}
+               \\-- dropout -- A {rank, In} -- B {Out, rank} * scale --/
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +21,17 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LORA
+from jaxlm.core.axes import LAYERS, LORA
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.checks import check_probability
+from jaxlm.models.dropping import Dropping
+from jaxlm.models.layers import dropout
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.base import SurgeryConfig
 
 
-class LoraLinear(eqx.Module):
+class LoraLinear(Dropping):
     """A linear layer with a low-rank adapter beside it.
 
     Attributes:
@@ -34,27 +39,35 @@ class LoraLinear(eqx.Module):
         a: {layers, lora_rank, In}; without `layers` where the base is not stacked.
         b: {layers, Out, lora_rank}.
         scale: what the adapter's output is multiplied by.
+        dropout: the probability with which each number that A reads is dropped.
+        key: what is dropped is drawn by it; None at rest, and whenever nothing is learned.
     """
 
     base: Linear
     a: NamedArray
     b: NamedArray
     scale: float = eqx.field(static=True)
+    dropout: float = eqx.field(static=True, default=0.0)
+    key: jax.Array | None = None
 
     @staticmethod
-    def around(base: Linear, *, rank: int, scale: float, key: jax.Array) -> "LoraLinear":
+    def around(base: Linear, *, rank: int, scale: float, dropout: float, key: jax.Array) -> "LoraLinear":
         """An adapter that changes nothing yet: A uniform within +-1/sqrt(fan in), B zero."""
         Rank = Axis(LORA, rank)
         inputs, outputs = _axes(base.In), _axes(base.Out)
         stacked = tuple(ax for ax in base.weight.axes if ax not in (*inputs, *outputs))
         bound = 1.0 / math.sqrt(math.prod(ax.size for ax in inputs))
         a = hax.random.uniform(key, (*stacked, Rank, *inputs), minval=-bound, maxval=bound)
-        return LoraLinear(base, a, hax.zeros((*stacked, *outputs, Rank)), scale)
+        return LoraLinear(base, a, hax.zeros((*stacked, *outputs, Rank)), scale, dropout)
 
     def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
-        low = hax.dot(inputs, self.a, axis=self.base.In)
+        low = hax.dot(dropout(inputs, self.dropout, self.key), self.a, axis=self.base.In)
         return self.base(inputs) + hax.dot(low, self.b, axis=LORA) * self.scale
+
+    def with_key(self, key: jax.Array) -> "LoraLinear":
+        """The same layer, drawing by this key what it drops, if it drops anything."""
+        return dataclasses.replace(self, key=key) if self.dropout else self
 
     @property
     def weight(self) -> NamedArray:
@@ -66,6 +79,10 @@ class LoraLinear(eqx.Module):
         change = hax.dot(self.b, self.a, axis=LORA) * self.scale
         weight = self.base.weight + change.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
         return eqx.tree_at(lambda layer: layer.weight, self.base, weight)
+
+
+def _names(array: NamedArray) -> tuple[str, ...]:
+    return tuple(ax.name for ax in array.axes)
 
 
 def _axes(spec: Any) -> tuple[Axis, ...]:
@@ -81,31 +98,52 @@ class LoraConfig(SurgeryConfig):
         target: regular expression on the paths of linear layers.
         rank: of the adapter.
         alpha: the adapter's output is scaled by alpha / rank.
+        dropout: the probability with which each number that an adapter reads is dropped in training; never otherwise.
         rslora: scale by alpha / sqrt(rank) instead.
+        from_peft: begin with the adapters of a folder that PEFT has written, or of the hub's `name@revision`; the keys
+            above are its own then, and may be left out. Null begins with adapters that change nothing yet.
     """
 
     target: str = ".*"
     rank: int = 8
     alpha: float = 16.0
+    dropout: float = 0.0
     rslora: bool = False
+    from_peft: str | None = None
 
     def apply(
         self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
     ) -> LanguageModel:
-        """The model with an adapter at every matching layer.
+        """The model with a new adapter at every matching layer; those of `from_peft` take their places afterwards.
 
         Raises:
-            ConfigError: no linear layer matches, or the rank is not positive.
+            ConfigError: no linear layer matches, the rank is not positive, or dropout would not reach a layer.
         """
         if self.rank < 1:
             raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
+        check_probability("surgery lora: dropout", self.dropout)
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         number = iter(range(1_000_000))
 
         def adapt(layer: Linear) -> LoraLinear:
-            return LoraLinear.around(layer, rank=self.rank, scale=scale, key=jax.random.fold_in(key, next(number)))
+            key_of_layer = jax.random.fold_in(key, next(number))
+            return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=key_of_layer)
 
-        return tree.map_modules(model, Linear, self.target, adapt)
+        adapted = tree.map_modules(model, Linear, self.target, adapt)
+        self._check_dropout_reaches(adapted)
+        return adapted
+
+    def _check_dropout_reaches(self, model: LanguageModel) -> None:
+        """Layers of the body are called; of a head the loss reads the weight alone."""
+        heads = [
+            path for path, layer in tree.modules_by_path(model, LoraLinear) if LAYERS not in _names(layer.base.weight)
+        ]
+        if self.dropout and heads:
+            raise ConfigError(
+                f"surgery lora: dropout: {self.dropout} given, and target '{self.target}' matches {', '.join(heads)}, of"
+                " which the loss reads the weight, so that nothing can be dropped before it. Let the target match layers"
+                " of the body alone ('attn|mlp'), or leave dropout out"
+            )
 
 
 def merge_lora(model: LanguageModel) -> LanguageModel:

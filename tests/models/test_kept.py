@@ -1,0 +1,104 @@
+"""A text that grows from turn to turn: what is written is what one writes who reads all of it anew."""
+
+import jax
+import numpy as np
+import pytest
+from haliax import NamedArray
+
+from jaxlm.models import kept as kept_module
+from jaxlm.models.decode import Decoding, continued, stream
+from jaxlm.models.gemma3 import Gemma3Config
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.kept import Kept
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.mistral import MistralConfig
+from jaxlm.models.mpt import MptConfig
+from tests.engine.helpers import layout
+
+SIZES = {"seq_len": 512, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+LLAMA = LlamaConfig(**SIZES)
+END, NEW = 39, 12
+
+
+def text(seed, length):
+    return np.random.default_rng(seed).integers(0, END, length).tolist()
+
+
+def follow(model, decoding, monkeypatch):
+    """(continuations with what is kept, those without, tokens that were not read again) of turns that do all there is to do
+    to what is kept: go on behind it, write an earlier turn anew, begin otherwise, ask the same again."""
+    held, recalled = [], Kept.recalled
+
+    def told(self, *args):
+        found = recalled(self, *args)
+        held.append(found[1])
+        return found
+
+    monkeypatch.setattr(Kept, "recalled", told)
+    kept, prompt = Kept(), text(0, 65)
+    ours, anew = [], []
+    for turn in range(6):
+        pieces = stream(model, [prompt], decoding, every=8, kept=kept)
+        if turn == 1:
+            ours.append(next(pieces)[0])  # broken off behind the first piece
+            pieces.close()
+        else:
+            ours.append([token for (piece,) in pieces for token in piece])
+        anew.append(continued(model, [prompt], decoding)[0][: len(ours[-1])])
+        following = [*prompt, *ours[-1], END, *text(turn + 1, 5)]
+        prompt = [following, following, [*following[:60], END, *following[61:]], text(9, 80), prompt, following][turn]
+    return ours, anew, held
+
+
+@pytest.mark.slow
+def test_every_turn_is_that_of_reading_it_anew(built, monkeypatch):
+    ours, anew, held = follow(built(LLAMA), Decoding(NEW, temperature=0.0), monkeypatch)
+    assert ours == anew
+    # Fewer than 64 are never read. Turn 3 shares 60 tokens with the one before, turn 4 none, and 5 is 4 once more.
+    second, third, fourth = 65 + NEW + 6, 65 + NEW + 6 + 8 + 6, 65 + NEW + 6 + 8 + 6 + NEW + 6
+    assert held == [0, second - 64, third - 64, fourth - 64, 0, 80 - 64]
+
+
+OTHERS = {
+    "window": (MistralConfig(**SIZES, sliding_window=24), {}),
+    "learned positions": (Gpt2Config(seq_len=256, hidden_dim=32, num_layers=2, num_heads=4), {}),
+    "alibi": (MptConfig(**{**SIZES, "num_kv_heads": 4}), {}),
+    "windows between others": (Gemma3Config(**SIZES, head_dim=8, sliding_window=24, sliding_window_pattern=2), {}),
+    "bfloat16": (LLAMA, {"cache_dtype": "bfloat16"}),
+    "int8": (LLAMA, {"cache_dtype": "int8"}),
+    "drawn": (LLAMA, {"temperature": 1.0, "top_k": 10, "seed": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_the_cache_is_of(name, built, monkeypatch):
+    config, options = OTHERS[name]
+    ours, anew, held = follow(
+        built(config), Decoding(**{"max_new_tokens": NEW, "temperature": 0.0, **options}), monkeypatch
+    )
+    assert ours == anew
+    assert sum(map(bool, held)) == 4
+
+
+@pytest.mark.slow
+def test_on_a_mesh_and_in_pieces(built, monkeypatch):
+    """A long turn is read in pieces beside the cache; rows that fill up the batch are padding throughout."""
+    monkeypatch.setattr(kept_module, "_PIECE", 64)
+    model, where, decoding = built(LLAMA), layout(model=2), Decoding(NEW, temperature=0.0)
+    kept, prompts = Kept(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
+    expected = [continued(model, [prompt], decoding)[0] for prompt in prompts]
+    with where.use():
+        placed = jax.tree.map(
+            lambda a: NamedArray(jax.device_put(a.array, where.parameter_sharding(a.axes)), a.axes),
+            model,
+            is_leaf=lambda a: isinstance(a, NamedArray),
+        )
+        for prompt, whole in zip(prompts, expected, strict=True):
+            assert [t for (piece,) in stream(placed, [prompt], decoding, every=8, kept=kept) for t in piece] == whole
+
+
+def test_a_cache_of_another_kind_is_not_kept():
+    kept = Kept()
+    kept.keep({"tokens": [1, 2]}, [1, 2])
+    assert kept.recalled(None, [1, 2] * 80, 1, 8) == (None, 0)
