@@ -1,6 +1,7 @@
 """lm-evaluation-harness: the same numbers as its own backend `hf`, on the same weights and tasks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import haliax as hax
@@ -21,7 +22,8 @@ from tests.answers import CAPITALS, instructions, write_model
 from tests.engine.helpers import layout
 
 MODEL = LlamaConfig(seq_len=48, hidden_dim=32, intermediate_dim=48, num_layers=1, num_heads=4, initializer_range=0.3)
-CORE = Path(__file__).parents[3] / "shared" / "data" / "core"
+ROOT = Path(__file__).parents[2]
+CORE = ROOT.parent / "shared" / "data" / "core"
 
 
 def test_scores_are_those_of_each_row_alone():
@@ -109,35 +111,49 @@ def write_tasks(folder):
         (folder / f"{name}.yaml").write_text(source + options)
 
 
-@pytest.mark.slow
-def test_numbers_are_those_of_the_harness_own_backend(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Nothing is asked of the hub, and what is cached is gone afterwards."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("torch")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lm_eval = pytest.importorskip("lm_eval")
-    pytest.importorskip("torch")
+
+
+def compared(folder, tasks, capsys, *options):
+    """Task -> metric -> value, of jaxlm; those that count are to the last digit what the harness' own backend finds."""
+    import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    write_model(tmp_path / "hf", max_position_embeddings=256)
-    (tmp_path / "tasks").mkdir()
-    write_tasks(tmp_path / "tasks")
-    arguments = ["--checkpoint", str(tmp_path / "hf"), "--tasks", ",".join(TASKS)]
-    assert evaluate.main([*arguments, "--task_folder", str(tmp_path / "tasks")]) == 0
+    names = sorted(path.stem for path in tasks.glob("*.yaml"))
+    arguments = ["--checkpoint", str(folder), "--tasks", ",".join(names), "--task_folder", str(tasks), *options]
+    assert evaluate.main(arguments) == 0
     ours = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
     theirs = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4),
-        tasks=list(TASKS),
-        task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
+        model=HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4),
+        tasks=names,
+        task_manager=TaskManager(include_path=str(tasks)),
+        limit=int(options[1]) if options else None,
         bootstrap_iters=0,
     )["results"]
-    assert ours.keys() == theirs.keys() == TASKS.keys()
+    assert sorted(ours) == sorted(theirs) == names
     for task, metrics in ours.items():
         for name, value in metrics.items():
             if name.startswith(("acc", "exact_match")):
                 assert value == theirs[task][name], (task, name)
             elif "stderr" not in name and name not in ("alias", "sample_len"):
                 assert value == pytest.approx(theirs[task][name], rel=1e-4), (task, name)
+    return ours
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_the_harness_own_backend(tmp_path, offline, capsys):
+    write_model(tmp_path / "hf", max_position_embeddings=256)
+    (tmp_path / "tasks").mkdir()
+    write_tasks(tmp_path / "tasks")
+    ours = compared(tmp_path / "hf", tmp_path / "tasks", capsys)
 
     named = open_model(str(tmp_path / "hf"), {})
     plan = named.plan
@@ -146,6 +162,21 @@ def test_numbers_are_those_of_the_harness_own_backend(tmp_path, monkeypatch, cap
     with plan.layout.use():
         numbers = while_training.open(context).run(named.load())
     assert numbers == {f"choice/{name}": ours["choice"][f"{name},none"] for name in ("acc", "acc_norm")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CORE.is_dir(), reason="the tasks of CORE are not here")
+def test_real_tasks_with_a_real_tokenizer(tmp_path, offline, monkeypatch, capsys):
+    """The tasks of `examples/tasks`: several choices, beginnings to choose from, last words, passages, text."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    shutil.copytree(CORE.parent / "gpt2_tokenizer", tmp_path / "hf", ignore=shutil.ignore_patterns("config.json"))
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "hf")
+    monkeypatch.chdir(CORE.parent)
+    compared(tmp_path / "hf", ROOT / "examples" / "tasks", capsys, "--limit", "12")
 
 
 def test_without_tasks_or_with_unknown_ones_it_says_so():

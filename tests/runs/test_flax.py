@@ -45,3 +45,50 @@ def test_killed_and_resumed_it_is_the_same_run(workplace, kind, devices):
     evaluated = killed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
     assert evaluated.code == 0, evaluated.err
     assert 0 < json.loads(evaluated.out.splitlines()[-1])["loss"] < losses[0]
+
+
+QUICKSTART = """
+trainer:
+  num_train_steps: 48
+  train_batch_size: 8
+  steps_per_eval: 24
+  max_eval_batches: 4
+  log_dir: logs
+  compilation_cache_dir: {cache}/xla
+  checkpointer: {{base_path: checkpoints, save_interval: 1000s, keep: [{{every: 10}}]}}
+optimizer: {{learning_rate: 2.0e-3, weight_decay: 0.1, warmup: 10}}
+evals: [{{type: loss}}]
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_on_the_data_of_the_quickstart(workplace, kind):
+    """FSDP over eight devices gives the losses of one device, and a run that is killed ends as the one that is not."""
+    quickstart = (REPOSITORY / "config" / "quickstart.yaml").read_text()
+    data = "data:" + quickstart.partition("data:")[2].partition("model:")[0]
+    places = {name: workplace(devices) for name, devices in {"one": 1, "eight": 8, "killed": 8}.items()}
+    for place in places.values():
+        text = data.replace("cache/quickstart", str(place.cache / "quickstart")) + sections()[kind]
+        (place.folder / "run.yaml").write_text(text + QUICKSTART.format(cache=place.cache))
+
+    def finished(name):
+        # At full speed: what the other tests leave out of compiling costs more than it saves here.
+        flags = f"--xla_force_host_platform_device_count={places[name].devices}"
+        done = places[name].run("--config_path", "run.yaml", XLA_FLAGS=flags)
+        assert done.code == 0, done.err
+        return [float.fromhex(loss) for loss in places[name].losses().values()]
+
+    one, eight = finished("one"), finished("eight")
+    difference = max(abs(a - b) / a for a, b in zip(one, eight, strict=True))
+    print(f"{kind}: loss {one[0]:.4f} to {one[-1]:.4f}; eight devices within {difference:.1e} of one")
+    assert difference < 1e-5
+    assert one[-1] < one[0] - 1.5
+    flags = "--xla_force_host_platform_device_count=8"
+    process = places["killed"].start(
+        *("--config_path", "run.yaml"), module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase", XLA_FLAGS=flags
+    )
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    assert finished("killed") == eight
+    assert places["killed"].digest("step-48") == places["eight"].digest("step-48")

@@ -9,6 +9,7 @@ MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
 BATCH = "batch"
 POSITION = "position"
 KEY_POSITION = "key_position"  # the position axis as seen by attention's keys and values
+CACHE_ROW = "cache_row"  # a head of keys and values of a row, where the cache counts both as one
 
 # Logical axes of parameters.
 LAYERS = "layers"

@@ -1,16 +1,26 @@
 """The key/value cache: making one, and writing to it."""
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import BATCH, HEAD_SIZE, KEY_POSITION, KV_HEADS, LAYERS, POSITION
+from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.models.attention import Visibility, as_keys
 from jaxlm.models.base import Cache, Column, Inputs
 
-_AXES = (LAYERS, BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE)
 _LARGEST = 127.0  # of int8, the same on both sides of zero
+
+
+class CacheApart(eqx.Module):
+    """A `Cache` with a column for each layer, whose rows and heads are one axis (`by_cache_row`)."""
+
+    keys: tuple[Column, ...]
+    values: tuple[Column, ...]
+    positions: NamedArray
+    segment_ids: NamedArray
+    length: jax.Array
 
 
 def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> Cache:
@@ -25,7 +35,7 @@ def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSiz
     return Cache(column, column, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
 
 
-def visible_with(cache: Cache, inputs: Inputs) -> Visibility:
+def visible_with(cache: Cache | CacheApart, inputs: Inputs) -> Visibility:
     """What the inputs see: the slots of the cache, and after them each other."""
 
     def both(slots: NamedArray, new: NamedArray) -> NamedArray:
@@ -40,20 +50,38 @@ def visible_with(cache: Cache, inputs: Inputs) -> Visibility:
 def extended(cache: Cache, inputs: Inputs, keys: NamedArray, values: NamedArray) -> Cache:
     """The cache with the inputs' keys and values ({layers, batch, position, kv_heads, head_size}) in it."""
     return Cache(
-        _column_with(cache.keys, keys, cache.length),
-        _column_with(cache.values, values, cache.length),
-        _with(cache.positions, as_keys(inputs.positions), cache.length),
-        _with(cache.segment_ids, as_keys(inputs.segment_ids), cache.length),
-        cache.length + keys.axis_size(POSITION),
+        column_with(cache.keys, keys, cache.length),
+        column_with(cache.values, values, cache.length),
+        *slots_with(cache, inputs),
     )
 
 
-def _column_with(column: Column, new: NamedArray, at: jax.Array) -> Column:
-    new = as_keys(new).rearrange(_AXES)
+def slots_with(cache: Cache | CacheApart, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:
+    """The cache's positions, segment ids and length, with the inputs in it."""
+    return (
+        _with(cache.positions, as_keys(inputs.positions), cache.length),
+        _with(cache.segment_ids, as_keys(inputs.segment_ids), cache.length),
+        cache.length + inputs.tokens.axis_size(POSITION),
+    )
+
+
+def column_with(column: Column, new: NamedArray, at: jax.Array) -> Column:
+    """The column with {batch, position, kv_heads, head_size}, or that of all layers, in its slots from `at` on."""
+    new = as_keys(new).rearrange((..., BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE))
+    new = new if column.numbers.has_axis(BATCH) else by_cache_row(new)
     if column.scale is None:
         return Column(_with(column.numbers, new, at))
     numbers, scale = quantized(new)
     return Column(_with(column.numbers, numbers, at), _with(column.scale, scale, at))
+
+
+def by_cache_row(x: NamedArray) -> NamedArray:
+    """{.., batch, kv_heads, ..} as {.., cache_row, ..}, and without it where there is but one.
+
+    An axis of size 1 would make XLA give what it reads another shape, and copy it to that end.
+    """
+    flat = x.flatten_axes((BATCH, KV_HEADS), CACHE_ROW)
+    return flat[CACHE_ROW, 0] if flat.axis_size(CACHE_ROW) == 1 else flat
 
 
 def quantized(values: NamedArray) -> tuple[NamedArray, NamedArray]:

@@ -20,6 +20,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
+from jaxlm.models.apart import apart, better_apart
 from jaxlm.models.base import Cache, Inputs, LanguageModel
 from jaxlm.models.kept import Kept
 from jaxlm.models.padding import left_padded, rounded_length, rounded_up
@@ -157,6 +158,8 @@ def stream(
     sampling = decoding.sampling
     dtype = None if decoding.cache_dtype is None else CACHE_DTYPES[decoding.cache_dtype]
     state = _begin(model, inputs, cache, keys, stops, sampling, room, dtype)
+    if better_apart():
+        model, state = _apart((model, state))
     rows: list[list[int]] = [[] for _ in prompts]
     seen = 0
     while seen < num_new:
@@ -286,6 +289,9 @@ def _advance(
         return _write(state, hidden.cache, _choose(model, hidden.final, keys, state.step, sampling), stops)
 
     return _seen_by_all(jax.lax.while_loop(lambda s: (s.step < upto) & s.alive.any(), one, state))
+
+
+_apart = jax.jit(apart)
 
 
 def _seen_by_all(state: _State) -> _State:

@@ -17,7 +17,7 @@ from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.cache import empty_cache
 from jaxlm.models.checks import check_at_least, check_choice, check_divides
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.layers import ACTIVATIONS, Context, GatedMlp, KeysValues, Mlp, Past, SelfAttention, embedding
+from jaxlm.models.layers import ACTIVATIONS, Context, ForCache, GatedMlp, Mlp, Past, SelfAttention, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.recompute import parse_keep
@@ -50,7 +50,7 @@ class DecoderBlock(eqx.Module):
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues, None]:
+    ) -> tuple[NamedArray, ForCache, None]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         del index, key  # what differs between layers is in the context, and none drops anything
         attended, new = self.attn(_through(self.attn_norm, x), context, past)

@@ -21,7 +21,7 @@ from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import (
     ACTIVATIONS,
     Context,
-    KeysValues,
+    ForCache,
     Mlp,
     Past,
     SelfAttention,
@@ -159,7 +159,7 @@ class Gpt2Block(eqx.Module):
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues, None]:
+    ) -> tuple[NamedArray, ForCache, None]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)
         scale = None

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION
+from jaxlm.models.apart import together
 from jaxlm.models.base import Cache, Column, Inputs, LanguageModel
+from jaxlm.models.cache import CacheApart
 from jaxlm.models.padding import left_padded, rounded_length, rounded_up
 
 _PIECE = 512
@@ -31,14 +33,14 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._cache: Cache | None = None
+        self._cache: Cache | CacheApart | None = None
         self._tokens: list[int] = []
         self._start = 0
 
     def keep(self, cache: Any, tokens: Sequence[int]) -> None:
         """Keeps a cache that holds these tokens of its first row, and nothing behind them; another kind of cache is not
         kept. Whoever goes on to write into it calls `forget` before."""
-        if isinstance(cache, Cache):
+        if isinstance(cache, Cache | CacheApart):
             self._cache, self._tokens, self._start = cache, list(tokens), int(cache.length) - len(tokens)
 
     def forget(self) -> None:
@@ -59,6 +61,7 @@ class Kept:
         num_held = _num_useful(self._num_same(prompt), len(prompt))
         if not num_held:
             return None, 0
+        cache = _together(cache) if isinstance(cache, CacheApart) else cache
         cache = _cut(cache, jnp.int32(self._start + num_held))
         end = self._start + len(prompt)
         if cache.positions.axis_size(KEY_POSITION) < end + room:
@@ -78,6 +81,9 @@ def _num_useful(num_same: int, num_asked: int) -> int:
     unread = max(1, num_asked - num_same)
     width = rounded_length(unread) if unread <= _PIECE else rounded_up(unread, _PIECE)
     return max(0, num_asked - width)
+
+
+_together = jax.jit(together)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

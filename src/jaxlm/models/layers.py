@@ -19,6 +19,7 @@ from jaxlm.models.backends.blocks import PLAIN_SCORES
 from jaxlm.models.backends.choice import AUTO, AttentionTask
 from jaxlm.models.backends.scores import ScoreRule
 from jaxlm.models.base import Column
+from jaxlm.models.cache import column_with
 from jaxlm.models.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
@@ -76,10 +77,25 @@ class KeysValues(eqx.Module):
 
 
 class Past(eqx.Module):
-    """One layer's keys and values in the cache."""
+    """One layer's keys and values in the cache.
+
+    Attributes:
+        at: the slot from which on the layer writes its new ones itself, before it reads: what is read after it is written
+            is written in place. None where all layers' are written at once, after the last.
+    """
 
     keys: Column
     values: Column
+    at: jax.Array | None = None
+
+    def with_new(self, new: KeysValues) -> "Past":
+        """With the new ones in slots that nobody sees yet."""
+        assert self.at is not None
+        return Past(column_with(self.keys, new.keys, self.at), column_with(self.values, new.values, self.at), self.at)
+
+
+ForCache = KeysValues | Past
+"""What a layer hands back for the cache: what is to be written, or what it has written."""
 
 
 class Context(eqx.Module):
@@ -153,8 +169,8 @@ class SelfAttention(eqx.Module):
         *,
         scale: float | jax.Array | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[NamedArray, KeysValues]:
-        """{batch, position, embed} to the same, and this call's own keys and values.
+    ) -> tuple[NamedArray, ForCache]:
+        """{batch, position, embed} to the same, and this call's own keys and values, or the past with them in it.
 
         Args:
             scale: instead of the module's own, for layers that differ in it.
@@ -164,7 +180,9 @@ class SelfAttention(eqx.Module):
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
         q, k, v = named(q, QUERY), named(k, KEY), named(v, VALUE)
-        new = KeysValues(k, v)
+        new: ForCache = KeysValues(k, v)
+        if past is not None and past.at is not None:
+            new = past = past.with_new(new)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
         scale, seen = self.scale if scale is None else scale, context.visibility

@@ -5,6 +5,8 @@ import haliax as hax
 import jax
 from haliax import Axis, AxisSpec, NamedArray
 
+_FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
+
 
 class Linear(eqx.Module):
     """{..., *In} to {..., *Out}.
@@ -31,6 +33,37 @@ class Linear(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         """{..., *In} to {..., *Out}."""
         out = hax.auto_sharded(hax.dot(x, self.weight, axis=self.In))
+        return out if self.bias is None else out + self.bias
+
+
+class MatrixLinear(eqx.Module):
+    """A linear map whose weight is one matrix, whatever axes it maps: XLA on CPUs copies any other into its order first.
+
+    Attributes:
+        matrix: {flat_out, flat_in}.
+        bias: {*Out}.
+    """
+
+    matrix: NamedArray
+    bias: NamedArray | None
+    In: AxisSpec = eqx.field(static=True)
+    Out: AxisSpec = eqx.field(static=True)
+
+    @staticmethod
+    def of(linear: Linear) -> "MatrixLinear":
+        """The same map."""
+        matrix = linear.weight.flatten_axes(linear.Out, _FLAT_OUT).flatten_axes(linear.In, _FLAT_IN)
+        return MatrixLinear(matrix, linear.bias, linear.In, linear.Out)
+
+    @property
+    def weight(self) -> NamedArray:
+        """{*Out, *In}."""
+        return self.matrix.unflatten_axis(_FLAT_IN, self.In).unflatten_axis(_FLAT_OUT, self.Out)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """{..., *In} to {..., *Out}."""
+        flat = hax.dot(x.flatten_axes(self.In, _FLAT_IN), self.matrix, axis=_FLAT_IN)
+        out = flat.unflatten_axis(_FLAT_OUT, self.Out)
         return out if self.bias is None else out + self.bias
 
 

@@ -12,7 +12,7 @@ from jaxlm.models.checks import check_at_least
 from jaxlm.models.decoder import active_flops, rms_norm
 from jaxlm.models.experts import Experts, RouterSums
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.layers import Context, KeysValues, Past, SelfAttention
+from jaxlm.models.layers import Context, ForCache, Past, SelfAttention
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.pre_norm import PreNormConfig, check_pre_norm
@@ -29,7 +29,7 @@ class SparseBlock(eqx.Module):
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues, RouterSums]:
+    ) -> tuple[NamedArray, ForCache, RouterSums]:
         """{batch, position, embed} to the same, the layer's keys and values, and what its router did."""
         del index, key
         attended, new = self.attn(self.attn_norm(x), context, past)

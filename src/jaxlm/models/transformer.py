@@ -16,7 +16,7 @@ from jaxlm.models.backends.choice import AUTO
 from jaxlm.models.base import Auxiliary, Cache, Hidden, Inputs
 from jaxlm.models.cache import extended, visible_with
 from jaxlm.models.dropping import with_keys
-from jaxlm.models.layers import Context, KeysValues, Past
+from jaxlm.models.layers import Context, ForCache, Past
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.recompute import Keep, keeping
 from jaxlm.models.rotary import RotaryConfig
@@ -36,8 +36,8 @@ class Block(Protocol):
 
     def __call__(
         self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, KeysValues, Seen | None]:
-        """{batch, position, embed} to the same, the layer's keys and values of these positions, and what it found."""
+    ) -> tuple[NamedArray, ForCache, Seen | None]:
+        """{batch, position, embed} to the same, what the cache is to have of these positions, and what it found."""
         ...
 
 
@@ -61,6 +61,17 @@ def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
         for period in range(1, len(kinds) + 1)
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds))
     )
+
+
+def contexts_of(
+    kinds: Sequence[LayerKind], inputs: Inputs, visibility: Visibility, backend: str, HeadSize: Axis, seq_len: int
+) -> list[Context]:
+    """What the layers of each kind share in one forward pass."""
+    rotations = {
+        rope: None if rope is None else rope.rotation(inputs.positions, HeadSize.size, seq_len)
+        for rope in dict.fromkeys(kind.rope for kind in kinds)
+    }
+    return [Context(visibility, rotations[kind.rope], kind.window, backend) for kind in kinds]
 
 
 class Transformer(eqx.Module):
@@ -92,11 +103,7 @@ class Transformer(eqx.Module):
         past = None if cache is None or cache.fresh else cache
         visibility = Visibility.within(inputs) if past is None else visible_with(past, inputs)
         backend = self.attn_backend if cache is None else AUTO  # a prompt has any length
-        rotations = {
-            rope: None if rope is None else rope.rotation(inputs.positions, self.HeadSize.size, self.seq_len)
-            for rope in dict.fromkeys(kind.rope for kind in self.kinds)
-        }
-        contexts = [Context(visibility, rotations[kind.rope], kind.window, backend) for kind in self.kinds]
+        contexts = contexts_of(self.kinds, inputs, visibility, backend, self.HeadSize, self.seq_len)
 
         def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: Past | None, key):
             x, new, seen = with_keys(for_compute(block), key)(x, contexts[place], past, index=index, key=key)

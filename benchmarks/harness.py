@@ -1,0 +1,75 @@
+"""Tasks of lm-evaluation-harness: jaxlm's numbers beside those of its own backend `hf`.
+
+    cd FOLDER_WITH_CORE && python benchmarks/harness.py --checkpoint exported --tasks examples/tasks --limit 500
+
+The tasks of `examples/tasks` read `core/*.jsonl` in the current folder. Prints a row for each number of each task and how
+long both took; one JSON line comes last. Needs the extras `eval`, `torch` and `hf`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TASKS = Path(__file__).parents[1] / "examples" / "tasks"
+LEFT_OUT = ("alias", "sample_len")
+
+
+def main() -> None:
+    """Asks both for all tasks of a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, help="a folder of Hugging Face")
+    parser.add_argument("--tasks", type=Path, default=TASKS, help="a folder of .yaml files")
+    parser.add_argument("--limit", type=int, default=500, help="documents of each task")
+    parser.add_argument("--batch_size", type=int, default=16)
+    options = parser.parse_args()
+    os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    names = sorted(path.stem for path in options.tasks.glob("*.yaml"))
+    rows = []
+    for name in names:
+        ours, our_s = timed(lambda name=name: of_jaxlm(options, name))
+        theirs, their_s = timed(lambda name=name: of_the_harness(options, name))
+        for metric, value in ours.items():
+            if metric in LEFT_OUT or "stderr" in metric:
+                continue
+            rows.append({"task": name, "metric": metric, "jaxlm": value, "hf": theirs[metric]})
+            print(f"{name:24} {metric:24} {value!r:24} {theirs[metric]!r:24} {value == theirs[metric]}")
+        print(f"{name:24} seconds                  {our_s:<24.1f} {their_s:<24.1f}", flush=True)
+    print(json.dumps(rows))
+
+
+def timed(fun) -> tuple[dict, float]:
+    """What it returns, and after how many seconds."""
+    began = time.perf_counter()
+    return fun(), time.perf_counter() - began
+
+
+def of_jaxlm(options: argparse.Namespace, task: str) -> dict:
+    """Metric -> value, of the command."""
+    command = [sys.executable, "-m", "jaxlm.evaluate", "--checkpoint", options.checkpoint, "--trainer.mp", "f32"]
+    command += ["--tasks", task, "--task_folder", options.tasks, "--limit", options.limit]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"jaxlm failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])["tasks"][task]
+
+
+def of_the_harness(options: argparse.Namespace, task: str) -> dict:
+    """Metric -> value, of transformers."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(pretrained=options.checkpoint, dtype="float32", device="cpu", batch_size=options.batch_size)
+    manager = TaskManager(include_path=str(options.tasks))
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=[task], task_manager=manager, limit=options.limit, bootstrap_iters=0
+    )
+    return found["results"][task]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Layers that lie apart write what stacked ones write, and no weight is copied for a token."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.models import decode
+from jaxlm.models.apart import apart, together
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.decode import CACHE_DTYPES
+from jaxlm.models.gemma2 import Gemma2Config
+from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.mixtral import MixtralConfig
+from jaxlm.models.padding import left_padded
+from jaxlm.models.sampling import Sampling
+
+SIZES = {"seq_len": 32, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
+MODELS = {
+    "gpt2": Gpt2Config(**SIZES, scale_attn_by_inverse_layer_idx=True, upcast_attn=True),
+    "gemma2": Gemma2Config(**SIZES, intermediate_dim=48, num_kv_heads=1, head_dim=8, sliding_window=3),
+    "mixtral": MixtralConfig(**SIZES, intermediate_dim=48, num_kv_heads=2, sliding_window=5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
+    """Token by token, behind a prompt with padding on its left; a window shorter than the text, an index in the scale."""
+    model = built(MODELS[name])
+    tokens = np.random.default_rng(0).integers(0, 40, size=(2, 12))
+    segments = np.ones_like(tokens)
+    segments[1, :4] = 0
+    positions = np.maximum(np.arange(12) - np.array([[0], [4]]), 0)
+    whole = as_inputs(tokens, positions, segments)
+    part = lambda of: jax.tree.map(lambda a: a["position", of], whole, is_leaf=lambda a: isinstance(a, hax.NamedArray))  # noqa: E731
+    step = jax.jit(lambda model, inputs, cache: model.hidden(inputs, cache=cache))
+    stacked = step(model, part(slice(0, 8)), model.init_cache(Axis("batch", 2), 16, CACHE_DTYPES[dtype])).cache
+    model_apart, cache_apart = apart((model, stacked))
+    for at in range(8, 12):
+        expected = step(model, part(slice(at, at + 1)), stacked)
+        got = step(model_apart, part(slice(at, at + 1)), cache_apart)
+        stacked, cache_apart = expected.cache, got.cache
+        np.testing.assert_allclose(got.final.array, expected.final.array, rtol=1e-5, atol=1e-5)
+    for joined, expected in zip(jax.tree.leaves(together(cache_apart)), jax.tree.leaves(stacked), strict=True):
+        np.testing.assert_allclose(joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (3, 2)])
+def test_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
+    """What the program keeps beside its arguments is less than one matrix, and than one layer's keys."""
+    config = LlamaConfig(
+        **(SIZES | {"hidden_dim": 128, "num_layers": 2, "num_kv_heads": kv_heads}), intermediate_dim=344
+    )
+    model = jax.eval_shape(lambda: config.build(vocab_axis(40), key=jax.random.key(0)))
+    keys, stops = jax.eval_shape(lambda: (jax.random.split(jax.random.key(0), rows), jnp.zeros(4, jnp.int32)))
+    prompt = jax.eval_shape(lambda: left_padded([[1, 2, 3]] * rows, rows, 0))
+    greedy = Sampling(temperature=0.0)
+    state = jax.eval_shape(lambda *given: decode._begin(*given, greedy, 960, None), model, prompt, None, keys, stops)
+    given = (*jax.eval_shape(apart, (model, state)), keys, stops, jnp.int32(64))
+    temporary = decode._advance.lower(*given, greedy).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 4 * 128 * 344
