@@ -95,8 +95,24 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         [],
     ),
     "sophia by its own keys": (
-        {"optimizer": {"type": "sophia-h", "learning_rate": 0.85e-3, "gamma": 0.02, "update_interval": 5, "rng_seed": 1}},
-        {"optimizer": {"type": "sophia-h", "learning_rate": 8.5e-4, "gamma": 0.02, "update_interval": 5, "rng_seed": 1}},
+        {
+            "optimizer": {
+                "type": "sophia-h",
+                "learning_rate": 0.85e-3,
+                "gamma": 0.02,
+                "update_interval": 5,
+                "rng_seed": 1,
+            }
+        },
+        {
+            "optimizer": {
+                "type": "sophia-h",
+                "learning_rate": 8.5e-4,
+                "gamma": 0.02,
+                "update_interval": 5,
+                "rng_seed": 1,
+            }
+        },
         [],
     ),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
