@@ -40,8 +40,9 @@ class SophiaHConfig(OptimizerConfig):
     """Clip the global norm, divide the momentum by the curvature, clip each number, add the decay.
 
     Every `update_interval`-th step also estimates the curvature, on its first micro-batch: about three gradients of it
-    more. Kernels are plain attention and loss there, in float32 where the rest computes in float16. Numbers whose
-    curvature is not above 0 move by the clip, whatever their gradient's size. An estimate that is not finite is left out.
+    more, and two to three times its temporary memory. Kernels are plain attention and loss there, in float32 where the
+    rest computes in float16. Numbers whose curvature is not above 0 move by the clip, whatever their gradient's size.
+    An estimate that is not finite is left out.
 
     Attributes:
         beta1: decay of the gradient's running mean.
