@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import is_hypothesis_test, settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,6 +10,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}={value}"
+
+
+@pytest.fixture(scope="session")
+def gcs():
+    """A server of buckets; the variables that lead there, for processes that are started."""
+    from tests.gcs import gcs_server
+
+    with gcs_server() as environment:
+        yield environment
 
 
 def pytest_addoption(parser):

@@ -302,7 +302,7 @@ def shapes(plan: Any) -> list[Any]:
 
 
 def folders(plan: Any) -> tuple[str, str]:
-    return plan.checkpoint_folder, plan.log_folder
+    return str(plan.checkpoints), plan.log_folder
 
 
 def programs(plan: Any) -> list[str]:

@@ -161,9 +161,9 @@ def test_every_other_documented_default():
 
 def test_d9_checkpoints_go_below_the_runs_name():
     plan = make_plan(fresh(TINY), "mine", 64)
-    assert plan.checkpoint_folder == Path("checkpoints/mine")
+    assert plan.checkpoints.place == Path("checkpoints/mine")
     flat = fresh(TINY + "trainer: {checkpointer: {append_run_id_to_base_path: false}}")
-    assert make_plan(flat, "mine", 64).checkpoint_folder == Path("checkpoints")
+    assert make_plan(flat, "mine", 64).checkpoints.place == Path("checkpoints")
 
 
 def test_d11_the_project_is_wandbs_to_choose():

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.config import decode_run
 from jaxlm.core.yaml_source import Source
-from jaxlm.engine.checkpoint import Cursor
+from jaxlm.engine.cursor import Cursor
 from jaxlm.lineage import moved_stages
 from jaxlm.plan import make_plan
 

@@ -1,4 +1,4 @@
-"""A run whose checkpoints lie in a real object store on this machine (moto's server, by s3fs)."""
+"""Runs whose checkpoints lie in object stores on this machine: moto's server by s3fs, and an emulator of gs://."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.remote import RemoteFolder
+from tests.gcs import BUCKET
 from tests.test_origin import Trainings
 
 
@@ -53,6 +54,39 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
     run("z", 1, "third", initialize_from=f"{bucket}/runs")
     assert "/step-6; steps, optimizer and data begin anew" in trainings.said
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkeypatch, capsys):
+    """Resumed, begun from, sampled, evaluated and converted by its URL, from a machine that has nothing else of the run."""
+    from jaxlm import convert, evaluate, sample
+
+    trainings, url = Trainings(tmp_path), f"gs://{BUCKET}/runs"
+
+    def run(name: str, steps: int, **trainer):
+        checkpointer = {"base_path": url, "keep": [{"every": 2}], "save_interval": 0, "staging_dir": f"{tmp_path}/no"}
+        return trainings.run(name, steps, trainer={"checkpointer": checkpointer, **trainer})
+
+    run("x", 3)
+    assert RemoteFolder(f"{url}/x").names() == ["step-2", "step-3"]
+    assert run("x", 6).checkpoint == f"{url}/x/step-6"
+    assert f"going on, from {url}/x/step-3" in trainings.said
+    assert list(trainings.losses("x")) == [1, 2, 3, 4, 5, 6]
+    run("y", 6, load_checkpoint_path=f"{url}/x/step-4")
+    assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("x").items() if step > 4}
+    run("z", 1, initialize_from=url)
+    assert "/step-6; steps, optimizer and data begin anew" in trainings.said
+    assert not (tmp_path / "no").exists()
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    place = ("--checkpoint", f"{url}/x")
+    assert sample.main([*place, "--prompt", "some", "--max_new_tokens", "3"]) == 0
+    assert evaluate.main([*place, "--data.validation_urls", f"[{tmp_path}/text]"]) == 0
+    assert convert.main(["to-hf", *place, "--output_dir", "hf", "--verify", "true"]) == 0
+    said = capsys.readouterr()
+    assert f"{url}/x/step-6" in said.out
+    assert sorted(path.name for path in tmp_path.joinpath("elsewhere").iterdir()) == ["hf"]
 
 
 def test_a_store_that_cannot_be_written_is_one_message(tmp_path):

@@ -48,14 +48,15 @@ def export_adapters(folder: Path, model: LanguageModel, plan: Plan, dtype: Any) 
 
 
 def with_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout: Layout) -> LanguageModel:
-    """The model with the adapters of a PEFT folder beside its layers, in its own dtype. Call it inside `layout.use()`.
+    """The model with the adapters of a PEFT folder beside its layers, in its own dtype, for use and no further learning.
+    Call it inside `layout.use()`.
 
     Raises:
         ConfigError: they are no plain LoRA, or not this model's.
     """
     leaves = tree.leaves(model)
     read = read_adapters(folder, config, axis_sizes(leaves).get(LAYERS, 0))
-    lora = LoraConfig(**read.keys)
+    lora = LoraConfig(**{**read.keys, "dropout": 0.0})
     abstract = jax.eval_shape(lambda m: lora.apply(m, refs={}, calibration=None, key=jax.random.key(0)), model)
     dtype = next(leaf.dtype for _, leaf in leaves if tree.is_inexact(leaf))
     there = dict(leaves) | _placed(read, abstract, layout, folder, dtype)

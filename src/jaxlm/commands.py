@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.engine.checkpoint import SaveError
+from jaxlm.engine.folder import SaveError
 from jaxlm.engine.hooks import NonFiniteError
 from jaxlm.engine.restore import NothingUsableError
 

@@ -43,17 +43,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    trained = open_trained(Path(options.checkpoint))
+    trained = open_trained(options.checkpoint)
     plan, folder = trained.plan, Path(options.output_dir)
     dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
     with plan.layout.use():
         model = trained.load_model(options.weights)
         if options.adapters == "only":
             export_adapters(folder, model, plan, dtype)
-            print(f"adapters of {trained.found.path} written to {folder}")
+            print(f"adapters of {trained.found.place} written to {folder}")
             return 0
         export_model(folder, model, plan, trained.tokenizer, dtype)
-        print(f"{trained.found.path} written to {folder}, {jax.numpy.dtype(dtype).name}")
+        print(f"{trained.found.place} written to {folder}, {jax.numpy.dtype(dtype).name}")
         if options.verify == "true":
             print(verify_folder(folder, without_adapters(model), plan.config.model, plan.layout))
     return 0

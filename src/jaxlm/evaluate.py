@@ -193,7 +193,7 @@ def _show(trained: Trained, sums: Mapping[str, LossSums], tags: Mapping[str, Seq
     for name, part in rows.items():
         numbers = f"{part.loss:>8.4f}  {part.bits_per_byte:>11.4f}"
         print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
-    about = {"checkpoint": str(trained.found.path), "step": trained.found.cursor.step, **_numbers(total)}
+    about = {"checkpoint": str(trained.found.place), "step": trained.found.cursor.step, **_numbers(total)}
     parts = {"sources": sums, "tags": tagged}
     by_name = {kind: {name: _numbers(part) for name, part in some.items()} for kind, some in parts.items()}
     print(json.dumps({**about, **_known(macro(sums.values())), **by_name}))

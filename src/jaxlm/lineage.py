@@ -2,15 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.config import RunConfig, read_config
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.checkpoint import Cursor
-from jaxlm.engine.integrity import DamagedError, verify
-from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.cursor import Cursor
+from jaxlm.engine.integrity import DamagedError
 from jaxlm.engine.phases import Phase
 from jaxlm.plan import Plan, plan_phases
 
@@ -21,16 +20,37 @@ DATA_IDENTITY = "data.json"
 _NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend")
 
 
-def saved_config(plan: Plan) -> tuple[Path, RunConfig] | None:
-    """The configuration that this run's newest checkpoint, or else its log folder, was saved with."""
-    for checkpoint in reversed(find_checkpoints(plan.checkpoint_folder)):
+@dataclass(frozen=True)
+class Saved:
+    """What a run was last started with.
+
+    Attributes:
+        source: where that is written, for people.
+        config: the configuration.
+        data: what `data_identity` said; None where nothing has been trained yet.
+    """
+
+    source: str
+    config: RunConfig
+    data: Mapping[str, Any] | None
+
+
+def saved_run(plan: Plan) -> Saved | None:
+    """What this run's newest checkpoint, or else its log folder, was saved with."""
+    for checkpoint in reversed(plan.checkpoints.checkpoints()):
         try:
-            verify(checkpoint, below="run/")
+            checkpoint.verify(below="run/")
         except DamagedError:
             continue  # it will be set aside; until then it must not be taken at its word
-        return checkpoint / "run" / "config.yaml", read_config(checkpoint / "run" / "config.yaml")
+        with checkpoint.local("run") as folder:
+            data = folder / DATA_IDENTITY
+            return Saved(
+                f"{checkpoint.place}/run/config.yaml",
+                read_config(folder / "config.yaml"),
+                json.loads(data.read_text()) if data.is_file() else None,
+            )
     logged = plan.log_folder / "config.yaml"
-    return (logged, read_config(logged)) if logged.is_file() else None
+    return Saved(str(logged), read_config(logged), None) if logged.is_file() else None
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:
@@ -42,22 +62,21 @@ def check_same_run(plan: Plan) -> RunConfig | None:
     Raises:
         ConfigError: says which keys differ, and how to go on.
     """
-    found = saved_config(plan)
-    if found is None:
+    saved = saved_run(plan)
+    if saved is None:
         return None
-    path, before = found
     differences = [
-        *_differences("model", _model_identity(before), _model_identity(plan.config)),
-        *_data_differences(path.with_name(DATA_IDENTITY), data_identity(plan)),
+        *_differences("model", _model_identity(saved.config), _model_identity(plan.config)),
+        *_data_differences(saved.data or {}, data_identity(plan)),
     ]
     if differences:
         raise ConfigError(
-            f"the run '{plan.run_id}' exists already with another model or other data ({path}):\n"
+            f"the run '{plan.run_id}' exists already with another model or other data ({saved.source}):\n"
             + "\n".join(f"  {line}" for line in differences)
             + "\nGive this run a name of its own (--trainer.id NAME), or move the old one's folders away:"
-            f" {plan.log_folder}, {plan.checkpoint_folder}"
+            f" {plan.log_folder}, {plan.checkpoints.place}"
         )
-    return before
+    return saved.config
 
 
 def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
@@ -129,11 +148,8 @@ def data_identity(plan: Plan) -> dict[str, Any]:
     return {phase.name: data.identity() for phase, data in zip(plan.phases, plan.data, strict=True)}
 
 
-def _data_differences(saved: Path, now: Mapping[str, Any]) -> list[str]:
+def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs from the data of the phases that a checkpoint knows; phases may be added behind them."""
-    if not saved.is_file():
-        return []  # no checkpoint yet, so nothing has been trained
-    before = json.loads(saved.read_text())
     return [
         line for name in before for line in _differences(f"data of phase '{name}'", before[name], now.get(name, {}))
     ]

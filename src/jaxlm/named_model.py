@@ -39,7 +39,7 @@ class NamedModel:
         load: the model in its parameters' dtype; call it inside `plan.layout.use()`.
     """
 
-    place: Path
+    place: Path | str
     tokenizer: Tokenizer
     plan: Plan
     stop_ids: tuple[int, ...]
@@ -93,7 +93,7 @@ def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
     eos = trained.tokenizer.eos_id
     stop_ids = () if eos is None else (eos,)
     return NamedModel(
-        trained.found.path, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
+        trained.found.place, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
     )
 
 

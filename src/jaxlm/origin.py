@@ -1,19 +1,19 @@
 """Where a run begins: its own newest checkpoint, another run's, another's weights, or nothing."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxlm.adapters import check_adapters
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer import load_tokenizer
-from jaxlm.engine.naming import checkpoints_below, find_checkpoints
+from jaxlm.engine.folder import Checkpoint
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.places import checkpoints_at
 from jaxlm.engine.remote import is_url
-from jaxlm.engine.restore import Found, newest_below, newest_good, restore
-from jaxlm.engine.staging import staged
+from jaxlm.engine.restore import Found, newest_good, newest_whole, restore
 from jaxlm.engine.state import RunState, create
 from jaxlm.interop.folder import load_model
 from jaxlm.interop.hub import local_folder
@@ -56,7 +56,7 @@ class Origin:
         """The model that the first phase is entered with, or None. Call it inside `plan.layout.use()`."""
         if self.weights is None:
             return _imported(plan, show)
-        show(f"the model's weights are those of {self.weights.path}; steps, optimizer and data begin anew")
+        show(f"the model's weights are those of {self.weights.place}; steps, optimizer and data begin anew")
         partial = plan.config.trainer.allow_partial_checkpoint
         like = plan.recipe.abstract_first_model
         fresh = (lambda: create(plan.recipe.first_model, like, plan.layout)) if partial else None
@@ -91,17 +91,19 @@ def check_origin(plan: Plan) -> None:
         )
     if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
         raise ConfigError("trainer.load_checkpoint: false given, and a load_checkpoint_path. Leave one of them out")
-    own = _own(plan)
+    own = plan.checkpoints.checkpoints()
     if trainer.load_checkpoint is False and own:
         raise ConfigError(
-            f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1]}), and a run that begins"
-            " again would mix with them. Give it a trainer.id of its own, or move them away"
+            f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1].place}), and a run that"
+            " begins again would mix with them. Give it a trainer.id of its own, or move them away"
         )
     if not own:
         check_adapters(plan)
     elsewhere = trainer.load_checkpoint_path
     if trainer.load_checkpoint and not own and (elsewhere is None or not _at(elsewhere, trainer)):
-        raise ConfigError(f"trainer.load_checkpoint: true, but there is no checkpoint at {elsewhere or _place(plan)}")
+        raise ConfigError(
+            f"trainer.load_checkpoint: true, but there is no checkpoint at {elsewhere or plan.checkpoints.place}"
+        )
     for name in ("initialize_from", "initialize_from_state"):
         path = getattr(trainer, name)
         if path is not None and not own and not _at(path, trainer):
@@ -117,38 +119,37 @@ def find_origin(plan: Plan, show: Show) -> Origin:
         NothingUsableError: there are checkpoints, and none of them is whole.
     """
     trainer = plan.config.trainer
-    own = newest_good(plan.checkpoint_folder, show)
+    own = newest_good(plan.checkpoints, show)
     if own is not None:
         return Origin(own)
     elsewhere = trainer.load_checkpoint_path
-    if elsewhere is not None and _at(elsewhere, trainer):
-        return Origin(newest_below(_at(elsewhere, trainer)[-1], show), is_own=False)
+    if elsewhere is not None and (found := _at(elsewhere, trainer)):
+        return Origin(newest_whole(found, elsewhere, show), is_own=False)
     if elsewhere is not None:
         show(f"trainer.load_checkpoint_path: no checkpoint at {elsewhere}; the run begins without it")
     if trainer.initialize_from_state is not None:
-        return Origin(newest_below(_at(trainer.initialize_from_state, trainer)[-1], show), is_own=False)
+        return Origin(_newest(trainer.initialize_from_state, trainer, show), is_own=False)
     if trainer.initialize_from is not None:
-        return Origin(weights=newest_below(_at(trainer.initialize_from, trainer)[-1], show))
+        return Origin(weights=_newest(trainer.initialize_from, trainer, show))
     return Origin()
 
 
 def check_tokenizer(origin: Origin, fingerprint: str, show: Show) -> None:
     """Says where a checkpoint of another run was trained with other tokens."""
     found = origin.weights or (None if origin.is_own else origin.state)
-    if found is not None and load_tokenizer(str(found.path / "run" / "tokenizer")).fingerprint != fingerprint:
-        show(f"warning: {found.path} was trained with another tokenizer: its embeddings mean other tokens")
+    if found is None:
+        return
+    with found.checkpoint.local("run/tokenizer") as folder:
+        theirs = load_tokenizer(str(folder)).fingerprint
+    if theirs != fingerprint:
+        show(f"warning: {found.place} was trained with another tokenizer: its embeddings mean other tokens")
 
 
-def _own(plan: Plan) -> list[Path]:
-    return find_checkpoints(plan.checkpoint_folder)
+def _newest(path: str, trainer: TrainerConfig, show: Show) -> Found:
+    return newest_whole(_at(path, trainer), path, show)
 
 
-def _place(plan: Plan) -> Any:
-    return plan.checkpoint_url or plan.checkpoint_folder
-
-
-def _at(path: str, trainer: TrainerConfig) -> list[Path]:
-    """Checkpoints where a key points, the newest last; behind a URL, the newest alone, copied here."""
-    if is_url(path):
-        return main_first(lambda: staged(path, Path(trainer.checkpointer.staging_dir)))
-    return checkpoints_below(Path(path))
+def _at(path: str, trainer: TrainerConfig) -> Sequence[Checkpoint]:
+    """Checkpoints where a key points, the newest last."""
+    find = functools.partial(checkpoints_at, path, Path(trainer.checkpointer.staging_dir))
+    return main_first(find) if is_url(path) else find()

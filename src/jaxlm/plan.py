@@ -16,9 +16,9 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.config import TRAIN_BPE, DataConfig
+from jaxlm.engine.folder import CheckpointFolder
 from jaxlm.engine.phases import Phase, Recipe
-from jaxlm.engine.remote import is_url
-from jaxlm.engine.staging import Staging, staging_folder
+from jaxlm.engine.places import folder_at
 from jaxlm.interop.family import family_of_config
 from jaxlm.interop.folder import parse_dtype
 from jaxlm.interop.model_section import hf_name
@@ -76,30 +76,15 @@ class Plan:
         return Path(self.config.trainer.log_dir) / self.run_id
 
     @property
-    def checkpoint_folder(self) -> Path:
-        """Checkpoints of the run; where they lie behind a URL, the local folder that stands for it."""
+    def checkpoints(self) -> CheckpointFolder:
+        """Where those of the run lie."""
         policy = self.config.trainer.checkpointer
-        if self.checkpoint_url is not None:
-            return staging_folder(Path(policy.staging_dir), self.checkpoint_url)
-        base = Path(policy.base_path)
-        return base / self.run_id if policy.append_run_id_to_base_path else base
-
-    @property
-    def checkpoint_url(self) -> str | None:
-        """Where the checkpoints of the run go if that is no local folder."""
-        policy = self.config.trainer.checkpointer
-        if not is_url(policy.base_path):
-            return None
-        base = policy.base_path.rstrip("/")
-        return f"{base}/{self.run_id}" if policy.append_run_id_to_base_path else base
-
-    @property
-    def staging(self) -> Staging | None:
-        """Between the two, if there is a URL."""
-        if self.checkpoint_url is None:
-            return None
-        delete = self.config.trainer.checkpointer.delete_old_temp_checkpoints
-        return Staging(self.checkpoint_url, self.checkpoint_folder, delete_temporary=delete)
+        return folder_at(
+            policy.base_path,
+            self.run_id if policy.append_run_id_to_base_path else None,
+            Path(policy.staging_dir),
+            delete_temporary=policy.delete_old_temp_checkpoints,
+        )
 
     def knowing(self, config: RunConfig, vocab_size: int) -> "Plan":
         """The plan for what the data has shown: this one where nothing is otherwise than was assumed.

@@ -4,7 +4,6 @@ import gzip
 import lzma
 from collections.abc import Iterable
 
-from jaxlm.engine.checkpoint import find_checkpoints
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.pictures import Records, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.engine.trackers import read_jsonl
@@ -17,7 +16,7 @@ def final_report(plan: Plan, console: Console) -> None:
     """Shows validation loss, bits per byte beside compressors', and where everything is; draws the pictures."""
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
-    checkpoint = find_checkpoints(plan.checkpoint_folder)[-1]
+    checkpoint = plan.checkpoints.checkpoints()[-1].place
     rows = [
         ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
         ("training loss", _number(latest, "train/loss")),
@@ -29,7 +28,7 @@ def final_report(plan: Plan, console: Console) -> None:
         ("checkpoint", str(checkpoint)),
         *draw_pictures(plan, records),
         ("numbers", str(plan.log_folder / "metrics.jsonl")),
-        ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoint_folder} --prompt "..."'),
+        ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoints.place} --prompt "..."'),
         ("to go on", f"the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
     console.show(table("report", rows))

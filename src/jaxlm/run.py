@@ -183,13 +183,7 @@ def open_run(
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
     }
-    staging = plan.staging
-    writer = CheckpointWriter(
-        plan.checkpoint_folder,
-        files,
-        delete_temporary=plan.config.trainer.checkpointer.delete_old_temp_checkpoints,
-        publish=(lambda _: None) if staging is None else staging.publish,
-    )
+    writer = CheckpointWriter(plan.checkpoints, files)
     writer.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:

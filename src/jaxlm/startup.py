@@ -164,13 +164,8 @@ def _checkpoints(plan: Plan) -> str:
     policy = plan.config.trainer.checkpointer
     kept = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
     interval = duration(policy.save_interval.total_seconds())
-    where = (
-        plan.checkpoint_folder
-        if plan.checkpoint_url is None
-        else f"{plan.checkpoint_url} (by {plan.checkpoint_folder})"
-    )
     replaced = "temporary" if policy.delete_old_temp_checkpoints else "all of them kept"
-    return f"{where}: every {interval} ({replaced}), kept {kept or 'only at the end'}"
+    return f"{plan.checkpoints}: every {interval} ({replaced}), kept {kept or 'only at the end'}"
 
 
 def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:

@@ -22,7 +22,6 @@ from jaxlm.data.loader import train_batches
 from jaxlm.dry_run import assumed_vocabulary, dry_run
 from jaxlm.engine.console import Console, table
 from jaxlm.engine.loop import run_phase
-from jaxlm.engine.naming import find_checkpoints
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase, entering
 from jaxlm.engine.reports import Reports
@@ -47,13 +46,13 @@ class TrainResult:
     Attributes:
         state: after the last step; None for a dry run.
         outcome: how it ended.
-        checkpoint: the newest one.
+        checkpoint: where the newest one lies: a path, or a URL.
         plan: what was run; its `log_folder` holds `metrics.jsonl`.
     """
 
     state: RunState | None
     outcome: Outcome
-    checkpoint: Path | None
+    checkpoint: Path | str | None
     plan: Plan
 
 
@@ -89,9 +88,9 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
-    main_only(lambda: plan.staging and plan.staging.synchronise(console.show))
+    plan.checkpoints.open(console.show)
     check_origin(plan)
-    before = check_same_run(plan)
+    before = main_only(lambda: check_same_run(plan))  # what is told apart there may lie on process 0's disk alone
     for data in plan.data:
         data.check()
     keep_compiled_programs(config.trainer.compilation_cache_dir)
@@ -112,7 +111,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         open_run(plan, tokenizer, console, stop, resume_step=origin.resume_step) as run,
     ):
         state, outcome = _train_phases(run, origin)
-    newest = find_checkpoints(plan.checkpoint_folder)[-1]
+    newest = plan.checkpoints.checkpoints()[-1].place
     if isinstance(outcome, Interrupted):
         console.show(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
     elif is_main_process():
@@ -130,7 +129,7 @@ def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
         state = origin.load_state(plan, current, run.console.show)
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
-        run.console.show(f"{done}, from {found.path}")
+        run.console.show(f"{done}, from {found.place}")
         for line in moved_stages(found.cursor, found.position(), current, plan):
             run.console.show(line)
         if not origin.is_own:

@@ -13,13 +13,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import load_yaml
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint import read_cursor
-from jaxlm.engine.integrity import DamagedError, verify
-from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.folder import CURSOR, Checkpoint
+from jaxlm.engine.integrity import DamagedError
+from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
+from jaxlm.engine.places import checkpoints_at
 from jaxlm.engine.remote import is_url
 from jaxlm.engine.restore import Found, restore
 from jaxlm.engine.save_policy import CheckpointerConfig
-from jaxlm.engine.staging import staged
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan import Plan, make_plan
 
@@ -66,7 +66,7 @@ class Trained:
         known = (AS_TRAINED, *phase.averages)
         if weights not in known:
             raise ConfigError(
-                f"--weights: '{weights}' given, and {self.found.path} has: {', '.join(known)}. A run keeps averages where"
+                f"--weights: '{weights}' given, and {self.found.place} has: {', '.join(known)}. A run keeps averages where"
                 " trainer.model_averaging says so"
             )
         abstract, layout = self.plan.recipe.abstract_state(phase), self.plan.layout
@@ -133,9 +133,10 @@ def open_trained(path: Path | str, options: Mapping[str, Any] | None = None, *, 
             option has no effect on a model that is trained already.
     """
     found = find_checkpoint(path)
-    tokenizer = load_tokenizer(str(found.path / "run" / "tokenizer"))
     given = dict(options or {})
-    config = decode_run(override(load_yaml(found.path / "run" / "config.yaml"), given), None)
+    with found.checkpoint.local("run") as folder:
+        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+        config = decode_run(override(load_yaml(folder / "config.yaml"), given), None)
     check_effective(given, also=also)
     return Trained(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
 
@@ -164,18 +165,22 @@ def find_checkpoint(place: Path | str) -> Found:
     Raises:
         ConfigError: there is none, or its files are not what was saved.
     """
-    if isinstance(place, str) and is_url(place):
-        candidates, path = staged(place, Path(CheckpointerConfig.staging_dir)), Path(place)
-    else:
-        path = Path(place)
-        candidates = [path] if (path / "run" / "cursor.json").is_file() else find_checkpoints(path)
+    candidates = _candidates(str(place))
     if not candidates:
+        path = Path(place)
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         there = f" There are: {', '.join(dict.fromkeys(near))}" if near else ""
         raise ConfigError(f"--checkpoint {place}: no checkpoint there (step-N, or a folder of them).{there}")
     newest = candidates[-1]
     try:
-        verify(newest)
+        newest.verify()
     except DamagedError as damage:
-        raise ConfigError(f"--checkpoint {newest}: damaged: {damage}. Name another one") from damage
-    return Found(newest, read_cursor(newest))
+        raise ConfigError(f"--checkpoint {newest.place}: damaged: {damage}. Name another one") from damage
+    return Found(newest, newest.cursor())
+
+
+def _candidates(place: str) -> Sequence[Checkpoint]:
+    if is_url(place):
+        return checkpoints_at(place, Path(CheckpointerConfig.staging_dir))
+    itself = LocalCheckpoint(Path(place))
+    return [itself] if (itself.path / CURSOR).is_file() else LocalFolder(itself.path).checkpoints()

@@ -238,7 +238,7 @@ def test_an_average_is_of_what_trains_alone():
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
 # Each with a learning rate that it gets somewhere with.
-OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3}
+OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-h": 3e-3}
 
 
 @pytest.mark.slow

@@ -12,12 +12,15 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
+from jaxlm.core.derivatives import twice_differentiable
+from jaxlm.core.types import TokenBatch
 from jaxlm.interop.family import all_families
 from jaxlm.interop.folder import open_folder, save_folder
 from jaxlm.interop.load import load_weights
 from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.decode import generate
+from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import parameter_groups
 from tests.engine.helpers import one_device
@@ -106,6 +109,13 @@ def test_every_family_has_a_case():
     assert {kind for family in all_families() for kind in family.model_types[:1]} == set(FIRST)
 
 
+def as_ours(name, opened, arrays):
+    """Torch tensors by their parameters' names, as a tree like our model."""
+    source = Arrays(dict(as_in_files(name, {key: array.detach().float().numpy() for key, array in arrays.items()})))
+    table = opened.family.tensors(opened.config)
+    return load_weights(abstract(opened.config), table, source, one_device(), where="torch")
+
+
 @pytest.mark.parametrize("name", few)
 def test_gradients_and_a_step_of_adamw(name, tmp_path):
     theirs = copy.deepcopy(reference(name))
@@ -116,11 +126,7 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
 
-    def in_our_tree(arrays):
-        source = Arrays(dict(as_in_files(name, {key: array.detach().numpy() for key, array in arrays.items()})))
-        table = opened.family.tensors(opened.config)
-        return tree.leaves(load_weights(abstract(opened.config), table, source, one_device(), where="torch"))
-
+    in_our_tree = lambda arrays: tree.leaves(as_ours(name, opened, arrays))  # noqa: E731
     wanted = in_our_tree({key: p.grad for key, p in theirs.named_parameters()})
     largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
     for (path, ours), (_, reference_) in zip(tree.leaves(gradient), wanted, strict=True):
@@ -137,6 +143,46 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     stepped = tree.leaves(optax.apply_updates(model, updates))
     for (path, ours), (_, reference_) in zip(stepped, in_our_tree(dict(theirs.named_parameters())), strict=True):
         np.testing.assert_allclose(ours.array, reference_.array, rtol=0, atol=1e-5, err_msg=path)
+
+
+@slow
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
+def test_second_derivatives(name, tmp_path):
+    """The product of the Hessian with a direction, of the objective as it is trained with: torch's in float64."""
+    theirs = copy.deepcopy(reference(name))
+    theirs.save_pretrained(tmp_path)
+    opened, model = imported(tmp_path)
+    theirs = theirs.double()
+    theirs.config._experts_implementation = "eager"  # the other one takes no doubles
+    names, parameters = zip(*theirs.named_parameters(), strict=True)
+    generator = torch.Generator().manual_seed(1)
+    u = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
+    expected = theirs(torch.tensor(tokens()), labels=torch.tensor(tokens())).loss
+    gradient = torch.autograd.grad(expected, parameters, create_graph=True)
+    slope = sum((g * d).sum() for g, d in zip(gradient, u, strict=True))
+    along = torch.autograd.grad(slope, parameters, allow_unused=True)
+    along = [torch.zeros_like(p) if h is None else h for h, p in zip(along, parameters, strict=True)]
+
+    inputs = inputs_of(tokens())
+    targets = hax.named(jnp.roll(inputs.tokens.array, -1, axis=1), inputs.tokens.axes)
+    mask = hax.named(jnp.ones(targets.array.shape).at[:, -1].set(0.0), targets.axes)
+    batch = TokenBatch(inputs.tokens, targets, mask, inputs.segment_ids, inputs.positions)
+
+    @jax.jit
+    def second(model, direction):
+        def loss(model):
+            with twice_differentiable():
+                return NextToken().terms(model, batch, None, key=None)[0]["loss"].mean()
+
+        return jax.jvp(jax.grad(loss), (model,), (direction,))
+
+    first, found = second(model, as_ours(name, opened, dict(zip(names, u, strict=True))))
+    for ours, torchs in ((first, gradient), (found, along)):
+        wanted = tree.leaves(as_ours(name, opened, dict(zip(names, torchs, strict=True))))
+        largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
+        for (path, leaf), (_, reference_) in zip(tree.leaves(ours), wanted, strict=True):
+            near = 1e-3 * max(float(jnp.abs(reference_.array).max()), 1e-4 * largest)
+            np.testing.assert_allclose(leaf.array, reference_.array, rtol=1e-3, atol=near, err_msg=path)
 
 
 @pytest.mark.parametrize("name", every)

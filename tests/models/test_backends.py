@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core.derivatives import twice_differentiable
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.backends.blocks import block_attention, blocks_of
 from jaxlm.models.backends.choice import AttentionTask, choose_attention
@@ -92,6 +93,22 @@ def test_splash_is_the_definition(length, num_segments, window):
     test_is_the_definition(splash, length, num_segments, window)
 
 
+def test_second_derivatives_are_those_of_the_definition():
+    q, k, v, segments, d_out = random_case(131, 5)
+    u = tuple(np.random.default_rng(1).normal(size=a.shape) for a in (q, k, v))
+
+    def side(h):
+        moved = (a + h * b for a, b in zip((q, k, v), u, strict=True))
+        return definition(*moved, segments, 40, d_out)[1:]
+
+    with twice_differentiable():
+        gradient = jax.grad(lambda *qkv: jnp.sum(blocks(*qkv, segments, 40) * d_out), (0, 1, 2))
+        found = jax.jit(lambda *qkv: jax.jvp(gradient, qkv, tuple(map(jnp.float32, u))))(q, k, v)
+    along = [(ahead - behind) / 2e-5 for ahead, behind in zip(side(1e-5), side(-1e-5), strict=True)]
+    for ours, theirs in zip(jax.tree.leaves(found), [*side(0.0), *along], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def by_autodiff(q, k, v, segments, window, rule):
     """Scores changed by the formulas of the papers, everything else as it is written down; derivatives by jax."""
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * SCALE
@@ -132,6 +149,11 @@ def test_a_rule_keeps_fused_kernels_away():
     assert "not splash: it does not know a soft cap of scores and ALiBi" in choice.reason
     with pytest.raises(ConfigError, match="'splash' given, but it does not know"):
         choose_attention(task, "splash")
+
+
+def test_second_derivatives_keep_kernels_away_that_have_none():
+    task = AttentionTask("tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=64, twice_differentiable=True)
+    assert choose_attention(task).reason.endswith("not splash: its backward pass has no derivative")
 
 
 def test_kernels_see_their_own_rows_and_heads():

@@ -11,6 +11,7 @@ from haliax import Axis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlm.core.derivatives import twice_differentiable
 from jaxlm.models.kernels import next_token_sums, token_losses
 
 
@@ -89,6 +90,33 @@ def test_soft_capped_sums_and_gradients_are_the_closed_forms(cap):
     got, vjp = jax.vjp(losses, jnp.asarray(x))
     np.testing.assert_allclose(got, nll, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(vjp(jnp.asarray(m))[0], dx, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("cap", "z", "smoothing"), [(0.7, 1e-2, 0.1), pytest.param(None, 0.0, 0.0, marks=pytest.mark.slow)]
+)
+def test_second_derivatives_are_those_of_the_closed_form(cap, z, smoothing):
+    x, w, y, m = problem(2, 37, 16, 50)
+    y[0, 0], m[0, 0] = -100, 0.0
+    u = tuple(np.random.default_rng(1).normal(size=a.shape) for a in (x, w))
+    side = lambda h: closed_form(x + h * u[0], w + h * u[1], np.maximum(y, 0), m, z, smoothing, cap)[1:3]  # noqa: E731
+    expected = [(ahead - behind) / 2e-5 for ahead, behind in zip(side(1e-5), side(-1e-5), strict=True)]
+    options = {"soft_cap": cap, "z_loss_weight": z, "label_smoothing": smoothing, "chunk_tokens": 16}
+
+    @jax.jit
+    def along(given, u):
+        gradient = jax.grad(lambda x, w: sums_of(x, w, y, m, **options).total, (0, 1))
+        return jax.jvp(gradient, given, u)
+
+    given = [tuple(jnp.asarray(a, jnp.float32) for a in pair) for pair in ((x, w), u)]
+    with twice_differentiable():
+        program = along.lower(*given).compile()
+    gradient, found = program(*given)
+    for ours, theirs in zip(gradient, side(0.0), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert not re.search(r"\[(5,15|75|74|2,37),50\]", program.as_text()), "the logits of all tokens at once"
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])

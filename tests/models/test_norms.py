@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core.derivatives import twice_differentiable
 from jaxlm.models.norms import LayerNorm, RMSNorm
 
 Batch, Pos, Embed = hax.Axis("batch", 3), hax.Axis("position", 5), hax.Axis("embed", 16)
@@ -34,11 +35,18 @@ def test_values_and_gradients_are_the_definition(kind):
         )
         return norm(hax.named(x, (Batch, Pos, Embed))).array
 
-    given = (x, weight) if bias is None else (x, weight, bias)
-    out, vjp = jax.vjp(run, *(jnp.asarray(a, jnp.float32) for a in given))
+    given = tuple(jnp.asarray(a, jnp.float32) for a in (x, weight, bias) if a is not None)
+    out, vjp = jax.vjp(run, *given)
     np.testing.assert_allclose(out, formula(kind.split()[0], x, weight, bias), rtol=1e-5, atol=1e-5)
     for number, gradient in enumerate(vjp(jnp.asarray(d_out, jnp.float32))):
         np.testing.assert_allclose(gradient, numerical(kind, [x, weight, bias], number, d_out), rtol=1e-4, atol=1e-5)
+
+    u = rng.normal(size=x.shape)
+    ahead, behind = (numerical(kind, [x + h * u, weight, bias], 0, d_out) for h in (1e-3, -1e-3))
+    with twice_differentiable():
+        gradient = jax.grad(lambda x: jnp.sum(run(x, *given[1:]) * d_out.astype(np.float32)))
+        along = jax.jvp(gradient, given[:1], (jnp.asarray(u, jnp.float32),))[1]
+    np.testing.assert_allclose(along, (ahead - behind) / 2e-3, rtol=1e-3, atol=1e-4)
 
 
 def numerical(kind, given, number, d_out, h=1e-5):

@@ -21,6 +21,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig, parameter_groups
 from jaxlm.optim.clipping import ClipUpdateNorm
+from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.muon import newton_schulz
 
 LAYERS, HEADS, SIZE, EMBED = hax.make_axes(layers=2, heads=2, head_size=3, embed=4)
@@ -49,13 +50,24 @@ def flat(params: Any) -> Arrays:
     return {path: np.asarray(leaf.array) for path, leaf in tree.leaves(params)}
 
 
+def curvature(number: int | jax.Array = 0) -> Curvature:
+    """Of a loss whose gradient is 3 p**3 + c (c . p), at the step of that number."""
+    c = model(arrays(99))
+
+    def gradient(params: Any) -> Any:
+        dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(c), jax.tree.leaves(params), strict=True))
+        return jax.tree.map(lambda p, c: 3 * p**3 + c * dot, params, c)
+
+    return Curvature(gradient, lambda: jax.random.fold_in(jax.random.PRNGKey(7), number))
+
+
 def stepper(config: OptimizerConfig) -> tuple[Any, Any, Callable]:
     params = model(arrays(0))
     optimizer = config.build(parameter_groups(params, config), STEPS)
 
     @jax.jit
-    def step(params, state, gradient):
-        updates, state = optimizer.update(gradient, state, params)
+    def step(params, state, gradient, number=0):
+        updates, state = optimizer.update(gradient, state, params, curvature=curvature(number))
         return optax.apply_updates(params, updates), state
 
     return params, optimizer.init(params), step
@@ -64,7 +76,7 @@ def stepper(config: OptimizerConfig) -> tuple[Any, Any, Callable]:
 def trained(config: OptimizerConfig, scale: float) -> Arrays:
     params, state, step = stepper(config)
     for number in range(STEPS):
-        params, state = step(params, state, model(arrays(number + 1, scale)))
+        params, state = step(params, state, model(arrays(number + 1, scale)), number)
     return flat(params)
 
 
@@ -118,6 +130,21 @@ def muon_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     return out
 
 
+def sophia_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    if t % c.update_interval == 1 % c.update_interval:
+        params, vector = memory["params"], arrays(99)
+        u = {k: v.astype(np.float64) for k, v in flat(curvature(t - 1).direction(model(params), c.rng_seed)).items()}
+        along_c = sum((vector[k] * u[k]).sum() for k in u)
+        for k in u:
+            estimate = u[k] * (9 * params[k] ** 2 * u[k] + vector[k] * along_c)
+            memory["h", k] = c.beta2 * memory.get(("h", k), 0.0) + (1 - c.beta2) * estimate
+    memory.update({k: c.beta1 * memory.get(k, 0.0) + (1 - c.beta1) * g for k, g in gradient.items()})
+    return {
+        k: np.clip(memory[k] / np.maximum(c.gamma * memory["h", k], c.epsilon), -c.clip_threshold, c.clip_threshold)
+        for k in gradient
+    }
+
+
 def kron_layer(g: np.ndarray, memory: dict, t: int, c: Any) -> np.ndarray:
     """One matrix; E of the step Q <- (1 - E) Q (1 - E), and the norm that it is divided by, from eigenvalues."""
     start = np.sqrt(c.preconditioner_init_scale)
@@ -154,6 +181,7 @@ DIRECTIONS = {
     "lion": lion_direction,
     "adagrad": adagrad_direction,
     "muon": muon_direction,
+    "sophia-h": sophia_direction,
     "kron": kron_direction,
 }
 COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
@@ -166,6 +194,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adagrad": ("adagrad", {}),
     "adagrad, other numbers": ("adagrad", {"initial_accumulator_value": 0.5, "epsilon": 0.1, "max_grad_norm": None}),
     "muon": ("muon", {}),
+    "sophia-h": ("sophia-h", {"gamma": 3.0, "update_interval": 2}),
+    "sophia-h, other numbers": (
+        "sophia-h",
+        {"gamma": 0.5, "beta1": 0.5, "beta2": 0.8, "clip_threshold": 0.3, "update_interval": 1, "rng_seed": 3},
+    ),
     "muon, other numbers": ("muon", {"nesterov": False, "use_kimi_scaling": True, "backend_steps": 3, "momentum": 0.5}),
     "kron": ("kron", {}),
     "kron, one side": ("kron", {"max_dense_size": 5, "preconditioner_lr": 0.5, "update_rms_clipping": None}),
@@ -186,7 +219,8 @@ def config_of(kind: str, **keys: Any) -> OptimizerConfig:
 
 
 def by_hand(kind: str, config: Any, scale: float) -> Arrays:
-    params, memory = arrays(0), {}
+    params = arrays(0)
+    memory: dict = {"params": params}
     for t in range(1, STEPS + 1):
         gradient = clipped(arrays(t, scale), config.max_grad_norm)
         for k, step in DIRECTIONS[kind](gradient, memory, t, config).items():
@@ -317,6 +351,7 @@ CHANGES: dict[str, Any] = {
     "default_weight_decay_mask": False,
     "max_grad_norm": 0.1,
     "update_rms_clipping": 0.5,
+    "rng_seed": 1,
     "max_dense_size": 5,
     "clip_update_norm": {"clip_update_norm": {"rolling_interval_length": 8}},
 }
@@ -339,7 +374,7 @@ def test_every_field_changes_what_is_computed(kind, name):
     def program(config: OptimizerConfig) -> str:
         params = model(arrays(0))
         optimizer = config.build(parameter_groups(params, config), 100)
-        update = lambda g, s, p: optimizer.update(g, s, p)  # noqa: E731
+        update = lambda g, s, p: optimizer.update(g, s, p, curvature=curvature())  # noqa: E731
         state = optimizer.init(params)
         made = jax.make_jaxpr(update)(params, state, params)
         return str(made) + str(jax.tree.map(np.asarray, (made.consts, jax.tree.leaves(state))))
@@ -363,6 +398,8 @@ def test_every_field_changes_what_is_computed(kind, name):
         ("adam", {"clip_update_norm": {"rolling_interval_length": 1}}),
         ("adam", {"update_rms_clipping": 1.0, "clip_update_norm": {}}),
         ("adam", {"weight_decay_modules": ["nothing"]}),
+        ("sophia-h", {"gamma": 0.0}),
+        ("sophia-h", {"update_interval": 0}),
         ("kron", {"preconditioner_lr": 0.0}),
         ("kron", {"preconditioner_init_scale": -1.0}),
         ("kron", {"max_dense_size": -1}),
@@ -371,3 +408,15 @@ def test_every_field_changes_what_is_computed(kind, name):
 def test_what_makes_no_optimizer_is_refused(kind, keys):
     with pytest.raises(ConfigError, match="optimizer"):
         stepper(config_of(kind, **keys))
+
+
+def test_an_estimate_of_the_curvature_that_is_not_finite_is_left_out():
+    config = config_of("sophia-h", update_interval=1)
+    params = model(arrays(0))
+    optimizer = config.build(parameter_groups(params, config), STEPS)
+    bad = Curvature(lambda p: jax.tree.map(lambda x: x.at[0].multiply(jnp.inf), p), lambda: jax.random.PRNGKey(0))
+    _, good = jax.jit(lambda p: optimizer.update(p, optimizer.init(p), p, curvature=curvature()))(params)
+    updates, after = jax.jit(lambda p, state: optimizer.update(p, state, p, curvature=bad))(params, good)
+    assert all(np.isfinite(array).all() for array in flat(updates).values())
+    before, now = (next(part.diagonal for part in state if hasattr(part, "diagonal")) for state in (good, after))
+    jax.tree.map(np.testing.assert_array_equal, before, now)

@@ -49,6 +49,14 @@ class Precision:
         """Floating-point leaves in the compute dtype."""
         return _cast(tree, self.compute)
 
+    @property
+    def wide(self) -> "Precision":
+        """The same with float32 in the place of a compute dtype that needs its loss scaled: second derivatives are taken
+        along directions as long as the square root of a model's size, and float16 ends at 65,504."""
+        if isinstance(self.loss_scale, Unscaled):
+            return self
+        return Precision(self.params, jnp.dtype(jnp.float32))
+
     def __str__(self) -> str:
         scaled = "" if isinstance(self.loss_scale, Unscaled) else ", dynamic loss scale"
         return f"params {self.params.name}, compute {self.compute.name}{scaled}"

@@ -16,7 +16,10 @@ import equinox as eqx
 import haliax as hax
 import jax
 from haliax.partitioning import ResourceMapping
+from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlm.core.derivatives import is_twice_differentiable
 
 T = TypeVar("T")
 
@@ -165,18 +168,17 @@ def _constrained(tree, layout: Layout, mapping: ResourceMapping):
 
 
 def _gather(arrays, layout: Layout, sum_whole: bool):
-    @jax.custom_vjp
-    def gather(tree):
+    def gathered(tree):
         return _constrained(tree, layout, layout.compute)
 
-    def forward(tree):
-        return gather(tree), None
-
-    def backward(_, cotangent):
+    def scattered(cotangent):
         summed = _constrained(cotangent, layout, layout.compute) if sum_whole else cotangent
-        return (_constrained(summed, layout, layout.parameter),)
+        return _constrained(summed, layout, layout.parameter)
 
-    gather.defvjp(forward, backward)
+    if is_twice_differentiable():
+        return linear_call(lambda _, tree: gathered(tree), lambda _, cotangent: scattered(cotangent), (), arrays)
+    gather = jax.custom_vjp(gathered)
+    gather.defvjp(lambda tree: (gathered(tree), None), lambda _, cotangent: (scattered(cotangent),))
     return gather(arrays)
 
 

@@ -1,9 +1,10 @@
-"""Checkpoints behind URLs: written and read in a local folder, and committed over there by their last file.
+"""Folders of checkpoints behind URLs: a checkpoint there is committed by its last file.
 
 An object store has no rename, so a checkpoint there is whole once `checksums.json` is among its files: that is uploaded
 last, and deleted first.
 """
 
+import base64
 import json
 import os
 import posixpath
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.integrity import CHECKSUMS, verify
+from jaxlm.engine.folder import CURSOR
+from jaxlm.engine.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.naming import CheckpointName
 
 _PARTIAL = ".unfinished"
+_DAMAGED = f"{CHECKSUMS}.damaged"
 
 
 def is_url(path: str) -> bool:
@@ -41,10 +44,13 @@ class RemoteFolder:
             raise ConfigError(f"{url}: {error}. For s3:// install s3fs, for gs:// gcsfs") from error
         self._root = root.rstrip("/")
 
-    def probe(self) -> None:
-        """Writes a small file and deletes it again; raises whatever the store raises."""
-        path = f"{self._root}/probe{_PARTIAL}"
+    def make(self) -> None:
+        """Makes the folder, where the store knows folders; raises whatever the store raises."""
         self._fs.makedirs(self._root, exist_ok=True)
+
+    def probe(self, name: str = "probe") -> None:
+        """Writes a small file and deletes it again; raises whatever the store raises."""
+        path = f"{self._root}/{name}{_PARTIAL}"
         self._fs.pipe_file(path, b"jaxlm")
         self._fs.rm_file(path)
 
@@ -58,26 +64,57 @@ class RemoteFolder:
 
     def temporary_names(self) -> list[str]:
         """Those of them that the next checkpoint replaces."""
-        return [name for name in self.names() if json.loads(self.read(name, "run/cursor.json"))["temporary"]]
+        return [name for name in self.names() if json.loads(self.read(name, CURSOR))["temporary"]]
+
+    def files(self, name: str) -> dict[str, str | None]:
+        """A checkpoint's files by their path in it, and the MD5 in hexadecimal that the store says of each, if it does."""
+        self._fs.invalidate_cache()
+        root = f"{self._root}/{name}"
+        found: dict[str, Any] = self._fs.find(root, detail=True)
+        sums = {posixpath.relpath(path, root): info.get("md5Hash") for path, info in found.items()}
+        kept = {file: md5 for file, md5 in sums.items() if file not in (CHECKSUMS, _DAMAGED)}
+        return {file: md5 and base64.b64decode(md5).hex() for file, md5 in sorted(kept.items())}
 
     def read(self, name: str, file: str) -> bytes:
         """A file of a checkpoint."""
         return self._fs.cat_file(f"{self._root}/{name}/{file}")
 
+    def digest(self, name: str, file: str, kind: str = SHA256) -> str:
+        """A checksum of a file of a checkpoint, which is read for it."""
+        with self._fs.open(f"{self._root}/{name}/{file}", "rb") as opened:
+            return digest_of(opened, kind)
+
+    def write(self, name: str, file: str, content: bytes) -> None:
+        """Writes a small file of a checkpoint."""
+        path = f"{self._root}/{name}/{file}"
+        self._fs.pipe_file(path, content)
+        self._check_size(path, len(content))
+
+    def set_aside(self, name: str) -> str:
+        """Makes a whole checkpoint invisible and deletes nothing; returns the path of what was its last file."""
+        self.write(name, _DAMAGED, self.read(name, CHECKSUMS))
+        self._fs.rm_file(self._marker(name))
+        return f"{name}/{_DAMAGED}"
+
     def remove_unfinished(self) -> None:
         """Deletes what was uploaded in part, or deleted in part."""
         for name in set(self._named()) - set(self.names()):
-            self._fs.rm(f"{self._root}/{name}", recursive=True)
+            if not self._fs.exists(f"{self._root}/{name}/{_DAMAGED}"):
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def upload(self, checkpoint: Path) -> None:
         """Copies a finished local checkpoint; nobody sees it before all of it is there."""
         name = checkpoint.name
-        if name in self._children():
-            self.delete(name)
+        self.clear(name)
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
         for path in files:
             self._put(path, f"{self._root}/{name}/{path.relative_to(checkpoint).as_posix()}")
         self._put(checkpoint / CHECKSUMS, self._marker(name))
+
+    def clear(self, name: str) -> None:
+        """Deletes what lies under the name of a checkpoint, whole or not, if anything does."""
+        if name in self._children():
+            self.delete(name)
 
     def delete(self, name: str) -> None:
         """Deletes a checkpoint, so that no half-deleted one is ever taken for whole."""
@@ -107,9 +144,12 @@ class RemoteFolder:
     def _put(self, local: Path, remote: str) -> None:
         self._fs.makedirs(posixpath.dirname(remote), exist_ok=True)
         self._fs.put_file(str(local), remote)
+        self._check_size(remote, local.stat().st_size)
+
+    def _check_size(self, remote: str, size: int) -> None:
         arrived = self._fs.info(remote)["size"]
-        if arrived != local.stat().st_size:
-            raise OSError(f"{remote}: {arrived} bytes arrived of {local.stat().st_size}")
+        if arrived != size:
+            raise OSError(f"{remote}: {arrived} bytes arrived of {size}")
 
     def _named(self) -> list[str]:
         names = [name for name in map(CheckpointName.parse, self._children()) if name is not None]
@@ -125,3 +165,13 @@ class RemoteFolder:
 
     def _marker(self, name: str) -> str:
         return f"{self._root}/{name}/{CHECKSUMS}"
+
+
+def find_remote(url: str) -> list[tuple[RemoteFolder, str]]:
+    """Whole checkpoints where a URL points, least steps first: at one, at a run's folder, or at a folder of runs."""
+    above, _, last = url.rstrip("/").rpartition("/")
+    if CheckpointName.parse(last) and last in RemoteFolder(above).names():
+        return [(RemoteFolder(above), last)]
+    here = RemoteFolder(url)
+    found = [(CheckpointName.parse(name), run, name) for run in (here, *here.folders()) for name in run.names()]
+    return [(run, name) for _, run, name in sorted(found, key=lambda item: (item[0] is not None, item[0]))]

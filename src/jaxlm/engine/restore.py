@@ -1,8 +1,7 @@
 """From a checkpoint back to arrays on the current mesh: find, verify, compare, read."""
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +13,10 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import barrier, broadcast_from_main, is_main_process
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.checkpoint import Cursor, flat_arrays, manifest, read_cursor
-from jaxlm.engine.integrity import DamagedError, verify
-from jaxlm.engine.naming import checkpoints_below, find_checkpoints
+from jaxlm.engine.checkpoint import flat_arrays, manifest
+from jaxlm.engine.cursor import Cursor
+from jaxlm.engine.folder import Checkpoint, CheckpointFolder
+from jaxlm.engine.integrity import DamagedError
 from jaxlm.engine.state import shardings
 
 T = TypeVar("T")
@@ -28,23 +28,28 @@ class Found:
     """A verified checkpoint.
 
     Attributes:
-        path: its folder.
+        checkpoint: itself.
         cursor: where its run stood.
     """
 
-    path: Path
+    checkpoint: Checkpoint
     cursor: Cursor
+
+    @property
+    def place(self) -> Path | str:
+        """Where it lies: a path, or a URL."""
+        return self.checkpoint.place
 
     def position(self) -> dict[str, Any]:
         """Where the data goes on, as `Batches.restore` takes it."""
-        return json.loads((self.path / "data" / "position.json").read_text())
+        return json.loads(self.checkpoint.read("data/position.json"))
 
 
 class NothingUsableError(Exception):
     """There are checkpoints, and none of them can be used. Training from scratch instead would hide the loss."""
 
 
-def newest_good(folder: Path, show: Callable[[str], None]) -> Found | None:
+def newest_good(folder: CheckpointFolder, show: Callable[[str], None]) -> Found | None:
     """The newest checkpoint in `folder` whose files are what was saved; damaged newer ones are set aside.
 
     Every process calls this and gets the same answer; process 0 does the reading.
@@ -53,36 +58,30 @@ def newest_good(folder: Path, show: Callable[[str], None]) -> Found | None:
         NothingUsableError: all of them are damaged.
     """
     num_damaged = 0
-    while True:
-        checkpoints = find_checkpoints(folder)
-        if not checkpoints:
-            break
+    while checkpoints := folder.checkpoints():
         newest = checkpoints[-1]
-        if _is_whole(newest, show):
-            return Found(newest, read_cursor(newest))
+        if _verified(newest, lambda damage, name=newest.name: _put_aside(folder, name, damage, show)):
+            return Found(newest, newest.cursor())
         num_damaged += 1
     if num_damaged:
         raise NothingUsableError(
-            f"all {num_damaged} checkpoints in {folder} are damaged (set aside as *.damaged). Nothing was loaded. To"
-            " train from the beginning, choose another trainer.id or move the folder away"
+            f"all {num_damaged} checkpoints in {folder.place} are damaged (set aside as *.damaged). Nothing was loaded."
+            " To train from the beginning, choose another trainer.id or move the folder away"
         )
     return None
 
 
-def _is_whole(checkpoint: Path, show: Callable[[str], None]) -> bool:
-    def put_aside(damage: DamagedError) -> None:
-        aside = _set_aside(checkpoint)
-        show(f"checkpoint {checkpoint.name} is damaged: {damage}. Set aside as {aside.name}; using the one before")
-
-    return _verified(checkpoint, put_aside)
+def _put_aside(folder: CheckpointFolder, name: str, damage: DamagedError, show: Callable[[str], None]) -> None:
+    aside = folder.set_aside(name)
+    show(f"checkpoint {name} is damaged: {damage}. Set aside as {aside}; using the one before")
 
 
-def _verified(checkpoint: Path, if_damaged: Callable[[DamagedError], None]) -> bool:
+def _verified(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]) -> bool:
     """Whether a checkpoint is whole; process 0 reads it, and does what is to be done where it is not."""
     whole = 1
     if is_main_process():
         try:
-            verify(checkpoint)
+            checkpoint.verify()
         except DamagedError as damage:
             whole = 0
             if_damaged(damage)
@@ -91,28 +90,19 @@ def _verified(checkpoint: Path, if_damaged: Callable[[DamagedError], None]) -> b
     return bool(whole)
 
 
-def _set_aside(checkpoint: Path) -> Path:
-    for number in range(1, 1_000_000):
-        aside = checkpoint.with_name(f"{checkpoint.name}.damaged" + (f".{number}" if number > 1 else ""))
-        if not aside.exists():
-            break
-    os.rename(checkpoint, aside)
-    return aside
-
-
-def newest_below(path: Path, show: Callable[[str], None]) -> Found:
-    """The newest whole checkpoint where a path points (`checkpoints_below`). It belongs to others: nothing is moved.
+def newest_whole(candidates: Sequence[Checkpoint], place: str, show: Callable[[str], None]) -> Found:
+    """The newest whole one of the checkpoints at a place. It belongs to others: nothing is moved.
 
     Every process calls this and gets the same answer; process 0 does the reading.
 
     Raises:
-        NothingUsableError: none of those that are there is whole.
+        NothingUsableError: none of them is whole.
     """
-    candidates = checkpoints_below(path)
     for candidate in reversed(candidates):
-        if _verified(candidate, lambda damage, at=candidate: show(f"{at} is damaged: {damage}. Trying the one before")):
-            return Found(candidate, read_cursor(candidate))
-    raise NothingUsableError(f"all {len(candidates)} checkpoints at {path} are damaged. Nothing was loaded")
+        at = candidate.place
+        if _verified(candidate, lambda damage, at=at: show(f"{at} is damaged: {damage}. Trying the one before")):
+            return Found(candidate, candidate.cursor())
+    raise NothingUsableError(f"all {len(candidates)} checkpoints at {place} are damaged. Nothing was loaded")
 
 
 def restore(
@@ -139,16 +129,16 @@ def restore(
     """
     import orbax.checkpoint as ocp
 
-    saved: dict[str, Any] = json.loads((found.path / "run" / "manifest.json").read_text())["leaves"]
+    saved: dict[str, Any] = json.loads(found.checkpoint.read("run/manifest.json"))["leaves"]
     dotted = f"{prefix}." if prefix else ""
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
     saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted)}
     if cast:
         saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
     if fresh is None:
-        _compare(found.path, saved, expected)
+        _compare(found.place, saved, expected)
     common = saved.keys() & expected.keys()
-    _compare(found.path, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
+    _compare(found.place, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
     places = flat_arrays(shardings(abstract, layout))
     target = {
         dotted + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
@@ -157,7 +147,7 @@ def restore(
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays: Mapping[str, jax.Array] = reader.restore(
-            found.path.absolute() / "state",
+            found.checkpoint.arrays,
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),
@@ -167,7 +157,7 @@ def restore(
     loaded = {path.removeprefix(dotted): array for path, array in arrays.items()}
     if fresh is None:
         return tree.replace_leaves(abstract, loaded)
-    _show_partial(found.path, sorted(expected.keys() - common), sorted(saved.keys() - common), show)
+    _show_partial(found.place, sorted(expected.keys() - common), sorted(saved.keys() - common), show)
     made = fresh() if len(common) < len(expected) else abstract
     return tree.replace_leaves(made, flat_arrays(made) | loaded)
 
@@ -178,13 +168,13 @@ def _cast(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str,
     return {**saved, "dtype": expected["dtype"]} if floats else saved
 
 
-def _show_partial(path: Path, missing: list[str], ignored: list[str], show: Callable[[str], None]) -> None:
+def _show_partial(place: Path | str, missing: list[str], ignored: list[str], show: Callable[[str], None]) -> None:
     for leaves, what in ((missing, "not in it, and begin anew"), (ignored, "only in it, and are left out")):
         if leaves:
-            show(f"checkpoint {path} in part: {len(leaves)} arrays are {what}: {', '.join(leaves)}")
+            show(f"checkpoint {place} in part: {len(leaves)} arrays are {what}: {', '.join(leaves)}")
 
 
-def _compare(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _compare(place: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     differences = [
         f"  {leaf}: saved {_described(saved.get(leaf))}, this model {_described(expected.get(leaf))}"
         for leaf in _union(saved, expected)
@@ -193,7 +183,7 @@ def _compare(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) 
     if differences:
         more = f"\n  ... and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise ConfigError(
-            f"the checkpoint {path} belongs to another model:\n"
+            f"the checkpoint {place} belongs to another model:\n"
             + "\n".join(differences[:_MOST_SHOWN])
             + more
             + "\nGive the run the model it was saved with (run/config.yaml in the checkpoint), or another trainer.id;"

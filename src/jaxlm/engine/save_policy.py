@@ -27,12 +27,14 @@ class CheckpointerConfig:
     """Where and when checkpoints are saved.
 
     Attributes:
-        base_path: the folder of all runs' checkpoints, or a URL of one that fsspec can write to (`s3://bucket/runs`).
+        base_path: the folder of all runs' checkpoints, or a URL: `gs://bucket/runs`, to which every process writes its part,
+            or another that fsspec can write to (`s3://bucket/runs`).
         append_run_id_to_base_path: save to `<base_path>/<run id>` instead of `<base_path>` itself.
         save_interval: time between temporary checkpoints. Each replaces the one before.
         keep: rules for permanent checkpoints, in order of `until`; an empty list keeps only the last step's.
         delete_old_temp_checkpoints: let each checkpoint replace the temporary ones before it; false keeps them all.
-        staging_dir: where checkpoints behind URLs are written before they are uploaded, and kept once downloaded.
+        staging_dir: where checkpoints behind URLs other than `gs://` are written before they are uploaded, and kept once
+            downloaded; all processes of a run must see it.
     """
 
     base_path: str = "checkpoints/"

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.runtime import is_main_process
-from jaxlm.engine.checkpoint import CheckpointWriter, Cursor
+from jaxlm.engine.checkpoint import CheckpointWriter
+from jaxlm.engine.cursor import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.save_policy import CheckpointerConfig, SaveClock, is_permanent
 from jaxlm.engine.state import RunState

@@ -3,14 +3,17 @@
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlm.core.disk import is_local_failure
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import main_only
+from jaxlm.engine.folder import CheckpointFolder
 from jaxlm.engine.integrity import CHECKSUMS, DamagedError
-from jaxlm.engine.naming import CheckpointName, find_checkpoints
-from jaxlm.engine.remote import RemoteFolder
+from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
+from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.remote import RemoteFolder, find_remote
 
 _PENDING = ".pending"
 Show = Callable[[str], None]
@@ -45,6 +48,7 @@ class Staging:
         """
         with _reaching(f"trainer.checkpointer.base_path: {self._remote.url}", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._remote.make()
             self._remote.probe()
             self._remote.remove_unfinished()
             for pending in self._folder.glob(f"*{_PENDING}"):
@@ -82,6 +86,63 @@ class Staging:
                 shutil.rmtree(checkpoint)
 
 
+class StagedFolder(CheckpointFolder):
+    """A folder behind a URL that Orbax cannot write to: one on a disk that all processes see, and uploaded from there."""
+
+    def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
+        """Args: see `Staging`."""
+        self._url = url
+        self._here = staging_folder(staging_dir, url)
+        self._local = LocalFolder(self._here, delete_temporary=delete_temporary)
+        self._delete_temporary = delete_temporary
+
+    @property
+    def place(self) -> str:
+        """Its URL."""
+        return self._url
+
+    @property
+    def failures(self) -> tuple[type[Exception], ...]:
+        """Those of the disk."""
+        return self._local.failures
+
+    def __str__(self) -> str:
+        return f"{self._url} (by {self._here})"
+
+    def open(self, show: Show) -> None:
+        """Uploads what an earlier process had not come to, and fetches the newest checkpoint."""
+        main_only(lambda: self._staging().synchronise(show))
+        self._local.open(show)
+
+    def checkpoints(self) -> Sequence[LocalCheckpoint]:
+        """Those that are here."""
+        return self._local.checkpoints()
+
+    def set_aside(self, name: str) -> str:
+        """Renames the copy."""
+        return self._local.set_aside(name)
+
+    def prepare(self) -> None:
+        """Prepares the folder here."""
+        self._local.prepare()
+
+    def begin(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Writes to a hidden folder here."""
+        self._local.begin(name, files)
+
+    def arrays(self, name: str) -> str:
+        """On the disk."""
+        return self._local.arrays(name)
+
+    def commit(self, name: str) -> None:
+        """Gives it its name here, and uploads it."""
+        self._local.commit(name)
+        self._staging().publish(self._here / name)
+
+    def _staging(self) -> Staging:
+        return Staging(self._url, self._here, delete_temporary=self._delete_temporary)
+
+
 def fetched(remote: RemoteFolder, name: str, folder: Path) -> Path:
     """The local copy of a checkpoint, copied now where it is not here.
 
@@ -101,10 +162,10 @@ def staged(url: str, staging_dir: Path) -> list[Path]:
         ConfigError: the store cannot be read, or the local folder not be written.
     """
     with _reaching(url, staging_dir):
-        place = _newest(url.rstrip("/"))
-        if place is None:
+        found = find_remote(url)
+        if not found:
             return []
-        remote, name = place
+        remote, name = found[-1]
         folder = staging_folder(staging_dir, remote.url)
         folder.mkdir(parents=True, exist_ok=True)
         return [fetched(remote, name, folder)]
@@ -124,13 +185,3 @@ def _reaching(store: str, folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"{store} cannot be used ({type(error).__name__}: {error}). Check the address, the network and your credentials"
         ) from error
-
-
-def _newest(url: str) -> tuple[RemoteFolder, str] | None:
-    above, _, last = url.rpartition("/")
-    if CheckpointName.parse(last) and last in RemoteFolder(above).names():
-        return RemoteFolder(above), last
-    here = RemoteFolder(url)
-    found = [(CheckpointName.parse(name), run, name) for run in (here, *here.folders()) for name in run.names()]
-    newest = max(found, key=lambda item: (item[0] is not None, item[0]), default=None)
-    return None if newest is None else newest[1:]

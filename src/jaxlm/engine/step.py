@@ -1,11 +1,13 @@
 """The training step: one compiled function from (state, batch) to (state, report).
 
     cast the parameters once -> terms and gradient of each micro-batch, added up -> finite? -> update
+                                                      (an optimizer may ask for second derivatives here)
 
 Losses are sums until the end, so the result does not depend on how the batch is cut into micro-batches or spread over
 devices (up to the order of float additions).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +18,18 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
+from jaxlm.core.derivatives import twice_differentiable
 from jaxlm.core.judge import Judge, Judgement, Signs
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tree import is_named
+from jaxlm.core.types import Sum
 from jaxlm.engine.agreement import tally
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import Guard, RunState, shardings, step_key
 from jaxlm.engine.watch import Numbers, WatchConfig
-from jaxlm.objectives.base import Metrics
+from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.optim.curvature import Curvature
 
 
 class Report(eqx.Module):
@@ -72,7 +77,8 @@ def make_train_step(
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
         verdict = _judge(judges, state.slots, Signs(sums.objective, norm, finite))
-        updated, updates = _updated(phase, optimizer, state, sums)
+        curvature = _curvature(phase, layout, precision, state, batch)
+        updated, updates = _updated(phase, optimizer, state, sums, curvature)
         after = jax.tree.map(lambda new, old: jnp.where(verdict.applies, new, old), updated, state)
         skipped = state.guard.skipped + jnp.where(verdict.applies, 0, 1)
         always = (state.step + 1, skipped, after.slots | verdict.slot)
@@ -110,11 +116,15 @@ def _judge(judges: Sequence[Judge], slots: dict[str, Any], signs: Signs) -> Judg
 
 
 def _updated(
-    phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums
+    phase: Phase,
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: RunState,
+    sums: _Sums,
+    curvature: Curvature,
 ) -> tuple[RunState, Any]:
     """The state with the batch's update applied, whether it may be or not; and the update."""
     trainable, frozen = phase.split(state.model)
-    updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable)
+    updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, curvature=curvature)
     trainable = optax.apply_updates(trainable, updates)
     averages = {
         name: average.follow(state.slots[name], trainable, state.guard.updates)
@@ -137,13 +147,13 @@ def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState,
     trainable, frozen = phase.split(state.model)
     # One cast a step, outside of the accumulation loop.
     compute, frozen = precision.to_compute(trainable), precision.to_compute(frozen)
-    denominators = {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}
+    denominators = _denominators(objective, batch)
     key = step_key(state)
 
     def value(compute: Any, micro: Any, slot: Any, number: jax.Array) -> tuple[jax.Array, tuple[Any, Metrics, Any]]:
         model = eqx.combine(compute, frozen, is_leaf=is_named)
         terms, metrics, slot = objective.terms(model, micro, slot, key=jax.random.fold_in(key, number))
-        total = sum((t.total / denominators[n] for n, t in terms.items()), jnp.zeros(()))
+        total = _total(terms, denominators)
         return loss_scale.scaled(total, state.slots), (total, metrics, slot)
 
     def one_micro_batch(carry: tuple[Any, Any], micro: Any, number: jax.Array):
@@ -158,6 +168,33 @@ def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState,
     add = lambda many: jax.tree.map(lambda x: jnp.sum(x, axis=0), many)  # noqa: E731
     slots = state.slots if slot is None else {**state.slots, "objective": slot}
     return _Sums(loss_scale.unscaled(gradient, state.slots), add(totals), add(metrics), slots)
+
+
+def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> Curvature:
+    """The objective of the batch's first micro-batch around the trainable parameters. Nothing of it is computed here."""
+    objective, wide = phase.objective, precision.wide
+
+    def value(trainable: Any) -> jax.Array:
+        _, frozen = phase.split(state.model)
+        first = jax.tree.map(lambda column: column[MICROBATCH, 0], batch, is_leaf=is_named)
+        key = jax.random.fold_in(step_key(state), 0)
+        with twice_differentiable():
+            model = eqx.combine(wide.to_compute(trainable), wide.to_compute(frozen), is_leaf=is_named)
+            terms, _, _ = objective.terms(model, first, state.slots.get("objective"), key=key)
+        return _total(terms, _denominators(objective, first))
+
+    def gradient(trainable: Any) -> Any:
+        return at_rest(jax.grad(value)(at_rest(trainable, layout)), layout)
+
+    return Curvature(gradient, functools.partial(step_key, state))
+
+
+def _denominators(objective: ObjectiveConfig, batch: Any) -> dict[str, jax.Array]:
+    return {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}
+
+
+def _total(terms: dict[str, Sum], denominators: dict[str, jax.Array]) -> jax.Array:
+    return sum((term.total / denominators[name] for name, term in terms.items()), jnp.zeros(()))
 
 
 def _micro_axis(batch: Any) -> hax.Axis:

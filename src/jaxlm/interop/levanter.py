@@ -62,7 +62,6 @@ def from_levanter(source: Source) -> tuple[Source, list[str]]:
     """
     reading = _Reading(source)
     reading.trainer()
-    reading.optimizer()
     reading.model()
     reading.supervised()
     reading.data()
@@ -143,11 +142,6 @@ class _Reading:
             trainer["profiler"] = {key: value for key, value in steps.items() if value is not None}
         elif profiler is False:
             trainer["profiler"] = None
-
-    def optimizer(self) -> None:
-        optimizer = self.tree.get("optimizer")
-        if isinstance(optimizer, Mapping) and optimizer.get("type") == "sophia-h":
-            raise self.error("optimizer.type", "'sophia-h' given; that is not here: take adam, or muon for fewer steps")
 
     def model(self) -> None:
         model = self.tree.get("model")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.core.derivatives import is_twice_differentiable
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
 from jaxlm.models.backends.blocks import PLAIN_SCORES, block_attention
@@ -68,6 +69,7 @@ def _task(
         within_row=within_row,
         dropout=dropout,
         rule=rule,
+        twice_differentiable=is_twice_differentiable(),
     )
 
 
@@ -95,7 +97,8 @@ def attention(
         scale: what scores are multiplied by; None means 1 / sqrt(head_size).
         window: how many tokens a query sees at the most, itself included; None means all before it.
         dropout: the probability of dropping a weight; without `key` nothing is dropped.
-        backend: of `jaxlm.models.backends.choice`, for tokens that attend to themselves; with a cache it is chosen.
+        backend: of `jaxlm.models.backends.choice`, for tokens that attend to themselves; with a cache, and for second
+            derivatives, it is chosen.
         rule: what becomes of scaled scores before the softmax.
 
     Returns:
@@ -109,7 +112,8 @@ def attention(
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
     dropout = 0.0 if key is None else dropout
     task = _task(q, num_heads // num_kv_heads, window, visibility.within_row, dropout, rule)
-    choice = choose_attention(task, backend if visibility.within_row else AUTO)
+    free = task.twice_differentiable or not visibility.within_row
+    choice = choose_attention(task, AUTO if free else backend)
     segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blocks":
         out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)

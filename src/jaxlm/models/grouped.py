@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.derivatives import OwnBackward
 from jaxlm.core.sharding import current_platform
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 8
@@ -77,7 +78,7 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 # A gather's derivative would be a scatter, which is slow and, on GPUs, adds in any order. Here it is a gather, too.
-@jax.custom_vjp
+@OwnBackward
 def _moved(x_ND: jax.Array, source_P: jax.Array, place_N: jax.Array) -> jax.Array:
     del place_N
     return x_ND.at[source_P].get(mode="fill", fill_value=0)
@@ -95,7 +96,7 @@ def _moved_backward(kept, d_out):
 _moved.defvjp(_moved_forward, _moved_backward)
 
 
-@jax.custom_vjp
+@OwnBackward
 def _by_block(x_BRI: jax.Array, w_GIO: jax.Array, group_B: jax.Array) -> jax.Array:
     def one(_, block):
         x_RI, group = block

@@ -28,6 +28,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.derivatives import OwnBackward, is_twice_differentiable
 from jaxlm.core.sharding import current_platform
 from jaxlm.models.placement import TokenPlacement
 
@@ -290,6 +291,8 @@ def _walk(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):
             dw_VD += jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
         return (sums + chunk_sums, dw_VD), dx_CD
 
+    if is_twice_differentiable():  # then somebody differentiates this very loop, and must not keep all chunks' logits
+        one_chunk = jax.checkpoint(one_chunk)
     start = (jnp.zeros(4, jnp.float32), jnp.zeros(w_VD.shape, jnp.float32) if wanted.head else None)
     (sums, dw_VD), dx_NCD = jax.lax.scan(one_chunk, start, chunks)
     dx_BSD = None if dx_NCD is None else dx_NCD.reshape(-1, x_BSD.shape[-1])[:num_tokens].reshape(x_BSD.shape)
@@ -309,7 +312,7 @@ def _walk_on_mesh(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):
     return (sums[0], (sums[1], sums[2], sums[3])), gradients
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(OwnBackward, nondiff_argnums=(0,))
 def _loss(spec: _LossSpec, x_BSD, w_VD, y_BS, m_BS) -> Any:
     return _walk_on_mesh(spec, _Wanted(False, False), x_BSD, w_VD, y_BS, m_BS)[0]
 

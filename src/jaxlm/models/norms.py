@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
+from jaxlm.core.derivatives import OwnBackward
+
 
 class RMSNorm(eqx.Module):
     """x / rms(x) * (offset + weight), in float32.
@@ -78,7 +80,7 @@ def _standardised(eps: float, centre: bool, x_D: jax.Array) -> tuple[jax.Array, 
     return x_D * scale, scale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(OwnBackward, nondiff_argnums=(0, 1))
 def _norm(eps, centre, x_D, weight_D, bias_D):
     out_D = _standardised(eps, centre, x_D)[0] * weight_D.astype(jnp.float32)
     return (out_D if bias_D is None else out_D + bias_D.astype(jnp.float32)).astype(x_D.dtype)

@@ -6,7 +6,8 @@
     [names]  the layer's input and what is named: query, key, value, attention, mlp, expert
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
 
-Parameters are never kept a second time.
+Parameters are never kept a second time. For second derivatives it is always `full`: attention has no kernel then, and its
+weights, [T, T] of every head, would be kept of all layers.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import jax
 from haliax import NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlm.core.derivatives import is_twice_differentiable
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.backends.blocks import ATTENTION
 
@@ -75,7 +77,7 @@ def named(x: NamedArray, name: str) -> NamedArray:
 
 def keeping(keep: Keep, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
     """The layer, with a backward pass that finds what `keep` says and makes the rest again."""
-    keep = _auto.get() if keep == AUTO else keep
+    keep = FULL if is_twice_differentiable() else _auto.get() if keep == AUTO else keep
     # Without a loop nothing else stops XLA from merging the recomputation with the first computation.
     return eqx.filter_checkpoint(layer, policy=_policy(keep), prevent_cse=not scan)
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlm.core.derivatives import OwnBackward
 from jaxlm.models.backends.scores import ScoreRule
 
 ATTENTION = "attention"
@@ -107,7 +108,7 @@ def blocks_forward(
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(OwnBackward, nondiff_argnums=(0, 1))
 def _attend(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
     return blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
 

@@ -28,6 +28,7 @@ class AttentionTask:
         within_row: queries and keys are the same tokens in the same order; false when decoding with a cache.
         dropout: of attention weights, in training.
         rule: what becomes of scores before the softmax.
+        twice_differentiable: somebody wants second derivatives.
     """
 
     platform: str
@@ -40,6 +41,7 @@ class AttentionTask:
     within_row: bool = True
     dropout: float = 0.0
     rule: ScoreRule = field(default_factory=ScoreRule)
+    twice_differentiable: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def _kernel_obstacle(task: AttentionTask) -> str | None:
     """What keeps any fused kernel from it."""
     if problem := _blocks_obstacle(task):
         return problem
+    if task.twice_differentiable:
+        return "its backward pass has no derivative"
     return None if task.rule.is_plain else f"it does not know {task.rule}"
 
 

@@ -1,0 +1,242 @@
+"""Checkpoints that lie in a bucket: whole or not there, whatever fails on the way.
+
+On fsspec's store in memory; the last tests on an emulator of Google's, where one is installed.
+"""
+
+import base64
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import fsspec
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
+from jaxlm.engine.bucket import BucketFolder
+from jaxlm.engine.checkpoint import CheckpointWriter
+from jaxlm.engine.cursor import Cursor
+from jaxlm.engine.folder import CURSOR, SaveError
+from jaxlm.engine.integrity import DamagedError, seal, verify
+from jaxlm.engine.local_folder import LocalFolder
+from jaxlm.engine.places import checkpoints_at, folder_at
+from jaxlm.engine.restore import NothingUsableError, newest_good, restore
+from jaxlm.engine.staging import StagedFolder
+from tests.engine.helpers import layout
+from tests.gcs import BUCKET
+
+URL = "memory://bucket/run"
+FILES = {"run/config.yaml": b"{}", "run/tokenizer/tokenizer.json": b"[]", "data/position.json": b"{}"}
+
+
+@pytest.fixture
+def store():
+    fs = fsspec.filesystem("memory")
+    if fs.exists("/bucket"):
+        fs.rm("/bucket", recursive=True)
+    return fs
+
+
+@pytest.fixture
+def with_md5(store, monkeypatch):
+    """The store says the MD5 of every object, as Google's does."""
+    find = type(store).find
+
+    def saying(self, *args, **kwargs):
+        found = find(self, *args, **kwargs)
+        for path, info in found.items() if isinstance(found, dict) else ():
+            info["md5Hash"] = base64.b64encode(hashlib.md5(self.cat_file(path)).digest()).decode()
+        return found
+
+    monkeypatch.setattr(type(store), "find", saying)
+
+
+def save(store, folder: BucketFolder, step: int, *, temporary: bool = False) -> str:
+    cursor = Cursor(step, 0, "train", entering=False, temporary=temporary)
+    name = cursor.folder_name
+    folder.begin(name, {**FILES, CURSOR: cursor.to_json()})
+    for number in range(2):  # the parts of two processes
+        store.pipe_file(f"{folder.arrays(name).removeprefix('memory:/')}/d/{number}", b"numbers %d" % number)
+    folder.commit(name)
+    return name
+
+
+def names(folder: BucketFolder) -> list[str]:
+    return [checkpoint.name for checkpoint in folder.checkpoints()]
+
+
+def test_each_place_has_its_folder(tmp_path):
+    for base, run_id, kind, place in (
+        ("gs://b/runs/", "x", BucketFolder, "gs://b/runs/x"),
+        ("gs://b/runs/x", None, BucketFolder, "gs://b/runs/x"),
+        ("s3://b/runs", "x", StagedFolder, "s3://b/runs/x"),
+        ("runs/", "x", LocalFolder, Path("runs/x")),
+        ("runs", None, LocalFolder, Path("runs")),
+    ):
+        folder = folder_at(base, run_id, tmp_path)
+        assert type(folder) is kind
+        assert folder.place == place
+
+
+def test_there_and_back(store):
+    folder = BucketFolder(URL)
+    assert names(folder) == []
+    for step in (5, 10):
+        save(store, folder, step)
+    assert names(folder) == ["step-5", "step-10"]
+    newest = folder.checkpoints()[-1]
+    newest.verify()
+    assert newest.place == newest.arrays.removesuffix("/state") == f"{URL}/step-10"
+    assert newest.cursor().step == 10
+    with newest.local("run/tokenizer") as run:
+        assert [path.name for path in run.iterdir()] == ["tokenizer.json"]
+
+
+def test_each_checkpoint_replaces_the_temporary_ones(store):
+    folder = BucketFolder(URL)
+    for step, temporary in ((1, True), (2, False), (3, True), (4, True)):
+        save(store, folder, step, temporary=temporary)
+    assert names(folder) == ["step-2", "step-4"]
+    save(store, BucketFolder(URL, delete_temporary=False), 5)
+    assert names(folder) == ["step-2", "step-4", "step-5"]
+    save(store, folder, 4, temporary=True)  # the one that it replaces is not itself
+    assert names(folder) == ["step-2", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize("after", range(len(FILES) + 2))
+def test_a_save_that_breaks_off_is_never_seen(store, monkeypatch, after):
+    """Whatever small file it breaks off at, the last of all included; the arrays come between."""
+    folder, pipe, done = BucketFolder(URL), type(store).pipe_file, []
+    save(store, folder, 1)
+
+    def breaking(self, path, *args, **kwargs):
+        if "/state/" not in path:
+            if len(done) == after:
+                raise OSError("the connection broke")
+            done.append(path)
+        return pipe(self, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "pipe_file", breaking)
+        with pytest.raises((OSError, SaveError), match="connection broke"):
+            save(store, folder, 2)
+    assert names(folder) == ["step-1"]
+    folder.prepare()
+    assert not store.exists("/bucket/run/step-2")
+    save(store, folder, 2)
+    assert names(folder) == ["step-1", "step-2"]
+
+
+def test_damage_is_noticed_set_aside_and_the_one_before_used(store):
+    folder, said = BucketFolder(URL), []
+    for step in (1, 2, 3):
+        save(store, folder, step)
+    store.pipe_file("/bucket/run/step-3/state/d/1", b"nombers 1")
+    store.rm_file("/bucket/run/step-2/run/config.yaml")
+    found = newest_good(folder, said.append)
+    assert found is not None
+    assert found.checkpoint.name == "step-1"
+    assert ["step-3 is damaged: state/d/1" in said[0], "step-2 is damaged: run/config.yaml" in said[1]] == [True] * 2
+    folder.prepare()  # nothing is thrown away that a person may want to look at
+    assert store.exists("/bucket/run/step-3/state/d/1")
+    assert names(folder) == ["step-1"]
+    save(store, folder, 3)  # and the run comes there again
+    folder.checkpoints()[-1].verify()
+    assert names(folder) == ["step-1", "step-3"]
+    for step in (1, 3):
+        store.pipe_file(f"/bucket/run/step-{step}/state/d/extra", b"")
+    with pytest.raises(NothingUsableError, match="all 2 checkpoints in memory://bucket/run are damaged"):
+        newest_good(folder, said.append)
+
+
+def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, with_md5, monkeypatch):
+    folder, read = BucketFolder(URL), []
+    save(store, folder, 1)
+    sums = json.loads(store.cat_file("/bucket/run/step-1/checksums.json"))
+    assert sums["state/d/0"] == f"md5:{hashlib.md5(b'numbers 0').hexdigest()}"
+    opened = type(store)._open
+    monkeypatch.setattr(
+        type(store), "_open", lambda self, path, *a, **k: read.append(path) or opened(self, path, *a, **k)
+    )
+    folder.checkpoints()[0].verify()
+    assert read == []
+    store.pipe_file("/bucket/run/step-1/state/d/0", b"numbers 1")
+    with pytest.raises(DamagedError, match="state/d/0 is not what was saved"):
+        folder.checkpoints()[0].verify()
+
+
+def test_a_checkpoint_may_be_copied_to_a_disk_and_back(store, with_md5, tmp_path):
+    """Each side checks the other's checksums."""
+    folder = BucketFolder(URL)
+    save(store, folder, 1)
+    store.get("/bucket/run/step-1", str(tmp_path / "step-1"), recursive=True)
+    verify(tmp_path / "step-1")
+    (tmp_path / "step-1" / "checksums.json").unlink()
+    seal(tmp_path / "step-1")
+    store.put(str(tmp_path / "step-1"), "/bucket/run/step-2", recursive=True)
+    folder.checkpoints()[-1].verify()
+    store.pipe_file("/bucket/run/step-2/run/config.yaml", b"{ ")
+    with pytest.raises(DamagedError, match=r"run/config\.yaml"):
+        folder.checkpoints()[-1].verify()
+
+
+def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"gs://nowhere/x.*gcsfs"):
+        BucketFolder("gs://nowhere/x").open(print)
+    with pytest.raises(ConfigError, match="gcsfs"):
+        checkpoints_at("gs://nowhere/x", tmp_path)
+
+
+def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
+    """Orbax, TensorStore and gcsfs against an emulator: sharded arrays, bit for bit; a damaged one is not used."""
+    where, said = layout(), []
+    folder = folder_at(f"gs://{BUCKET}/runs", "x", tmp_path)
+    folder.open(said.append)
+    writer = CheckpointWriter(folder, {"config.yaml": b"{}"})
+    writer.prepare()
+    states = [state(seed, where) for seed in range(2)]
+    for step, temporary in enumerate((False, True)):
+        writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})
+    writer.wait()
+    found = newest_good(folder, said.append)
+    assert (found.place, found.cursor.temporary, found.position()) == (
+        f"gs://{BUCKET}/runs/x/step-1",
+        True,
+        {"seen": 1},
+    )
+    sums = json.loads(found.checkpoint.read("checksums.json"))
+    assert {value.partition(":")[0] for value in sums.values()} == {"md5"}
+    abstract = jax.eval_shape(lambda: states[0])
+    assert same(restore(found, abstract, where), states[1])
+    assert list(tmp_path.iterdir()) == []  # nothing went by the local disk
+
+    store = fsspec.filesystem("gs")
+    chunk = f"{BUCKET}/runs/x/step-1/" + next(file for file in sums if "/d/" in file)
+    content = store.cat_file(chunk)
+    store.pipe_file(chunk, content[:-1] + bytes([content[-1] ^ 0x10]))
+    found = newest_good(folder, said.append)
+    assert found.checkpoint.name == "step-0"
+    assert "step-1 is damaged: state/" in said[-1]
+    assert same(restore(found, abstract, where), states[0])
+    assert [c.place for c in checkpoints_at(f"gs://{BUCKET}/runs", tmp_path)] == [f"gs://{BUCKET}/runs/x/step-0"]
+
+
+def state(seed: int, where: Layout) -> dict[str, hax.NamedArray]:
+    axes = (hax.Axis("embed", 32), hax.Axis("mlp", 64))
+    numbers = np.random.default_rng(seed).normal(size=(32, 64)).astype(np.float32)
+    return {"w": hax.named(jax.device_put(numbers, where.parameter_sharding(axes)), axes)}
+
+
+def same(one: dict[str, hax.NamedArray], two: dict[str, hax.NamedArray]) -> bool:
+    assert one["w"].array.sharding == two["w"].array.sharding
+    return bool(np.array_equal(one["w"].array, two["w"].array))
+
+
+def test_a_bucket_that_is_not_there_is_one_message(gcs, tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: gs://nowhere/runs/x cannot be used"):
+        folder_at("gs://nowhere/runs", "x", tmp_path).open(print)

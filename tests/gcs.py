@@ -1,0 +1,74 @@
+"""An emulator of Google Cloud Storage on this machine, as gcsfs and TensorStore find it."""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+BUCKET = "bucket"
+
+
+@contextlib.contextmanager
+def gcs_server() -> Iterator[dict[str, str]]:
+    """Runs the server; what it gives is the environment in which programs use it, this one too from now on.
+
+    Once in a process: TensorStore looks at its variable only then.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    environment = {
+        "STORAGE_EMULATOR_HOST": address,
+        "TENSORSTORE_GCS_HTTP_URL": address,
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator knows no such buckets
+    }
+    os.environ |= environment  # gcsfs looks at the last one when it is imported
+    pytest.importorskip("gcsfs")
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it calls what is not there an error
+    for _, handlers in emulator.HANDLERS:
+        handlers.update({method: with_generations(handle) for method, handle in handlers.items()})
+    server = emulator.create_server("127.0.0.1", int(address.rpartition(":")[2]), in_memory=True, default_bucket=BUCKET)
+    server.start()
+    # gcsfs asks two questions at once, and hangs up on the second when the first is answered.
+    server._api._httpd.handle_error = lambda *_: None
+    try:
+        yield environment
+    finally:
+        server.stop()
+
+
+def with_generations(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """What the emulator leaves out and TensorStore relies on: an object's number, and requests that depend on it.
+
+    https://cloud.google.com/storage/docs/request-preconditions
+    """
+
+    def handling(request: Any, response: Any, storage: Any, *args: Any) -> None:
+        asked = {name: values[0] for name, values in request.query.items()}
+        name = request.params.get("object_id") or asked.get("name")
+        if asked.get("ifGenerationMatch", number := generation(storage, request, name)) != number:
+            response.status = HTTPStatus.PRECONDITION_FAILED
+        elif asked.get("ifGenerationNotMatch") == number:
+            response.status = HTTPStatus.NOT_MODIFIED
+        else:
+            handle(request, response, storage, *args)
+            if asked.get("alt") == "media" and number != "0":
+                response["x-goog-generation"] = number
+
+    return handling
+
+
+def generation(storage: Any, request: Any, name: str | None) -> str:
+    """The number of an object as it is now; "0" where there is none."""
+    from gcp_storage_emulator.exceptions import NotFound
+
+    try:
+        return storage.get_file_obj(request.params["bucket_name"], name)["generation"] if name else "0"
+    except NotFound:
+        return "0"

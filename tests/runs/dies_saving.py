@@ -1,0 +1,37 @@
+"""`jaxlm.train`, killing itself (SIGKILL) inside of a save to a bucket: `<process>:<checkpoint>`.
+
+Process 0 does so when all is written but the last file, any other one while the arrays are on their way.
+"""
+
+import os
+import sys
+
+import jax
+
+from jaxlm import train
+from jaxlm.engine.checkpoint import CheckpointWriter
+from jaxlm.engine.integrity import CHECKSUMS
+from jaxlm.engine.remote import RemoteFolder
+from tests.runs.dies import die
+
+PROCESS, NAME = os.environ["JAXLM_TEST_DIES_SAVING"].split(":")
+
+
+def writing(self, name, file, content, write=RemoteFolder.write):
+    if (name, file) == (NAME, CHECKSUMS):
+        die()
+    write(self, name, file, content)
+
+
+def committing(self, name, commit=CheckpointWriter._commit):
+    if name == NAME and jax.process_index() == int(PROCESS):
+        die()
+    commit(self, name)
+
+
+if __name__ == "__main__":
+    if PROCESS == "0":
+        RemoteFolder.write = writing
+    else:
+        CheckpointWriter._commit = committing
+    sys.exit(train.main())

@@ -1,0 +1,112 @@
+"""Two processes that share no disk, and a bucket: killed inside of saves, they end as if they had not been."""
+
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+
+import fsspec
+import numpy as np
+import pytest
+
+from jaxlm.engine.integrity import CHECKSUMS
+from jaxlm.engine.remote import RemoteFolder
+from tests.gcs import BUCKET
+from tests.runs.commands import Workplace
+from tests.runs.test_signals import process_end
+
+URL = f"gs://{BUCKET}/pod"
+STEPS = 12
+RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--trainer.steps_per_eval", "50")
+EVERY_THIRD = ("--trainer.checkpointer.keep", "[{every: 3}]")
+
+
+def machines(shared, tmp_path) -> list[Workplace]:
+    """Two folders, and nothing that is written is in both."""
+    made = []
+    for number in range(2):
+        folder = tmp_path / f"machine-{number}"
+        folder.mkdir()
+        made.append(Workplace(folder, folder / "cache", shared / "corpus"))
+        made[-1].write()
+    return made
+
+
+def start(
+    where: Sequence[Workplace], url: str, run_id: str, environment: dict[str, str], module: str = "jaxlm.train"
+) -> list[subprocess.Popen[str]]:
+    """Process 0 on the first machine, process 1 on the second."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    distributed = f"{{coordinator_address: '127.0.0.1:{port}', num_processes: 2, process_id: %d}}"
+    common = (*RUN, *EVERY_THIRD, "--trainer.checkpointer.base_path", url, "--trainer.id", run_id)
+    return [
+        place.start(*common, "--trainer.distributed", distributed % number, module=module, **environment)
+        for number, place in enumerate(where)
+    ]
+
+
+def finish(where: Sequence[Workplace], url: str, run_id: str, environment: dict[str, str]) -> str:
+    """Trains to the end; what process 0 said."""
+    ends = [process_end(process) for process in start(where, url, run_id, environment)]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    return ends[0][1]
+
+
+def killed(where: Sequence[Workplace], url: str, environment: dict[str, str], process: int, name: str) -> None:
+    """Trains until a process kills itself inside of a save, and kills the other one then."""
+    environment = environment | {"JAXLM_TEST_DIES_SAVING": f"{process}:{name}"}
+    running = start(where, url, "x", environment, module="tests.runs.dies_saving")
+    assert running[process].wait(timeout=300) == -signal.SIGKILL, running[process].communicate()
+    running[1 - process].kill()
+    for each in running:
+        each.communicate()
+    assert name not in RemoteFolder(f"{url}/x").names()
+    assert fsspec.filesystem("gs").find(f"{url}/x/{name}/run")  # it was inside of the save
+
+
+def logged(places: Sequence[Workplace], run_id: str) -> list[tuple[int, str]]:
+    """(step, loss) of whatever process 0 has logged, on whichever machine it was."""
+    found = [place for place in places if (place.folder / "logs" / run_id / "metrics.jsonl").is_file()]
+    return [item for place in found for item in place.losses(run_id).items()]
+
+
+def arrays(url: str) -> dict[str, np.ndarray]:
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        paths = reader.metadata(f"{url}/state").item_metadata.tree
+        as_numpy = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
+        return reader.restore(f"{url}/state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([(1, "step-6")], marks=pytest.mark.slow, id="one"),
+        pytest.param([(0, "step-6"), (1, "step-9")], marks=pytest.mark.soak, id="both"),
+    ],
+)
+def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_path, kills):
+    url = f"{URL}/{len(kills)}"
+    here, there = places = machines(shared, tmp_path)
+    finish((here, there), url, "whole", gcs)
+    for process, name in kills:
+        killed((here, there), url, gcs, process, name)
+        here, there = there, here  # each goes on on the other's disk: what is there is not needed
+    said = finish((here, there), url, "x", gcs)
+    assert f"going on, from {url}/x/step-{3 * len(kills)}" in said
+    run = RemoteFolder(f"{url}/x")
+    assert run.names() == ["step-3", "step-6", "step-9", "step-12"]
+    sums = run.read("step-12", CHECKSUMS).decode()
+    assert "ocdbt.process_0/" in sums
+    assert "ocdbt.process_1/" in sums  # both have written there
+    whole, found = arrays(f"{url}/whole/step-{STEPS}"), arrays(f"{url}/x/step-{STEPS}")
+    assert whole.keys() == found.keys()
+    assert all(np.array_equal(whole[path], found[path]) for path in whole)
+    expected = dict(logged(places, "whole"))
+    losses = logged(places, "x")
+    assert {step for step, _ in losses} == set(expected) == set(range(1, STEPS + 1))
+    assert all(loss == expected[step] for step, loss in losses)
+    assert not any((place.folder / name).exists() for place in places for name in ("checkpoints", "cache/checkpoints"))
