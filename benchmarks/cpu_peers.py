@@ -92,9 +92,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a process")
-    parser.add_argument("--only", help="run only peers whose name contains this")
+    parser.add_argument("--only", default="", help="run only peers whose name contains one of these, with commas")
     options = parser.parse_args()
-    peers = [peer for peer in PEERS if not options.only or options.only.lower() in peer.name.lower()]
+    wanted = options.only.lower().split(",")
+    peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in wanted)]
     for name in dict.fromkeys(peer.environment for peer in peers):
         prepare(name)
     records = {peer.name: Record() for peer in peers}

@@ -7,14 +7,14 @@ import signal
 import sys
 
 from jaxlm import train
-from jaxlm.engine import checkpoint
+from jaxlm.engine import checkpoint, local_folder
 
 
 def while_sealing() -> None:
     def full(_folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpoint.seal = full
+    local_folder.seal = full
 
 
 def while_writing_arrays() -> None:
