@@ -45,6 +45,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 
 @pytest.mark.slow
@@ -84,8 +85,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(finished, workplace, number, d
     check_falls_back(finished, workplace, number, damage)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [pytest.param(d, marks=SLOW if d == "flipped" else SOAK) for d in DAMAGES])
 def test_each_file_of_the_newest_checkpoint_in_turn(finished, workplace, damage):
     for number in range(len(files_of(finished[0].folder / "checkpoints/run/step-24"))):
         check_falls_back(finished, workplace, number, damage)
