@@ -24,7 +24,7 @@ from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.console import Console
 from jaxlm.engine.hooks import ProgressListener, TrackerListener
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.phases import entering
 from jaxlm.engine.reports import Reports, Workload
 from jaxlm.engine.trackers import JsonlTracker
 from jaxlm.engine.trackers.base import RunFacts
@@ -58,7 +58,7 @@ def measure(plan, folder: Path, segments: int, steps: int) -> dict[bool, list[fl
     """Seconds of a step, one median a segment, without and with logging."""
     phase = plan.phases[0]
     step = compile_step(plan, phase, print).call
-    state = enter_phase(plan.recipe, phase, plan.layout, None)
+    state = entering(plan.recipe, phase, plan.layout, None)()
     vote, batch = Ballot(plan.layout).cast(Wishes()), random_batch(plan, 0)
     facts = RunFacts(
         "logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()}

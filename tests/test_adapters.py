@@ -17,7 +17,7 @@ from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
 from jaxlm.data.loader import train_batches
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.phases import entering
 from jaxlm.engine.state import create
 from jaxlm.engine.trackers import read_jsonl
 from jaxlm.interop.peft_import import read_adapters
@@ -132,7 +132,7 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
     with plan.layout.use():
         weights = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
         given = given_adapters(plan, plan.phases[0])
-        state = enter_phase(plan.recipe, plan.phases[0], plan.layout, None, weights, given)
+        state = entering(plan.recipe, plan.phases[0], plan.layout, None, weights, given)()
         for (path, ours), (_, expected) in zip(tree.leaves(state.model), tree.leaves(model), strict=True):
             np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
         export_adapters(tmp_path / "again", state.model, plan, jnp.float32)

@@ -32,7 +32,7 @@ from jaxlm.core.types import TokenBatch
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.console import Console, table
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.phases import entering
 from jaxlm.forecast import forecast_all, simulate_devices
 from jaxlm.plan import Plan, make_plan
 from jaxlm.startup import check_performance, describe
@@ -131,7 +131,7 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     phase = plan.phases[0]
     step = compile_step(plan, phase, console.show)
     step.require_room()
-    state = enter_phase(plan.recipe, phase, plan.layout, None)
+    state = entering(plan.recipe, phase, plan.layout, None)()
     batches = [random_batch(plan, seed) for seed in range(4)]
     vote = Ballot(plan.layout).cast(Wishes())
     dispatch, whole = [], []

@@ -17,7 +17,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.agreement import Ballot, Wishes
-from jaxlm.engine.phases import Phase, Recipe, enter_phase
+from jaxlm.engine.phases import Phase, Recipe, entering
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
 from jaxlm.models.base import ModelConfig, vocab_axis
@@ -101,7 +101,7 @@ class TinyRun:
             recipe = Recipe(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))
             with self.where.use():
-                state = enter_phase(recipe, self.phase, self.where, None)
+                state = entering(recipe, self.phase, self.where, None)()
             _PROGRAMS[key] = (recipe, step, jax.tree.map(np.asarray, state), shardings(state, self.where))
         self.recipe, self._step, state, places = _PROGRAMS[key]
         self.state: RunState = jax.tree.map(lambda a, place: jax.device_put(a.copy(), place), state, places)

@@ -7,7 +7,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.agreement import Ballot, Wishes
-from jaxlm.engine.phases import Recipe, enter_phase
+from jaxlm.engine.phases import Recipe, entering
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.watch import NUM_BINS, WatchConfig, arrived, batch_hash
 from tests.engine import helpers
@@ -23,7 +23,7 @@ def watched():
     step = make_train_step(phase, where, helpers.F32, recipe.abstract_state(phase), WATCH)
     seen = []
     with where.use():
-        state = enter_phase(recipe, phase, where, None)
+        state = entering(recipe, phase, where, None)()
         for number in range(2):
             model = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             columns = helpers.arrays(number)

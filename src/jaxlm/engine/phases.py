@@ -172,18 +172,6 @@ class Recipe:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
-def enter_phase(
-    recipe: Recipe,
-    phase: Phase,
-    layout: Layout,
-    before: RunState | None,
-    weights: LanguageModel | None = None,
-    given: Given | None = None,
-) -> RunState:
-    """The state at the start of a phase, sharded from birth. Args: see `entering`."""
-    return entering(recipe, phase, layout, before, weights, given)()
-
-
 def entering(
     recipe: Recipe,
     phase: Phase,

@@ -4,7 +4,6 @@ Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202); 
 whitening of the momentum by Kronecker products this is. `jaxlm.optim.whitening` says what is done differently.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from haliax import NamedArray
 
-from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
+from jaxlm.optim.beside_adam import beside_adam
 from jaxlm.optim.clipping import clip_by_rms
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
 from jaxlm.optim.whitening import Factor, first_factor, whiten
@@ -74,27 +73,16 @@ class KronConfig(OptimizerConfig):
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """See `OptimizerConfig.build`."""
-        paths = {path for group in groups if group.as_matrices for path in group.paths}
-
-        def labels(params: Any) -> Any:
-            return tree.map_leaves(lambda path, _: "kron" if path in paths else "adam", params)
-
         clip = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
-        directions: Any = {
-            "kron": optax.chain(self._whitened(), *clip),
-            "adam": optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
-        }
-        rates: Any = {
-            "kron": times_learning_rate(self.schedule(num_steps)),
-            "adam": times_learning_rate(dataclasses.replace(self, learning_rate=self.adam_lr).schedule(num_steps)),
-        }
-        return optax.with_extra_args_support(
-            optax.chain(
-                clip_by_norm(self.max_grad_norm),
-                optax.partition(directions, labels),
-                add_weight_decay(self, groups),
-                optax.partition(rates, labels),
-            )
+        direction = optax.chain(self._whitened(), *clip)
+        return beside_adam(
+            self,
+            groups,
+            num_steps,
+            ("kron", direction),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            adam_lr=self.adam_lr,
+            max_grad_norm=self.max_grad_norm,
         )
 
     def _whitened(self) -> optax.GradientTransformation:

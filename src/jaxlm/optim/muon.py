@@ -6,18 +6,17 @@ that one corrects momentum and gradient for bias each by itself before it mixes 
 first steps, and takes the first axis of a matrix for its inputs.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm.core import tree
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
+from jaxlm.optim.beside_adam import beside_adam
 from jaxlm.optim.matrices import map_matrices
 
 # Of the odd polynomial of degree 5 that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
@@ -61,24 +60,15 @@ class MuonConfig(OptimizerConfig):
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """See `OptimizerConfig.build`."""
-        matrices = {path for group in groups if group.as_matrices for path in group.paths}
-
-        def labels(params: Any) -> Any:
-            return tree.map_leaves(lambda path, _: "muon" if path in matrices else "adam", params)
-
-        muon = optax.chain(optax.trace(self.momentum, self.nesterov), self._orthogonal())
-        directions: Any = {"muon": muon, "adam": optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)}
-        rates: Any = {
-            "muon": times_learning_rate(self.schedule(num_steps)),
-            "adam": times_learning_rate(dataclasses.replace(self, learning_rate=self.adam_lr).schedule(num_steps)),
-        }
-        return optax.with_extra_args_support(
-            optax.chain(
-                clip_by_norm(self.max_grad_norm),
-                optax.partition(directions, labels),
-                add_weight_decay(self, groups),
-                optax.partition(rates, labels),
-            )
+        direction = optax.chain(optax.trace(self.momentum, self.nesterov), self._orthogonal())
+        return beside_adam(
+            self,
+            groups,
+            num_steps,
+            ("muon", direction),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            adam_lr=self.adam_lr,
+            max_grad_norm=self.max_grad_norm,
         )
 
     def _orthogonal(self) -> optax.GradientTransformation:
