@@ -1,11 +1,14 @@
 """Compiling the step: how often, and what happens where memory is short."""
 
+import warnings
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlm.compiling import CompiledStep, StepPrograms, compile_step
+from jaxlm.compiling import CompiledStep, StepPrograms, compile_step, keep_compiled_programs
 from jaxlm.config import decode_run
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
@@ -106,3 +109,33 @@ def test_a_step_is_compiled_once():
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
     compiled(plan)
     assert sum(name.endswith("backend_compile_duration") for name in events) == 1
+
+
+def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
+    def compile_again() -> bytes:
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        jax.jit(lambda x: jnp.sin(x) + 1).lower(1.0).compile()
+        (kept,) = tmp_path.glob("*-cache")
+        return kept.read_bytes()
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        try:
+            keep_compiled_programs(str(tmp_path))
+            jax.config.update(names[1], 0.0)
+            whole = compile_again()
+            for damaged in (b"", b"no program", whole[: len(whole) // 2]):
+                (kept,) = tmp_path.glob("*-cache")
+                kept.write_bytes(damaged)
+                assert len(compile_again()) > len(damaged)
+                assert "cannot be read" in (said := capfd.readouterr().err)
+                assert "deleted, and compiled anew" in said
+                assert compile_again()
+                assert not capfd.readouterr().err
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
