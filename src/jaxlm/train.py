@@ -99,7 +99,12 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
     config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
     plan = plan.knowing(config, tokenizer.vocab_size)
-    console.log_to(plan.log_folder / "train.log")
+    try:
+        console.log_to(plan.log_folder / "train.log")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Choose another"
+        ) from error
     console.show(table("run", describe(plan)))
     origin = find_origin(plan, console.show)
     check_tokenizer(origin, tokenizer.fingerprint, console.show)
