@@ -102,7 +102,7 @@ def _main(arguments: Sequence[str]) -> int:
         parser.error("--steps needs 1 or more, --warmup 0 or more")
     config = load_config(rest, "jaxlm.bench")
     refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
-    if options.topology:
+    if options.topology is not None:
         if options.steps is not None or options.warmup is not None:
             raise ConfigError(
                 "--topology: forecasts from the compiled program and runs no step, so --steps and --warmup have no effect."
