@@ -46,7 +46,7 @@ class Forecast:
         parameters, active_parameters: in all, and those that a token meets.
         step_seconds: all communication hidden behind computation.
         step_seconds_exposed: none of it.
-        mfu: of the optimistic step, attention counted causally; mfu_palm: over the whole sequence.
+        mfu: of the optimistic step and the 16 bit peak, attention counted causally; mfu_palm: over the whole sequence.
         memory_bytes: of one chip, as compiled.
         recomputation: which it was compiled with.
     """
@@ -94,7 +94,8 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
     with plan.layout.use():
         step = compile_step(plan, plan.phases[0], console.show, limit=int(topology.chip.memory))
-    compute = _executed_flops(plan, again=step.keep == FULL) / (topology.num_chips * topology.chip.peak * GEMM_SHARE)
+    reached = topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE
+    compute = _executed_flops(plan, again=step.keep == FULL) / (topology.num_chips * reached)
     state = _state_bytes(plan) / (plan.mesh.data * plan.mesh.model) / topology.chip.memory_bandwidth
     moved = collectives_a_run(step.call.as_text() or "")
     communication = sum(n * _seconds(collective, plan, topology) for collective, n in moved.items())
