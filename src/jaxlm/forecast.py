@@ -33,6 +33,7 @@ from jaxlm.plan import Plan, make_plan
 
 # What a large bf16 matrix product reaches of a data sheet's peak; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
+_MOST_SIMULATED = 2048  # XLA takes those beyond for devices of another process, which its CPUs do not compile for
 _STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; the gradient, written and read
 
 
@@ -131,6 +132,11 @@ def _devices(topology: Topology) -> tuple[Sequence[Any], str]:
 
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology.compiler_name)
         return described.devices, f"{topology.compiler_name}, ahead of time"
+    if topology.num_chips > _MOST_SIMULATED:
+        raise ConfigError(
+            f"--topology {topology.name}: {topology.num_chips} chips; jax compiles for {_MOST_SIMULATED} simulated devices at"
+            " the most. Take fewer chips, or, for TPUs, install libtpu, which compiles for the real ones"
+        )
     devices = jax.devices("cpu")
     if len(devices) < topology.num_chips:
         raise ConfigError(f"--topology {topology.name}: jax simulates {len(devices)} devices; it was already in use")

@@ -80,3 +80,12 @@ def test_what_cannot_be(workplace, capsys, arguments, message):
     path = workplace().write()
     assert main(["--config_path", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_more_devices_than_can_be_simulated(workplace):
+    place = workplace()
+    place.write("")
+    done = place.run("--config_path", "run.yaml", "--topology", "h100-4096", module="jaxlm.bench")
+    assert done.code == 2
+    assert "2048 simulated devices" in done.err
+    assert "Traceback" not in done.err
