@@ -1,4 +1,4 @@
-"""Tracing and compiling the training step ahead of its first batch, and keeping what was compiled."""
+"""Tracing and compiling the training step ahead of its first batch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,19 +27,6 @@ from jaxlm.plan import Plan
 
 USABLE = 0.92
 """The share of a device's memory that a step may plan with; the rest goes to fragments and to other programs."""
-
-
-def keep_compiled_programs(folder: str | None) -> None:
-    """Has jax keep compiled programs, and what GPUs found by autotuning, so that the next start finds them.
-
-    A broken folder only warns.
-    """
-    if folder is None:
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
-    jax.config.update("jax_raise_persistent_cache_errors", False)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import jax
 from jaxlm.compiling import compile_step, gib
 from jaxlm.config import RunConfig, run_id_of
 from jaxlm.core import tree
-from jaxlm.core.absent_devices import absent_devices
+from jaxlm.core.absent_devices import absent_devices, has_compiler
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.programs import Collective, collectives_a_run, kernels
 from jaxlm.core.roofline import Seconds, Speed, roofline
@@ -39,6 +39,11 @@ GEMM_SHARE = 0.8
 # What the kernels of a training step reach: products 600 to 690 of 989 TFLOP/s, cuDNN's attention 350 to 500, and
 # elementwise work 4.0 of 4.8 TB/s (public measurements on Hopper).
 _PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
+_MOST_SIMULATED = 2048  # XLA takes those beyond for devices of another process, which its CPUs do not compile for
+_REAL = {
+    "gpu": "pip install 'jaxlm[gpu]' brings the compiler of NVIDIA cards; no card is needed",
+    "tpu": "pip install libtpu brings the compiler of TPUs; no TPU is needed",
+}
 _STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; the gradient, written and read
 
 
@@ -55,7 +60,7 @@ class Forecast:
         parameters, active_parameters: in all, and those that a token meets.
         step_seconds: all communication hidden behind computation.
         step_seconds_exposed: none of it.
-        mfu: of the optimistic step, attention counted causally; mfu_palm: over the whole sequence.
+        mfu: of the optimistic step and the 16 bit peak, attention counted causally; mfu_palm: over the whole sequence.
         memory_bytes: of one chip, as compiled.
         recomputation: which it was compiled with.
     """
@@ -82,8 +87,8 @@ class Forecast:
 
 
 def simulate_devices(topologies: Sequence[Topology]) -> None:
-    """Makes jax simulate as many CPU devices as the largest topology has. Call it before jax is used."""
-    count = max(topology.num_chips for topology in topologies)
+    """Makes jax simulate as many CPU devices as the largest topology without a compiler has. Call it before jax is used."""
+    count = max([1, *(topology.num_chips for topology in topologies if not has_compiler(topology))])
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -105,7 +110,8 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     with plan.layout.use(), target.tracing:
         step = compile_step(plan, plan.phases[0], console.show, limit=int(topology.chip.memory))
     hlo = step.call.as_text() or ""
-    time = roofline(hlo, _speed(topology)) if target.is_card else _by_formula(plan, topology, again=step.keep == FULL)
+    speed = _speed(topology, plan.precision.compute)
+    time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.keep == FULL)
     communication = sum(n * _seconds(one, plan, topology) for one, n in collectives_a_run(hlo).items())
     seconds, exposed = max(time.total, communication), time.total + communication
     model = plan.recipe.abstract_state(plan.phases[0]).model
@@ -151,19 +157,26 @@ class _Target:
 
 
 def _target(topology: Topology) -> _Target:
-    absent, cuda = absent_devices(topology), topology.chip.cuda
-    if absent is not None:
+    if has_compiler(topology):
+        absent, cuda = absent_devices(topology), topology.chip.cuda
         tracing = nullcontext() if cuda is None else absent_card(cuda.capability)
         return _Target(absent.devices, absent.compiler, cuda is not None, tracing)
+    if topology.num_chips > _MOST_SIMULATED:
+        raise ConfigError(
+            f"--topology {topology.name}: {topology.num_chips} chips; jax compiles for {_MOST_SIMULATED} simulated devices at"
+            f" the most. Take fewer chips, or compile for the real ones: {_REAL[topology.chip.platform]}"
+        )
     devices = jax.devices("cpu")
     if len(devices) < topology.num_chips:
         raise ConfigError(f"--topology {topology.name}: jax simulates {len(devices)} devices; it was already in use")
-    return _Target(devices[: topology.num_chips], f"{topology.num_chips} simulated CPU devices")
+    words = f"{topology.num_chips} simulated CPU devices, whose collectives are float32"
+    return _Target(devices[: topology.num_chips], f"{words} ({_REAL[topology.chip.platform]})")
 
 
-def _speed(topology: Topology) -> Speed:
+def _speed(topology: Topology, dtype: Any) -> Speed:
     chip = topology.chip
-    return Speed(chip.peak * _PRODUCTS_SHARE, chip.peak * _ATTENTION_SHARE, chip.memory_bandwidth * _MEMORY_SHARE)
+    peak = chip.peak_of(dtype)
+    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, chip.memory_bandwidth * _MEMORY_SHARE)
 
 
 def _by_formula(plan: Plan, topology: Topology, *, again: bool) -> Seconds:
@@ -174,7 +187,8 @@ def _by_formula(plan: Plan, topology: Topology, *, again: bool) -> Seconds:
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
     spread = plan.mesh.data * plan.mesh.model
     return Seconds(
-        products=executed / (topology.chip.peak * GEMM_SHARE), memory=state / spread / topology.chip.memory_bandwidth
+        products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
+        memory=state / spread / topology.chip.memory_bandwidth,
     )
 
 

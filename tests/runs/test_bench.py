@@ -98,6 +98,7 @@ def test_forecast_by_the_compiler_of_nvidia_cards(workplace):
     ("arguments", "message"),
     [
         (("--topology", "v5p-7"), "--topology v5p-7"),
+        (("--topology", ""), "chip and number expected"),
         (("--topology", "h100-8", "--steps", "20"), "--steps and --warmup have no effect"),
         (("--topology", "h100-8", "--warmup", "0"), "--steps and --warmup have no effect"),
         (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm.bench measures steps"),
@@ -107,3 +108,13 @@ def test_what_cannot_be(workplace, capsys, arguments, message):
     path = workplace().write()
     assert main(["--config_path", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin describes as many as one likes")
+def test_more_devices_than_can_be_simulated(workplace):
+    place = workplace()
+    place.write("")
+    done = place.run("--config_path", "run.yaml", "--topology", "h100-4096", module="jaxlm.bench")
+    assert done.code == 2
+    assert "2048 simulated devices" in done.err
+    assert "Traceback" not in done.err

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.topologies import Cuda, Topology
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -26,22 +27,37 @@ class AbsentDevices:
     compiler: str
 
 
-def absent_devices(topology: Topology) -> AbsentDevices | None:
-    """The devices of a topology; None where their compiler is not installed."""
+def has_compiler(topology: Topology) -> bool:
+    """Whether the compiler for these devices is installed. Nothing of jax's is asked."""
+    if topology.chip.platform == "tpu":
+        return is_installed("libtpu")
+    return topology.chip.cuda is not None and any(map(is_installed, CUDA_PLUGINS))
+
+
+def absent_devices(topology: Topology) -> AbsentDevices:
+    """The devices of a topology whose compiler is installed.
+
+    Raises:
+        ConfigError: the compiler does not start, or knows no such devices.
+    """
     from jax.experimental import topologies
 
-    if topology.chip.platform == "tpu":
-        if importlib.util.find_spec("libtpu") is None:
-            return None
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.compiler_name)
-        return AbsentDevices(described.devices, f"{topology.compiler_name}, ahead of time")
     cuda = topology.chip.cuda
-    if cuda is None or not any(map(is_installed, CUDA_PLUGINS)):
-        return None
-    hosts, cards = topology.hosts
-    target = _target(topology, cuda)
-    described = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x{hosts}x{cards}")
-    return AbsentDevices(described.devices, f"{cuda.name}, ahead of time")
+    try:
+        if cuda is None:
+            name, what = topology.compiler_name, {"platform": "tpu", "topology_name": topology.compiler_name}
+        else:
+            hosts, cards = topology.hosts
+            name, target = cuda.name, _target(topology, cuda)
+            what = {"platform": "cuda", "target_config": target, "topology": f"1x{hosts}x{cards}"}
+        described = topologies.get_topology_desc(**what)
+    except (RuntimeError, ImportError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--topology {topology.name}: the compiler that is installed for it does not start ({why})."
+            " Install it whole, or not at all: devices are simulated then"
+        ) from error
+    return AbsentDevices(described.devices, f"{name}, ahead of time")
 
 
 def is_installed(module: str) -> bool:
@@ -54,6 +70,8 @@ def _target(topology: Topology, cuda: Cuda) -> str:
     """A card as XLA's `GpuTargetConfigProto`, in the text form of protocol buffers."""
     from jax._src.lib import cuda_versions
 
+    if cuda_versions is None:
+        raise ImportError("jax finds none of the CUDA plugin's modules")
     cudnn, runtime = cuda_versions.cudnn_get_version(), cuda_versions.cuda_runtime_get_version()
     major, minor = cuda.capability
     return f"""

@@ -5,6 +5,9 @@ Source: the vendors' data sheets; links are counted one way, all of a chip's tog
 
 import re
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
@@ -72,6 +75,11 @@ class Chip:
         flops = peak_flops(f"TPU {self.name}" if self.platform == "tpu" else f"NVIDIA {self.name.upper()}")
         assert flops is not None, self.name
         return flops
+
+    def peak_of(self, dtype: Any) -> float:
+        """Dense FLOP/s of matrix products as jax does them by default: float32 as TF32 on GPUs, in bf16 passes on TPUs."""
+        halved = self.platform == "gpu" and np.dtype(dtype).itemsize == 4
+        return self.peak / 2 if halved else self.peak
 
 
 _GIB = float(1 << 30)

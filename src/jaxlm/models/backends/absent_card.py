@@ -6,7 +6,8 @@ so it is told what that card would answer.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 
 _absent: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxlm_absent_card", default=False)
 
@@ -30,9 +31,14 @@ def absent_card(capability: tuple[int, int]) -> Iterator[None]:
     }
     asked = {name: getattr(fused, name) for name in answers}
     token = _absent.set(True)
-    vars(fused).update(answers)
+    _set(fused, answers)
     try:
         yield
     finally:
-        vars(fused).update(asked)
+        _set(fused, asked)
         _absent.reset(token)
+
+
+def _set(module: ModuleType, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        setattr(module, name, value)
