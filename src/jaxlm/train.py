@@ -29,6 +29,7 @@ from jaxlm.engine.reports import Reports
 from jaxlm.engine.restore import Found
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
+from jaxlm.engine.trackers import check_trackers
 from jaxlm.length import check_length, with_length_of_data
 from jaxlm.lineage import changes, check_cursor, check_same_run, moved_stages
 from jaxlm.models.base import LanguageModel
@@ -84,8 +85,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     check_performance(plan)
     check_accelerator(plan)
     check_length(config)
-    for tracker in config.trainer.trackers:
-        tracker.check()
+    check_trackers(config.trainer.trackers)
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)

@@ -15,7 +15,7 @@ import pytest
 from jaxlm.config import load_config
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
-from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, environment, read_jsonl
+from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, check_trackers, environment, read_jsonl
 from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.trackio import TrackioConfig
@@ -210,6 +210,22 @@ def trackers_of(tmp_path: Path, text: str, *arguments: str) -> list[TrackerConfi
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(["--config_path", str(tmp_path / "run.yaml"), *arguments], "test")
     return config.trainer.trackers
+
+
+@pytest.mark.parametrize(
+    ("trackers", "message"),
+    [
+        (
+            [TensorboardConfig(), WandbConfig(), TensorboardConfig()],
+            "two of type tensorboard that write to the same place",
+        ),
+        ([WandbConfig(id="a/b")], "id: 'a/b' given"),
+    ],
+)
+def test_trackers_that_cannot_be(trackers, message):
+    check_trackers([TensorboardConfig(), TensorboardConfig(logdir="there")])
+    with pytest.raises(ConfigError, match=f"trainer.tracker.*{message}"):
+        check_trackers(trackers)
 
 
 def test_one_tracker_a_list_or_only_the_command_line(tmp_path):

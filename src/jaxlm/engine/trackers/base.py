@@ -1,12 +1,14 @@
 """What a tracker is: something that is told about a run once, and then receives numbers by step."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import draccus
 
+from jaxlm.core.decode import choice_name
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 
 DEFAULT_TYPE = "wandb"
@@ -72,3 +74,14 @@ class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
 
         It may take its time and raise anything: `GuardedTracker` stands between it and the run.
         """
+
+
+def check_trackers(configs: Sequence[TrackerConfig]) -> None:
+    """Raises `ConfigError` for what cannot be, of one or of several together."""
+    for number, config in enumerate(configs):
+        config.check()
+        if config in configs[:number]:
+            kind = choice_name(type(config))
+            raise ConfigError(
+                f"trainer.tracker: two of type {kind} that write to the same place. Leave one out, or let them differ"
+            )
