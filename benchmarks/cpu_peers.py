@@ -9,6 +9,7 @@ compilation cache, peak memory, and how far the losses are from those of the fir
 """
 
 import argparse
+import compileall
 import json
 import statistics
 import subprocess
@@ -98,6 +99,8 @@ def main() -> None:
     peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in wanted)]
     for name in dict.fromkeys(peer.environment for peer in peers):
         prepare(name)
+    # As installing does for every other peer: an editable installation leaves it to the first import, if that may write.
+    compileall.compile_dir(ROOT / "src", quiet=1)
     records = {peer.name: Record() for peer in peers}
     for number in range(options.rounds):
         for peer in peers:

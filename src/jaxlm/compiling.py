@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchStage
+from jaxlm.core.collector import resting
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.programs import is_squeezed
@@ -114,6 +115,7 @@ def compile_steps(plan: Plan, phase: Phase, first_step: int, show: Callable[[str
     return StepPrograms({shape: compile_step(plan, phase, show, stage=by_shape[shape]) for shape in reversed(by_shape)})
 
 
+@resting()
 def compile_step(
     plan: Plan,
     phase: Phase,

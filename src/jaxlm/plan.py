@@ -11,6 +11,7 @@ from jaxlm.batching import BatchPlan, plan_batches, unreached
 from jaxlm.config import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
+from jaxlm.core.collector import resting
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
@@ -97,6 +98,7 @@ class Plan:
         return make_plan(config, self.run_id, vocab_size)
 
 
+@resting()
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
     """Works a configuration out for the devices that are there.
 

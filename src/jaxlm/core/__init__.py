@@ -1,3 +1,9 @@
 """What every other part stands on and what knows none of them."""
 
-from jaxlm.core import compat as compat  # must run before anything uses haliax
+from jaxlm.core.collector import resting
+
+with resting():
+    import haliax as haliax
+    import optax as optax
+
+    from jaxlm.core import compat as compat  # must run before anything uses haliax

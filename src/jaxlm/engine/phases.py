@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
+from jaxlm.core.collector import resting
 from jaxlm.core.judge import Judge
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
@@ -172,6 +173,7 @@ class Recipe:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
+@resting()
 def entering(
     recipe: Recipe,
     phase: Phase,

@@ -1,0 +1,51 @@
+"""The collector rests, and comes back to what it was."""
+
+import gc
+import weakref
+
+import pytest
+
+from jaxlm.core.collector import resting
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_it_comes_back_and_garbage_of_the_rest_is_found():
+    enabled = gc.isenabled()
+    with resting():
+        assert not gc.isenabled()
+        garbage = weakref.ref(Cycle())
+        with resting():
+            pass
+        assert not gc.isenabled()  # an inner rest does not end the outer one
+    assert gc.isenabled() == enabled
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
+
+
+def test_it_comes_back_after_a_failure_and_stays_off_where_it_was_off():
+    enabled = gc.isenabled()
+    with pytest.raises(KeyError), resting():
+        raise KeyError
+    assert gc.isenabled() == enabled
+    gc.disable()
+    try:
+        resting()(lambda: None)()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_the_host_froze_stays_frozen():
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with resting():
+            pass
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
