@@ -193,7 +193,10 @@ def forecast(python: str, topology: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(json.dumps(one.config))
-            found = answer_of([python, "-m", "jaxlm.bench", "--config_path", str(path), "--topology", topology])
+            try:
+                found = answer_of([python, "-m", "jaxlm.bench", "--config_path", str(path), "--topology", topology])
+            except PeerFailedError as error:
+                raise SystemExit(str(error)) from error
         seconds = f"{found['compute_seconds']:.3f} s | {found['memory_seconds']:.3f} s"
         rate = f"{found['tokens_per_second']:,.0f} | {found['mfu']:.1%}"
         how = f"{found['compiled_for']}, recomputation {found['recomputation']}"
