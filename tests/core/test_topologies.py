@@ -45,3 +45,10 @@ def test_links_are_slower_between_domains():
 
 def test_every_chip_has_a_peak():
     assert all(chip.peak > 1e14 for chip in CHIPS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"), [("h100-64", (8, 8)), ("h100-4", (1, 4)), ("h100-12", (1, 12)), ("v5p-512", (1, 256))]
+)
+def test_machines_are_as_large_as_a_domain(name, hosts):
+    assert parse_topology(name).hosts == hosts
