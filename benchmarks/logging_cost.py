@@ -1,93 +1,205 @@
 """What logging costs a step: metrics file, progress line and two trackers, beside nothing at all.
 
-    python benchmarks/logging_cost.py --config_path config/quickstart.yaml --segments 12 --steps 25
+    python benchmarks/logging_cost.py --config_path config/quickstart.yaml --minutes 4 [--keep pairs.json]
 
-One process, one compiled step, random tokens: segments with everything switched on and segments with nothing take turns.
-Prints the medians of a step, the ratio, and one JSON line last. The goal: a ratio of 1.01 at the most.
+One process, one compiled step, random tokens, four steps in flight as in training. Short stretches with everything
+switched on and with nothing take turns, in the order on-off, off-on, ...; the first second and a bit of each, in which
+the trackers' threads may still be at the records of the one before, is not counted. A pair gives the logarithm of the
+ratio of its stretches' mean steps; their mean without the outer tenths is the result, with the interval that holds 95 %
+of its bootstraps. `--keep` adds the pairs to those of earlier calls.
+
+Beside it the CPU seconds that logging takes a step, by thread, and those of wandb's process (on Linux): they depend less
+on what else the machine does. Where the step itself uses all cores to the full, they are what logging takes from it.
+
+Prints one JSON line last. The goal: a ratio of 1.01 at the most.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxlm.bench import random_batch
 from jaxlm.compiling import compile_step
 from jaxlm.config import load_config
-from jaxlm.core.decode import dump, encode
+from jaxlm.core.decode import choice_name, dump, encode
+from jaxlm.core.types import StepInfo
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.console import Console
 from jaxlm.engine.hooks import ProgressListener, TrackerListener
 from jaxlm.engine.phases import entering
-from jaxlm.engine.reports import Reports, Workload
+from jaxlm.engine.reports import Listener, Reports, Workload
 from jaxlm.engine.trackers import JsonlTracker
-from jaxlm.engine.trackers.base import RunFacts
-from jaxlm.engine.trackers.guarded import GuardedTracker
+from jaxlm.engine.trackers.base import RunFacts, Tracker
+from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.wandb import WandbConfig
-from jaxlm.plan import make_plan
+from jaxlm.plan import Plan, make_plan
+
+_TRIMMED, _BOOTSTRAPS = 0.1, 2000
+_SETTLE_S = Patience().gather_s + 0.2  # a tracker's thread is done with what came before
+_WARMUP_PAIRS, _FEWEST_PAIRS = 2, 10
 
 
 def main() -> None:
     """Takes turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--segments", type=int, default=12, help="of each kind")
-    parser.add_argument("--steps", type=int, default=25, help="of a segment")
+    parser.add_argument("--minutes", type=float, default=4, help="of measured steps, more or less")
+    parser.add_argument("--steps", type=int, default=12, help="of a stretch that count")
+    parser.add_argument("--keep", type=Path, help="JSON file of pairs: those in it count, and new ones are added")
     options, rest = parser.parse_known_args()
     config = load_config(rest, "benchmarks/logging_cost.py")
     plan = make_plan(config, "logging_cost", assumed_vocabulary(config)[0])
     with tempfile.TemporaryDirectory() as folder, plan.layout.use():
         os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
-        seconds = measure(plan, Path(folder), options.segments, options.steps)
-    silent, logged = (statistics.median(seconds[on]) for on in (False, True))
-    spread = statistics.quantiles(seconds[False], n=4)
-    print(f"\nsilent {silent * 1e3:.2f} ms ({spread[0] * 1e3:.2f}-{spread[2] * 1e3:.2f}), logged {logged * 1e3:.2f} ms")
-    ratios = [on / off for on, off in zip(seconds[True], seconds[False], strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    result = {"silent_s": silent, "logged_s": logged, "ratio": statistics.median(ratios), "quartiles": quartiles}
+        pairs, cpu_s = measure(plan, Path(folder), 60 * options.minutes, options.steps)
+    if options.keep is not None:
+        pairs = (json.loads(options.keep.read_text()) if options.keep.exists() else []) + pairs
+        options.keep.write_text(json.dumps(pairs))
+    show(pairs, cpu_s)
+
+
+def show(pairs: Sequence[tuple[float, float]], cpu_s: dict[str, float]) -> None:
+    """Prints the result. Args: pairs: seconds of a step (silent, logged). cpu_s: of a logged step, by who took it."""
+    silent, logged = np.asarray(pairs).T
+    logs = np.log(logged / silent)
+    drawn = np.random.default_rng(0).choice(logs, (_BOOTSTRAPS, len(logs)))
+    ratio = math.exp(trimmed_mean(logs))
+    low, high = (float(np.exp(np.quantile([trimmed_mean(one) for one in drawn], q))) for q in (0.025, 0.975))
+    step = statistics.median(silent)
+    print(f"\na silent step {step * 1e3:.2f} ms, a logged one {statistics.median(logged) * 1e3:.2f} ms (medians)")
+    print(f"ratio {ratio:.4f} (95 %: {low:.4f} to {high:.4f}; {len(pairs)} pairs)")
+    for name, seconds in sorted(cpu_s.items(), key=lambda item: -item[1]):
+        print(f"  {name:<32} {seconds * 1e6:8.1f} us CPU a step, {seconds / step:.2%} of it")
+    result = {"silent_s": step, "ratio": ratio, "low": low, "high": high, "pairs": len(pairs), "cpu_s": cpu_s}
     print(json.dumps(result))
 
 
-def measure(plan, folder: Path, segments: int, steps: int) -> dict[bool, list[float]]:
-    """Seconds of a step, one median a segment, without and with logging."""
+def trimmed_mean(values: np.ndarray) -> float:
+    """The mean without the lowest and the highest tenth."""
+    cut = int(len(values) * _TRIMMED)
+    return float(np.sort(values)[cut : len(values) - cut].mean())
+
+
+@dataclass
+class Switch:
+    """Listeners that hear of a step or do not.
+
+    Attributes:
+        cpu_s: of the loop's own thread, in them.
+        heard: steps that they heard of.
+    """
+
+    listeners: Sequence[Listener]
+    on: bool = False
+    cpu_s: float = 0.0
+    heard: int = 0
+
+    def __call__(self, info: StepInfo) -> None:
+        if self.on:
+            began = time.thread_time()
+            for listener in self.listeners:
+                listener(info)
+            self.cpu_s += time.thread_time() - began
+            self.heard += 1
+
+
+def measure(
+    plan: Plan, folder: Path, enough_s: float, steps: int
+) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """Mean seconds of a step in each pair of stretches, without and with logging, and CPU seconds of a logged step."""
+    trackers = open_trackers(plan, folder)  # first: wandb takes seconds to begin
     phase = plan.phases[0]
     step = compile_step(plan, phase, print).call
     state = entering(plan.recipe, phase, plan.layout, None)()
     vote, batch = Ballot(plan.layout).cast(Wishes()), random_batch(plan, 0)
+    listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
+    switch = Switch(listeners)
+    workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
+    reports = Reports("train", workload, [switch])
+    found: list[tuple[float, float]] = []
+    number = 0
+
+    def one_step() -> None:
+        nonlocal state, number
+        number += 1
+        state, report = step(state, batch, vote)
+        reports.push(number, report, 0.0)
+
+    def stretch(on: bool) -> float:
+        switch.on = on
+        settled = time.perf_counter() + _SETTLE_S
+        while time.perf_counter() < settled:
+            one_step()
+        began = time.perf_counter()
+        for _ in range(steps):
+            one_step()
+        return (time.perf_counter() - began) / steps
+
+    def pair(first: bool) -> tuple[float, float]:
+        seconds = {on: stretch(on) for on in (first, not first)}
+        return seconds[False], seconds[True]
+
+    for warming in range(_WARMUP_PAIRS):
+        pair(bool(warming % 2))
+    switch.cpu_s, switch.heard, before = 0.0, 0, cpu_seconds()
+    end = time.monotonic() + enough_s
+    while time.monotonic() < end or len(found) < _FEWEST_PAIRS:
+        found.append(pair(bool(len(found) % 2)))
+    spent = {name: (now - before.get(name, 0.0)) / switch.heard for name, now in cpu_seconds().items()}
+    reports.drain()
+    for tracker in trackers:
+        tracker.close()
+    return found, {"loop": switch.cpu_s / switch.heard} | {name: s for name, s in spent.items() if s > 0}
+
+
+def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
+    """The metrics file, TensorBoard and Weights & Biases, as a run opens them."""
     facts = RunFacts(
         "logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()}
     )
     foreign = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
     guarded = [
-        GuardedTracker(type(config).__name__, lambda config=config: config.open(facts), print) for config in foreign
+        GuardedTracker(choice_name(type(config)), lambda config=config: config.open(facts), print) for config in foreign
     ]
-    trackers = [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *guarded]
-    listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
-    workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
-    found: dict[bool, list[float]] = {False: [], True: []}
-    number = 0
-    for segment in range(2 * segments + 2):
-        logging = bool(segment % 2)
-        reports = Reports("train", workload, listeners if logging else [])
-        times = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            number += 1
-            state, report = step(state, batch, vote)
-            reports.push(number, report, 0.0)
-            times.append(time.perf_counter() - began)
-        reports.drain()
-        if segment >= 2:  # the first of each kind warms up
-            found[logging].append(statistics.median(times))
-    for tracker in trackers:
-        tracker.close()
+    return [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *guarded]
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Of every Python thread but this one, and of the processes that this one has started. Empty where nobody says."""
+    own, me = Path("/proc/self/task"), threading.get_native_id()
+    threads = {t.name: own / str(t.native_id) for t in threading.enumerate() if t.native_id != me}
+    found = {name: seconds for name, path in threads.items() if (seconds := _ran(path)) is not None}
+    for process in Path("/proc").glob("[0-9]*"):
+        tasks = [_ran(task) or 0.0 for task in process.glob("task/*")] if _parent(process) == os.getpid() else []
+        if tasks:
+            found[f"process {(process / 'comm').read_text().strip()}"] = sum(tasks)
     return found
+
+
+def _ran(task: Path) -> float | None:
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return None
+
+
+def _parent(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import traceback
 
 import pytest
 
+from jaxlm.data import prefetch
 from jaxlm.data.prefetch import Prefetch
 
 
@@ -35,6 +36,22 @@ def test_gives_everything_in_order_and_no_more_than_its_depth_ahead():
     time.sleep(0.2)
     ahead.close()
     assert made == list(range(7))  # five taken, two waiting
+
+
+def test_taking_what_is_ready_wakes_nobody_and_refill_does(monkeypatch):
+    monkeypatch.setattr(prefetch, "_POLL_S", 60.0)
+    made = []
+    ahead = Prefetch(made.append, depth=2)
+    wait_until(lambda: len(made) == 2)
+    time.sleep(0.1)  # by now it sleeps
+    ahead.take()
+    time.sleep(0.2)
+    assert len(made) == 2
+    ahead.refill()
+    wait_until(lambda: len(made) == 3)
+    for _ in range(50):  # more than there are, and nobody says refill
+        ahead.take()
+    ahead.close()
 
 
 def test_a_failure_comes_in_its_turn_with_its_traceback_and_stays():

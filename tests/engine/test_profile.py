@@ -81,6 +81,9 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
         def __next__(self):
             return 0
 
+        def read_ahead(self):
+            order.append("ahead")
+
         def state(self):
             return {}
 
@@ -105,7 +108,9 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
         ballot=SimpleNamespace(cast=lambda _: None, result=lambda *_: wishes),
         stop=SimpleNamespace(signal=0),
     )
-    assert " ".join(order) == "step push step push drain ( hook ) skip step push drain ( save ) skip"
+    assert " ".join(order) == (
+        "step ahead push step ahead push drain ( hook ) skip step ahead push drain ( save ) skip"
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, check_t
 from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
 from jaxlm.engine.trackers.tensorboard import TensorboardConfig
 from jaxlm.engine.trackers.trackio import TrackioConfig
-from jaxlm.engine.trackers.wandb import WandbConfig
+from jaxlm.engine.trackers.wandb import WandbConfig, WandbTracker
 from jaxlm.trainer_config import TrainerConfig
 from tests.engine.tracker_files import tensorboard_events, wandb_records
 
@@ -60,11 +60,14 @@ def events(folder: Path) -> list:
 def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
     pytest.importorskip("tensorboardX")
     tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
-    tracker.log(3, {"train/loss": 1.5})
+    tracker.log(3, {"train/loss": 1.5, "eval/a task": 0.5})
     tracker.close()
     values = {v.tag: (e.step, v) for e in events(tmp_path / "run") for v in e.summary.value}
     step, loss = values["train/loss"]
     assert (step, loss.simple_value) == (3, 1.5)
+    assert values["eval/a_task"][1].simple_value == 0.5
+    (together,) = [e for e in events(tmp_path / "run") if e.step == 3]  # what each event costs is paid once a record
+    assert len(together.summary.value) == 2
     assert b"seed: 7" in values["config/text_summary"][1].tensor.string_val[0]
     assert b"parameter_count: 1234" in values["summary/text_summary"][1].tensor.string_val[0]
     assert b"jax==" in values["packages/text_summary"][1].tensor.string_val[0]
@@ -151,6 +154,25 @@ def test_a_guarded_tracker_gets_everything_in_order():
     assert inside.calls[-1] == "close"
     assert inside.calls.count("flush") == 3
     assert lines == []
+
+
+def test_records_gather_until_it_is_time_or_a_flush_asks_for_them():
+    slow, quick = Recording(), Recording()
+    patient = GuardedTracker("t", slow.opened, print, Patience(gather_s=60.0))
+    hasty = GuardedTracker("t", quick.opened, print, Patience(gather_s=0.01))
+    deadline = time.monotonic() + 10
+    while not (slow.calls and quick.calls) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    for tracker in (patient, hasty):
+        tracker.log(1, {"x": 1.0})
+    while not quick.records and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (len(quick.records), len(slow.records)) == (1, 0)
+    patient.flush()
+    assert len(slow.records) == 1
+    for tracker in (patient, hasty):
+        tracker.close()
 
 
 @pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
@@ -330,6 +352,17 @@ def test_wandb_offline_writes_the_run(tmp_path):
             shown[record.history.step.num or items["_step"]] = parts
     assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
     assert shown == {s: {"_type": "histogram", "values": [s, 0, 4], "bins": [-1.0, 0.0, 1.0, 2.0]} for s in (2, 3)}
+
+
+def test_wandb_is_asked_once_what_it_has():
+    handle = mock.MagicMock()
+    asked = mock.PropertyMock(return_value=120)
+    type(handle).step = asked
+    tracker = WandbTracker(handle, None)
+    for step in (119, 120, 121):
+        tracker.log(step, {"x": 1.0})
+    assert [call.kwargs["step"] for call in handle.log.call_args_list] == [120, 121]
+    assert asked.call_count == 1
 
 
 @pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])

@@ -46,7 +46,7 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def __next__(self) -> Any:
-        """The next batch, on the devices.
+        """The next batch, on the devices; at once where it has been read already.
 
         Raises:
             Exception: what went wrong in the background, with its own traceback.
@@ -63,6 +63,10 @@ class Batches(abc.ABC):
     @abc.abstractmethod
     def records(self, step: int) -> str:
         """What the batch of a step (from 0, none later than the newest) is made of, so that a person can find it."""
+
+    @abc.abstractmethod
+    def read_ahead(self) -> None:
+        """Tells a stream that reads in the background that the newest batch's step is under way: now is the time."""
 
     def refresh(self, model: LanguageModel) -> None:
         """Tells a stream that depends on the model about its newest form; most do not."""

@@ -77,6 +77,11 @@ class WindowBatches(Batches):
         self._step += 1
         return batch
 
+    def read_ahead(self) -> None:
+        """See `Batches.read_ahead`."""
+        if self._ahead is not None:
+            self._ahead.refill()
+
     def state(self) -> dict[str, Any]:
         """{"examples": examples consumed, "step": the step of the next batch}."""
         return {"examples": self._consumed, "step": self._step}

@@ -55,6 +55,7 @@ def run_phase(
         loading_s = time.perf_counter() - waiting_since
         wishes = Wishes(stop=stop.signal, save=saver.due_by_clock())
         state, report = train_step(state, batch, ballot.cast(wishes))
+        batches.read_ahead()  # while this thread waits for the devices
         step += 1
         reports.push(step, report, loading_s)
         agreed = ballot.result(Wishes(stop=stop.signal, save=saver.due_by_clock()), reports.tally)

@@ -13,14 +13,16 @@ _Job = Callable[[Tracker], None]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run waits for a tracker.
+    """How long a run waits for a tracker, and a tracker for records.
 
     Attributes:
+        gather_s: between two looks into the queue. Being woken for a single record costs more than the record does.
         max_waiting: records that may wait; one more, and the tracker is given up.
         flush_s: before a save; it is waited for once in vain and then no more.
         close_s: at the end of the run.
     """
 
+    gather_s: float = 1.0
     max_waiting: int = 10_000
     flush_s: float = 5.0
     close_s: float = 60.0
@@ -29,6 +31,7 @@ class Patience:
 class GuardedTracker:
     """A tracker in a thread of its own: handing it a record takes microseconds, whatever becomes of it.
 
+    The thread sleeps while records gather, and wakes by itself or before its time for a flush and for the end.
     It is opened there as well. The first failure of any kind, a queue that runs full, or an end that does not come, is
     said once on the console and ends this tracker; the run and the other trackers go on.
     """
@@ -47,7 +50,7 @@ class GuardedTracker:
         self._patience = patience or Patience()
         self._jobs: deque[_Job | None] = deque()
         self._changed = threading.Condition()
-        self._opened = self._ended = self._given_up = False
+        self._opened = self._ended = self._given_up = self._in_hurry = False
         self._failure: BaseException | None = None
         self._num_given = self._num_done = 0
         self._waits = True
@@ -64,7 +67,7 @@ class GuardedTracker:
 
     def flush(self) -> None:
         """Waits a moment for what is in the queue; not at all before the tracker is open, or once it was too slow."""
-        target = self._give(lambda tracker: tracker.flush())
+        target = self._give(lambda tracker: tracker.flush(), in_hurry=True)
         if self._given_up or not self._opened or not self._waits:
             return
         with self._changed:
@@ -78,7 +81,7 @@ class GuardedTracker:
         """Waits for the rest of the queue and for the tracker's own end, as long as patience lasts."""
         if self._given_up:
             return
-        self._give(None)
+        self._give(None, in_hurry=True)
         if self._given_up:
             return
         with self._changed:
@@ -89,8 +92,8 @@ class GuardedTracker:
             )
         self._look()
 
-    def _give(self, job: _Job | None) -> int:
-        """Queues a job and returns its number."""
+    def _give(self, job: _Job | None, *, in_hurry: bool = False) -> int:
+        """Queues a job and returns its number. Args: in_hurry: wakes the thread for it."""
         self._look()
         if self._given_up:
             return 0
@@ -100,7 +103,9 @@ class GuardedTracker:
             else:
                 self._jobs.append(job)
                 self._num_given += 1
-            self._changed.notify_all()
+            if in_hurry:
+                self._in_hurry = True
+                self._changed.notify_all()
         if full:
             self._give_up(f"is {self._patience.max_waiting} records behind; the run goes on without it")
         return self._num_given
@@ -138,5 +143,7 @@ class GuardedTracker:
 
     def _next(self) -> _Job | None:
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._jobs))
+            while not self._jobs:
+                self._in_hurry = False
+                self._changed.wait_for(lambda: self._in_hurry, self._patience.gather_s)
             return self._jobs.popleft()

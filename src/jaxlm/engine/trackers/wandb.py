@@ -134,11 +134,14 @@ class WandbTracker:
     def __init__(self, handle: Any, dumps: Path | None):
         """Args: handle: an open wandb run. dumps: a folder to keep at the end."""
         self._handle = handle
+        self._first = (
+            handle.step
+        )  # asked once: each time it is a question to wandb's process, which costs what a record does
         self._dumps = dumps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records of steps that wandb has already are left out: a run that goes on repeats them to the last bit."""
-        if step >= self._handle.step:
+        if step >= self._first:
             self._handle.log(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -146,7 +149,7 @@ class WandbTracker:
         import wandb
 
         found = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
-        if step >= self._handle.step:
+        if step >= self._first:
             self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in found.items()}, step=step)
 
     def flush(self) -> None:
