@@ -14,9 +14,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, everywhere, main_only, same_everywhere
 from jaxlm.engine.folder import ARRAYS, Checkpoint, CheckpointFolder, SaveError
 from jaxlm.engine.integrity import seal, verify
-from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.naming import DAMAGED, UNFINISHED, find_checkpoints
 
-_UNFINISHED = ".unfinished"
 _TOKEN_BYTES = 16
 _LOOKS = 20
 _VISIBLE_AFTER_S = 10.0  # a network's disk may be seen by others a few seconds later
@@ -92,7 +91,7 @@ class LocalFolder(CheckpointFolder):
     def set_aside(self, name: str) -> str:
         """Renames it."""
         for number in range(1, 1_000_000):
-            aside = self._path / (f"{name}.damaged" + (f".{number}" if number > 1 else ""))
+            aside = self._path / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
             if not aside.exists():
                 break
         os.rename(self._path / name, aside)
@@ -132,7 +131,7 @@ class LocalFolder(CheckpointFolder):
     def _prepare(self, token: bytes) -> None:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            for path in self._path.glob(f"*{_UNFINISHED}"):
+            for path in self._path.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
         except OSError as error:
@@ -160,15 +159,15 @@ class LocalFolder(CheckpointFolder):
 
     @property
     def _probe(self) -> Path:
-        return self._path / f"probe{_UNFINISHED}"
+        return self._path / f"probe{UNFINISHED}"
 
     def _unfinished(self, name: str) -> Path:
-        return self._path / f"{name}{_UNFINISHED}"
+        return self._path / f"{name}{UNFINISHED}"
 
     def _remove(self, path: Path) -> None:
         """Deletes a checkpoint so that no half-deleted one is ever visible."""
         if path.exists():
-            doomed = path.with_name(f"deleted-{path.name}{_UNFINISHED}")  # not the name of what is being saved
+            doomed = path.with_name(f"deleted-{path.name}{UNFINISHED}")  # not the name of what is being saved
             os.rename(path, doomed)
             shutil.rmtree(doomed)
 

@@ -4,7 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+UNFINISHED, PENDING, DAMAGED = ".unfinished", ".pending", ".damaged"
+"""What a name ends in that is no finished checkpoint's: written or deleted in part, still to be uploaded, set aside."""
 _NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
+_ANOTHER = re.compile(rf"(?:{re.escape(UNFINISHED)}|{re.escape(PENDING)}|{re.escape(DAMAGED)}(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True, order=True)
@@ -25,7 +28,9 @@ class CheckpointName:
     def parse(text: str) -> "CheckpointName | None":
         """The name, or None where a text is none."""
         match = _NAME.fullmatch(text)
-        return None if match is None else CheckpointName(int(match[1]), match[2] is not None, text)
+        if match is None or _ANOTHER.search(text):
+            return None
+        return CheckpointName(int(match[1]), match[2] is not None, text)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:

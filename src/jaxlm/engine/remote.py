@@ -15,10 +15,9 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.folder import CURSOR
 from jaxlm.engine.integrity import CHECKSUMS, SHA256, digest_of, verify
-from jaxlm.engine.naming import CheckpointName
+from jaxlm.engine.naming import DAMAGED, UNFINISHED, CheckpointName
 
-_PARTIAL = ".unfinished"
-_DAMAGED = f"{CHECKSUMS}.damaged"
+_DAMAGED = f"{CHECKSUMS}{DAMAGED}"
 
 
 def is_url(path: str) -> bool:
@@ -50,7 +49,7 @@ class RemoteFolder:
 
     def probe(self, name: str = "probe") -> None:
         """Writes a small file and deletes it again; raises whatever the store raises."""
-        path = f"{self._root}/{name}{_PARTIAL}"
+        path = f"{self._root}/{name}{UNFINISHED}"
         self._fs.pipe_file(path, b"jaxlm")
         self._fs.rm_file(path)
 
@@ -128,7 +127,7 @@ class RemoteFolder:
         Raises:
             DamagedError: its files are not what was saved.
         """
-        unfinished = folder / f"{name}{_PARTIAL}"
+        unfinished = folder / f"{name}{UNFINISHED}"
         shutil.rmtree(unfinished, ignore_errors=True)
         root = f"{self._root}/{name}"
         for path in self._fs.find(root):

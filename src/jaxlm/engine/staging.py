@@ -12,10 +12,9 @@ from jaxlm.core.runtime import main_only
 from jaxlm.engine.folder import CheckpointFolder
 from jaxlm.engine.integrity import CHECKSUMS, DamagedError
 from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
-from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.naming import PENDING, find_checkpoints
 from jaxlm.engine.remote import RemoteFolder, find_remote
 
-_PENDING = ".pending"
 Show = Callable[[str], None]
 
 
@@ -51,8 +50,8 @@ class Staging:
             self._remote.make()
             self._remote.probe()
             self._remote.remove_unfinished()
-            for pending in self._folder.glob(f"*{_PENDING}"):
-                self.publish(self._folder / pending.name.removesuffix(_PENDING))
+            for pending in self._folder.glob(f"*{PENDING}"):
+                self.publish(self._folder / pending.name.removesuffix(PENDING))
             self._fetch(show)
 
     def publish(self, checkpoint: Path) -> None:
@@ -60,7 +59,7 @@ class Staging:
 
         Raises whatever the store raises; the checkpoint is then uploaded at the next start.
         """
-        pending = checkpoint.with_name(checkpoint.name + _PENDING)
+        pending = checkpoint.with_name(checkpoint.name + PENDING)
         if checkpoint.is_dir():
             pending.touch()
             self._remote.upload(checkpoint)
