@@ -91,7 +91,7 @@ def check_origin(plan: Plan) -> None:
         )
     if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
         raise ConfigError("trainer.load_checkpoint: false given, and a load_checkpoint_path. Leave one of them out")
-    own = plan.checkpoints.checkpoints()
+    own = main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own:
         raise ConfigError(
             f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1].place}), and a run that"
