@@ -75,7 +75,7 @@ def _imported(plan: Plan, show: Show) -> LanguageModel | None:
 
 
 def check_origin(plan: Plan) -> None:
-    """Looks at what is there and writes nothing.
+    """Looks at what is there, and changes nothing of it; what lies behind a URL may be copied here for that.
 
     Raises:
         ConfigError: keys that contradict each other, or a checkpoint that must be there and is not.

@@ -11,6 +11,7 @@ from jaxlm.engine.folder import CURSOR
 from jaxlm.engine.local_folder import LocalFolder
 from jaxlm.engine.places import checkpoints_at
 from jaxlm.engine.restore import newest_good
+from jaxlm.engine.staging import StagedFolder
 
 
 def save(folder: LocalFolder, step: int, *, temporary: bool, entering: str | None = None) -> str:
@@ -36,8 +37,10 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     LocalFolder(tmp_path).open(print)
     with monkeypatch.context() as patch:
         patch.setattr(local_folder, "same_everywhere", lambda names: False)  # others see other checkpoints
-        with pytest.raises(ConfigError, match="is not the same for all processes"):
+        with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same for all processes"):
             LocalFolder(tmp_path).open(print)
+        with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same for all processes"):
+            StagedFolder("memory://store/shared", tmp_path).open(print)
     # As on a process whose disk has not the file that process 0 has just written.
     monkeypatch.setattr(local_folder, "broadcast_from_main", lambda token: token ^ 1)
     with pytest.raises(ConfigError, match=f"{tmp_path} is not the same for all processes"):

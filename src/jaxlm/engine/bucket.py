@@ -141,9 +141,8 @@ class BucketFolder(CheckpointFolder):
             for file, md5 in self._remote.files(name).items()
         }
         self._remote.write(name, CHECKSUMS, json.dumps(sums, indent=1).encode())
-        for old in self._remote.temporary_names() if self._delete_temporary else []:
-            if old != name:
-                self._remote.delete(old)
+        for old in self._remote.replaced_by(name) if self._delete_temporary else []:
+            self._remote.delete(old)
 
     def _probe(self) -> None:
         """Writes and deletes a small file as the small files are written, and one as the arrays are."""
@@ -160,14 +159,17 @@ class BucketFolder(CheckpointFolder):
         )
 
 
-def bucket_checkpoints(url: str) -> list[BucketCheckpoint]:
-    """Whole checkpoints where a URL points, least steps first: at one, at a run's folder, or at a folder of runs.
+def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoint]:
+    """Whole checkpoints where a URL points, least steps first.
+
+    Args:
+        of_runs: see `find_remote`.
 
     Raises:
         ConfigError: the bucket cannot be read.
     """
     with _reading(url):
-        return [BucketCheckpoint(folder, name) for folder, name in find_remote(url)]
+        return [BucketCheckpoint(folder, name) for folder, name in find_remote(url, of_runs=of_runs)]
 
 
 def _reading(place: str, told: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Checkpoints on a disk that all processes see: written to a hidden folder, sealed, and then renamed."""
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -12,7 +13,8 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, everywhere, main_only, same_everywhere
-from jaxlm.engine.folder import ARRAYS, Checkpoint, CheckpointFolder, SaveError
+from jaxlm.engine.cursor import is_temporary
+from jaxlm.engine.folder import ARRAYS, CURSOR, Checkpoint, CheckpointFolder, SaveError
 from jaxlm.engine.integrity import seal, verify
 from jaxlm.engine.naming import DAMAGED, UNFINISHED, find_checkpoints
 
@@ -58,9 +60,13 @@ class LocalCheckpoint(Checkpoint):
 class LocalFolder(CheckpointFolder):
     """A folder of one run's checkpoints on a disk."""
 
-    def __init__(self, path: Path, *, delete_temporary: bool = True):
-        """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
+    def __init__(self, path: Path, *, delete_temporary: bool = True, key: str = "base_path"):
+        """Args:
+        delete_temporary: whether a new checkpoint replaces the temporary ones.
+        key: of `trainer.checkpointer`, that names the folder.
+        """
         self._path = path
+        self._key = key
         self._delete_temporary = delete_temporary
 
     @property
@@ -120,7 +126,8 @@ class LocalFolder(CheckpointFolder):
     def commit(self, name: str) -> None:
         """Seals it, and gives it its name."""
         seal(self._unfinished(name))
-        superseded = [old for old in self.checkpoints() if old.name != name and _is_temporary(old)]
+        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name != name]
+        superseded = [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]
         final = self._path / name
         if final.exists():
             self._remove(final)
@@ -147,8 +154,9 @@ class LocalFolder(CheckpointFolder):
 
     def _not_shared(self) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer: the folder {self._path.absolute()} is not the same for all processes, and each"
-            " writes its part of a checkpoint. Name one on a disk that all of them see, or gs://, which needs none"
+            f"trainer.checkpointer.{self._key}: the folder {self._path.absolute()} is not the same for all processes, and"
+            " each writes its part of a checkpoint. Name one on a disk that all of them see, or give base_path a gs://"
+            " address, which needs none"
         )
 
     def _sees(self, token: bytes) -> bool:
@@ -170,10 +178,3 @@ class LocalFolder(CheckpointFolder):
             doomed = path.with_name(f"deleted-{path.name}{UNFINISHED}")  # not the name of what is being saved
             os.rename(path, doomed)
             shutil.rmtree(doomed)
-
-
-def _is_temporary(checkpoint: LocalCheckpoint) -> bool:
-    try:
-        return checkpoint.cursor().temporary
-    except (OSError, ValueError, TypeError):
-        return False  # what cannot be read is not ours to delete

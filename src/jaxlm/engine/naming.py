@@ -41,10 +41,14 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [folder / name.text for name in sorted(name for name in names if name is not None)]
 
 
-def checkpoints_below(path: Path) -> list[Path]:
-    """Finished checkpoints: `path` itself, those in it, or those in the folders in it; least steps first."""
+def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
+    """Finished checkpoints: `path` itself, or those in it; least steps first.
+
+    Args:
+        of_runs: whether those in the folders in it are meant, too.
+    """
     if (path / "run" / "cursor.json").is_file():
         return [path]
-    runs = [path, *(sorted(path.iterdir()) if path.is_dir() else [])]
+    runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]
     found = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
     return [path for name, path in sorted((name, path) for name, path in found if name is not None)]
