@@ -1,0 +1,114 @@
+"""The loop beside a device: what it waits for, and what moves between the two."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.types import StepInfo
+from jaxlm.engine.agreement import Ballot
+from jaxlm.engine.loop import run_phase
+from jaxlm.engine.outcome import Done
+from jaxlm.engine.reports import MAX_IN_FLIGHT, Reports, Workload
+from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.step import Report
+from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
+
+WORKLOAD = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20)
+
+
+class NoSaver:
+    """Saves when the phase ends, into nothing."""
+
+    def due_by_clock(self) -> bool:
+        return False
+
+    def due_by_step(self, step: int) -> bool:
+        return False
+
+    def save(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Given:
+    """Batches that are there."""
+
+    def __init__(self, batches: list[Any]):
+        self._batches = iter(batches)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: str = "allow") -> list[StepInfo]:
+    seen: list[StepInfo] = []
+    ballot = Ballot(run.where)
+    with run.where.use(), jax.transfer_guard(guard):
+        _, outcome = run_phase(
+            run.state,
+            run.phase,
+            train_step,
+            Given(batches),  # type: ignore[arg-type]
+            reports=Reports(run.phase.name, WORKLOAD, [seen.append]),
+            hooks=(),
+            saver=NoSaver(),  # type: ignore[arg-type]
+            ballot=ballot,
+            stop=StopRequest(),
+        )
+    assert isinstance(outcome, Done)
+    assert [info.step for info in seen] == list(range(1, run.phase.end + 1))
+    return seen
+
+
+def test_nothing_moves_between_host_and_devices_but_what_is_sent():
+    """`jax.transfer_guard`: every transfer in the loop is asked for by name, none happens in passing."""
+    run = TinyRun(layout(), phase(end=12))
+    batches = [batch(arrays(seed), run.where) for seed in range(12)]
+    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="host-to-device"):
+        jnp.sin(np.ones(3))  # the guard is awake here
+    seen = through_the_loop(run, run._step, batches, guard="disallow")
+    assert all(np.isfinite(info.metrics["train/loss"]) for info in seen)
+
+
+class Pending:
+    """A number on a device that is busy: whoever wants it waits."""
+
+    def __init__(self, value: Any, step: int, waited: list[int]):
+        self._value, self._step, self._waited = np.asarray(value), step, waited
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> "Pending":
+        self._waited.append(self._step)
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._waited.append(self._step)
+        return self._value.astype(dtype or self._value.dtype)
+
+
+def test_only_the_oldest_of_the_steps_in_flight_is_waited_for():
+    run = TinyRun(layout(), phase(end=12))
+    dispatched, waited, behind = 0, [], []
+
+    def dispatch(state: Any, _: Any, vote: jax.Array) -> tuple[Any, Report]:
+        nonlocal dispatched
+        behind.extend(dispatched - step for step in waited)
+        waited.clear()
+        dispatched += 1
+        pending = lambda value: Pending(value, dispatched, waited)  # noqa: E731
+        return state, Report({"train/loss": pending(1.0)}, {}, pending(np.zeros_like(vote)))  # type: ignore[arg-type]
+
+    through_the_loop(run, dispatch, [None] * 12)
+    assert behind
+    assert set(behind) == {MAX_IN_FLIGHT - 1}
