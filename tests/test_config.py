@@ -86,6 +86,11 @@ MISTAKES = {
         (),
         ["'zzz'"],
     ),
+    "phase named as what is no checkpoint": (
+        GOOD + "phases: [{name: a.damaged.2}]\n",
+        (),
+        ["phases.0.name", "not whole"],
+    ),
     "two phases of one name": (GOOD + "phases: [{name: a}, {name: a}]\n", (), ["phases", "a, a"]),
     "bad precision": (GOOD, ("--trainer.mp", "p=f32,c=bf17"), ["trainer.mp", "bf17", "bfloat16"]),
     "float16": (GOOD, ("--trainer.mp", "f16"), ["trainer.mp", "p=f32,c=float16"]),

@@ -1,13 +1,16 @@
 """What a start says about the run that it goes on with."""
 
+import contextlib
 from typing import Any
 
 import pytest
 
+from jaxlm import lineage
 from jaxlm.config import decode_run
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
 from jaxlm.engine.cursor import Cursor
-from jaxlm.lineage import moved_stages
+from jaxlm.lineage import check_same_data, moved_stages
 from jaxlm.plan import make_plan
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
@@ -39,3 +42,20 @@ def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, 
         assert "480 sequences" in line
         assert "960" in line
         assert "[{start: 0, value: 16}, {start: 30, value: 32}]" in line
+
+
+def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
+    """Each machine reads its own copy; what is compared is what decides about the tokens."""
+    (tmp_path / "a.txt").write_text("some text")
+    tree = {"model": SIZES, "data": {"train_urls": [str(tmp_path)], "cache_dir": "nowhere"}}
+    plan, compared = make_plan(decode_run(Source(tree), None), "x", 64), []
+    monkeypatch.setattr(lineage, "same_everywhere", lambda text: compared.append(text) or len(set(compared)) == 1)
+    for fingerprint, text, differs in (
+        ("t", "some text", False),
+        ("t", "some more", True),
+        ("u", "some text", True),
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(ConfigError, match="different text") if differs else contextlib.nullcontext():
+            check_same_data(plan, fingerprint)
+        del compared[1:]

@@ -7,7 +7,7 @@ from typing import Any
 from jaxlm.config import RunConfig
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import main_first
+from jaxlm.core.runtime import main_first, same_everywhere
 from jaxlm.data.config import DataConfig
 from jaxlm.data.shuffle_config import EraShuffle
 from jaxlm.data.token_data import TokenData
@@ -46,7 +46,8 @@ def with_length_of_data(
     """The configuration with the `num_train_steps` that `epoch` or `data.stop_strategy` come to, where they are set.
 
     Raises:
-        ConfigError: `num_train_steps` says something else than `epoch`, or the data does not fill one batch.
+        ConfigError: `num_train_steps` says something else than `epoch`, the data does not fill one batch, or is not as long
+            for all processes.
     """
     check_length(config)
     phases, sections = plan_phases(config)
@@ -60,6 +61,11 @@ def with_length_of_data(
             num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, show)
         start += steps.get(phase.index, phase.num_steps)
+    if not same_everywhere(str(steps)):
+        raise ConfigError(
+            f"trainer.num_train_steps: by the data it is {', '.join(map(str, steps.values()))} here, and something else on"
+            " another process. Remove data.cache_dir on all machines, and start again"
+        )
     return _with_steps(config, steps)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxlm.config import RunConfig, read_config
 from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import main_first, same_everywhere
 from jaxlm.engine.cursor import Cursor
 from jaxlm.engine.integrity import DamagedError
 from jaxlm.engine.phases import Phase
@@ -146,6 +147,21 @@ def _model_identity(config: RunConfig) -> dict[str, Any]:
 def data_identity(plan: Plan) -> dict[str, Any]:
     """What each phase is trained on, by content: phase -> what `DataConfig.identity` says. Plain JSON."""
     return {phase.name: data.identity() for phase, data in zip(plan.phases, plan.data, strict=True)}
+
+
+def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
+    """Compares what the processes train on: each reads its own copy, and disks of their own may have other ones.
+
+    Raises:
+        ConfigError: it is not the same for all of them.
+    """
+    identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
+    if not same_everywhere(identity + tokenizer_fingerprint):
+        raise ConfigError(
+            "data: the processes of the run have different text, or different tokenizers: a copy on one of the machines is"
+            " old or incomplete. Copy the same files to all of them, and remove data.cache_dir where it was made from"
+            f" others. Here the tokenizer is {tokenizer_fingerprint[:12]} and the data {identity}"
+        )
 
 
 def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

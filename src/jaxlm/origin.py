@@ -75,7 +75,7 @@ def _imported(plan: Plan, show: Show) -> LanguageModel | None:
 
 
 def check_origin(plan: Plan) -> None:
-    """Looks at what is there and writes nothing.
+    """Looks at what is there, and changes nothing of it; what lies behind a URL may be copied here for that.
 
     Raises:
         ConfigError: keys that contradict each other, or a checkpoint that must be there and is not.
@@ -91,7 +91,7 @@ def check_origin(plan: Plan) -> None:
         )
     if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
         raise ConfigError("trainer.load_checkpoint: false given, and a load_checkpoint_path. Leave one of them out")
-    own = plan.checkpoints.checkpoints()
+    own = main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own:
         raise ConfigError(
             f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1].place}), and a run that"

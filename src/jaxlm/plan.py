@@ -18,6 +18,7 @@ from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.config import TRAIN_BPE, DataConfig
 from jaxlm.engine.folder import CheckpointFolder
+from jaxlm.engine.naming import CheckpointName
 from jaxlm.engine.phases import Phase, Recipe
 from jaxlm.engine.places import folder_at
 from jaxlm.interop.family import family_of_config
@@ -165,6 +166,11 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     for index, phase in enumerate(written):
         if not phase.name.replace("_", "").replace(".", "").isalnum():
             raise ConfigError(f"phases.{index}.name: '{phase.name}' given; letters, digits, '_' and '.' are allowed")
+        if CheckpointName.parse(f"step-0-{phase.name}") is None:
+            raise ConfigError(
+                f"phases.{index}.name: '{phase.name}' given, which ends as the names of checkpoints do that are not whole."
+                " Choose another"
+            )
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
         if steps < 1:

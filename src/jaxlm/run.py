@@ -179,8 +179,8 @@ def open_run(
         resume_step: of the checkpoint that the run goes on from; None where there is none.
     """
     config_text = dump(as_run_config(plan.config))
-    identity = main_first(lambda: data_identity(plan))  # it may copy remote files
-    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: json.dumps(identity).encode()} | {
+    identity = json.dumps(data_identity(plan))
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode()} | {
         f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
     }
     writer = CheckpointWriter(plan.checkpoints, files)
@@ -192,7 +192,7 @@ def open_run(
             closing.callback(tracker.close)
         before = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
         yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
-        writer.wait()
+        main_first(writer.wait)  # nobody goes on before process 0 has given the last checkpoint its name
 
 
 def _write_config(folder: Path, text: str) -> None:

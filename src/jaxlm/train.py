@@ -34,7 +34,7 @@ with resting():
     from jaxlm.engine.state import RunState
     from jaxlm.engine.trackers import check_trackers
     from jaxlm.length import check_length, with_length_of_data
-    from jaxlm.lineage import changes, check_cursor, check_same_run, moved_stages
+    from jaxlm.lineage import changes, check_cursor, check_same_data, check_same_run, moved_stages
     from jaxlm.models.base import LanguageModel
     from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
     from jaxlm.plan import Plan, make_plan
@@ -100,6 +100,7 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     keep_compiled_programs(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
+    check_same_data(plan, tokenizer.fingerprint)
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
     config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
     plan = plan.knowing(config, tokenizer.vocab_size)

@@ -13,11 +13,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import load_yaml
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.folder import CURSOR, Checkpoint
 from jaxlm.engine.integrity import DamagedError
-from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
 from jaxlm.engine.places import checkpoints_at
-from jaxlm.engine.remote import is_url
 from jaxlm.engine.restore import Found, restore
 from jaxlm.engine.save_policy import CheckpointerConfig
 from jaxlm.models.base import LanguageModel
@@ -165,7 +162,7 @@ def find_checkpoint(place: Path | str) -> Found:
     Raises:
         ConfigError: there is none, or its files are not what was saved.
     """
-    candidates = _candidates(str(place))
+    candidates = checkpoints_at(str(place), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(place)
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
@@ -177,10 +174,3 @@ def find_checkpoint(place: Path | str) -> Found:
     except DamagedError as damage:
         raise ConfigError(f"--checkpoint {newest.place}: damaged: {damage}. Name another one") from damage
     return Found(newest, newest.cursor())
-
-
-def _candidates(place: str) -> Sequence[Checkpoint]:
-    if is_url(place):
-        return checkpoints_at(place, Path(CheckpointerConfig.staging_dir))
-    itself = LocalCheckpoint(Path(place))
-    return [itself] if (itself.path / CURSOR).is_file() else LocalFolder(itself.path).checkpoints()

@@ -24,7 +24,7 @@ from jaxlm.engine.folder import CURSOR, SaveError
 from jaxlm.engine.integrity import DamagedError, seal, verify
 from jaxlm.engine.local_folder import LocalFolder
 from jaxlm.engine.places import checkpoints_at, folder_at
-from jaxlm.engine.restore import NothingUsableError, newest_good, restore
+from jaxlm.engine.restore import NothingUsableError, newest_good, newest_whole, restore
 from jaxlm.engine.staging import StagedFolder
 from tests.engine.helpers import layout
 from tests.gcs import BUCKET
@@ -151,6 +151,36 @@ def test_damage_is_noticed_set_aside_and_the_one_before_used(store):
         store.pipe_file(f"/bucket/run/step-{step}/state/d/extra", b"")
     with pytest.raises(NothingUsableError, match="all 2 checkpoints in memory://bucket/run are damaged"):
         newest_good(folder, said.append)
+
+
+UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError("what another library raises")]
+
+
+@pytest.mark.parametrize("file", ["checksums.json", "run/cursor.json"])
+@pytest.mark.parametrize("error", UNANSWERED, ids=lambda error: type(error).__name__)
+def test_a_store_that_does_not_answer_is_a_message_and_no_damage(store, monkeypatch, file, error):
+    """Else a network that fails for a moment would cost the newest checkpoint."""
+    folder, said, cat = BucketFolder(URL), [], type(store).cat_file
+    for step in (1, 2):
+        save(store, folder, step)
+
+    def unanswered(self, path, *args, **kwargs):
+        if path.endswith(f"step-2/{file}"):
+            raise error
+        return cat(self, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "cat_file", unanswered)
+        with pytest.raises(ConfigError, match=rf"{URL}/step-2 cannot be read \({type(error).__name__}: {error}\)"):
+            newest_good(folder, said.append)
+        with pytest.raises(ConfigError, match=f"{URL}/step-2 cannot be read"):
+            newest_whole(folder.checkpoints(), URL, said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "ls", lambda *args, **kwargs: unanswered(store, f"step-2/{file}"))
+        with pytest.raises(ConfigError, match=f"{URL} cannot be read"):
+            newest_good(folder, said.append)
+    assert said == []
+    assert newest_good(folder, said.append).checkpoint.name == "step-2"
 
 
 def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, with_md5, monkeypatch):

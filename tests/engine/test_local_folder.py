@@ -9,12 +9,16 @@ from jaxlm.engine import local_folder
 from jaxlm.engine.cursor import Cursor
 from jaxlm.engine.folder import CURSOR
 from jaxlm.engine.local_folder import LocalFolder
+from jaxlm.engine.places import checkpoints_at
+from jaxlm.engine.restore import newest_good
+from jaxlm.engine.staging import StagedFolder
 
 
-def save(folder: LocalFolder, step: int, *, temporary: bool) -> None:
-    cursor = Cursor(step, 0, "train", entering=False, temporary=temporary)
+def save(folder: LocalFolder, step: int, *, temporary: bool, entering: str | None = None) -> str:
+    cursor = Cursor(step, int(entering is not None), entering or "train", entering is not None, temporary)
     folder.begin(cursor.folder_name, {CURSOR: cursor.to_json()})
     folder.commit(cursor.folder_name)
+    return cursor.folder_name
 
 
 def test_a_temporary_checkpoint_replaces_the_one_of_its_own_name(tmp_path):
@@ -33,8 +37,10 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     LocalFolder(tmp_path).open(print)
     with monkeypatch.context() as patch:
         patch.setattr(local_folder, "same_everywhere", lambda names: False)  # others see other checkpoints
-        with pytest.raises(ConfigError, match="is not the same for all processes"):
+        with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same for all processes"):
             LocalFolder(tmp_path).open(print)
+        with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same for all processes"):
+            StagedFolder("memory://store/shared", tmp_path).open(print)
     # As on a process whose disk has not the file that process 0 has just written.
     monkeypatch.setattr(local_folder, "broadcast_from_main", lambda token: token ^ 1)
     with pytest.raises(ConfigError, match=f"{tmp_path} is not the same for all processes"):
@@ -46,3 +52,21 @@ def test_what_an_earlier_run_left_is_removed(tmp_path):
     (tmp_path / "probe.unfinished").write_bytes(os.urandom(4))
     LocalFolder(tmp_path).prepare()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("phase", [None, "sft", "step.2"])
+def test_what_is_not_whole_is_no_checkpoint_whatever_its_phase_is_called(tmp_path, phase):
+    """Else a kill or damage there would leave a run that finds no whole one any more, the whole one before it included."""
+    folder, said = LocalFolder(tmp_path), []
+    save(folder, 9, temporary=False)
+    name = save(folder, 10, temporary=True, entering=phase)
+    (tmp_path / name).rename(tmp_path / f"{name}.unfinished")
+    assert newest_good(folder, said.append).checkpoint.name == "step-9"
+    assert said == []
+    for aside in (f"{name}.damaged", f"{name}.damaged.2"):
+        save(folder, 10, temporary=True, entering=phase)
+        assert [checkpoint.name for checkpoint in checkpoints_at(str(tmp_path), tmp_path)] == ["step-9", name]
+        (tmp_path / name / CURSOR).write_bytes(b"")
+        assert newest_good(folder, said.append).checkpoint.name == "step-9"
+        assert f"Set aside as {aside};" in said.pop()
+    assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-9"]

@@ -1,7 +1,7 @@
 """Checkpoints behind a URL, on fsspec's store in memory: whole or not there, whatever fails on the way."""
 
+import contextlib
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -9,9 +9,14 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.integrity import CHECKSUMS, DamagedError, seal
+from jaxlm.engine.copies import staged, staging_folder
+from jaxlm.engine.cursor import Cursor
+from jaxlm.engine.folder import CURSOR
+from jaxlm.engine.integrity import DamagedError
+from jaxlm.engine.places import checkpoints_at
 from jaxlm.engine.remote import RemoteFolder, is_url
-from jaxlm.engine.staging import Staging, staged, staging_folder
+from jaxlm.engine.restore import newest_good
+from jaxlm.engine.staging import StagedFolder
 
 URL = "memory://store/run"
 
@@ -24,20 +29,42 @@ def store():
     return fs
 
 
-def checkpoint(folder: Path, name: str, *, temporary: bool = False, content: bytes = b"numbers") -> Path:
-    path = folder / name
-    (path / "run").mkdir(parents=True)
-    (path / "state" / "d").mkdir(parents=True)
-    (path / "run" / "cursor.json").write_text(json.dumps({"temporary": temporary}))
-    (path / "state" / "d" / "array").write_bytes(content)
-    seal(path)
-    return path
+def save(folder: StagedFolder, step: int, *, temporary: bool = False, entering: bool = False) -> str:
+    cursor = Cursor(step, int(entering), "second" if entering else "train", entering, temporary)
+    name = cursor.folder_name
+    folder.begin(name, {CURSOR: cursor.to_json()})
+    arrays = Path(folder.arrays(name), "d")
+    arrays.mkdir(parents=True)
+    (arrays / "array").write_bytes(b"numbers")
+    folder.commit(name)
+    return name
 
 
-def synchronised(folder: Path) -> list[str]:
-    said: list[str] = []
-    Staging(URL, folder).synchronise(said.append)
-    return said
+def opened(machine: Path, *, delete_temporary: bool = True) -> tuple[StagedFolder, list[str]]:
+    """A run's folder as a start has it on a machine, and what was said."""
+    folder, said = StagedFolder(URL, machine, delete_temporary=delete_temporary), []
+    folder.open(said.append)
+    return folder, said
+
+
+def names(folder: StagedFolder) -> list[str]:
+    return [checkpoint.name for checkpoint in folder.checkpoints()]
+
+
+@contextlib.contextmanager
+def breaking(store, method: str, after: int = 0):
+    """The connection to the store breaks after so many calls."""
+    does, done = getattr(type(store), method), []
+
+    def counting(self, *args, **kwargs):
+        if len(done) == after:
+            raise OSError("the connection broke")
+        done.append(1)
+        return does(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), method, counting)
+        yield
 
 
 class TestFullDisk:
@@ -45,9 +72,7 @@ class TestFullDisk:
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
     def test_while_a_checkpoint_is_fetched(self, store, tmp_path, monkeypatch, number):
-        here = tmp_path / "here"
-        synchronised(here)
-        Staging(URL, here).publish(checkpoint(here, "step-5"))
+        save(opened(tmp_path / "here")[0], 5)
 
         def full(*args, **kwargs):
             raise OSError(number, os.strerror(number))
@@ -55,14 +80,14 @@ class TestFullDisk:
         monkeypatch.setattr(type(store), "get_file", full)
         said = rf"trainer\.checkpointer\.staging_dir: .*{os.strerror(number)}"
         with pytest.raises(ConfigError, match=said):
-            synchronised(tmp_path / "elsewhere")
+            opened(tmp_path / "elsewhere")
         with pytest.raises(ConfigError, match=said):
             staged(URL, tmp_path / "staging")
 
     def test_a_folder_that_cannot_be_made(self, store, tmp_path):
         (tmp_path / "a file").write_text("")
         with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.staging_dir: .*a file/x.* cannot be used"):
-            synchronised(tmp_path / "a file" / "x")
+            opened(tmp_path / "a file" / "x")
 
     def test_the_store_is_still_named_where_it_is_the_store(self, store, tmp_path, monkeypatch):
         def refused(*args, **kwargs):
@@ -70,7 +95,7 @@ class TestFullDisk:
 
         monkeypatch.setattr(type(store), "pipe_file", refused)
         with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: memory://store/run cannot be used"):
-            synchronised(tmp_path / "here")
+            opened(tmp_path / "here")
 
 
 def test_what_is_a_url():
@@ -82,104 +107,147 @@ def test_what_is_a_url():
 
 
 def test_there_and_back(store, tmp_path):
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    synchronised(here)
-    staging = Staging(URL, here)
-    for name in ("step-5", "step-10", "step-10-second"):
-        staging.publish(checkpoint(here, name))
-    assert RemoteFolder(URL).names() == ["step-5", "step-10", "step-10-second"]
-    assert [path.name for path in here.iterdir()] == ["step-10-second"]
-    synchronised(elsewhere)
-    files = {p.relative_to(elsewhere): p.read_bytes() for p in elsewhere.rglob("*") if p.is_file()}
-    assert files == {p.relative_to(here): p.read_bytes() for p in here.rglob("*") if p.is_file()}
+    here, _ = opened(tmp_path / "here")
+    saved = [save(here, 5), save(here, 10), save(here, 10, entering=True)]
+    assert RemoteFolder(URL).names() == saved == ["step-5", "step-10", "step-10-second"]
+    assert names(here) == saved[-1:]
+    elsewhere, _ = opened(tmp_path / "elsewhere")
+    files = [
+        {p.relative_to(c.path): p.read_bytes() for p in c.path.rglob("*") if p.is_file()}
+        for folder in (here, elsewhere)
+        for c in folder.checkpoints()
+    ]
+    assert files[0] == files[1]
 
 
 def test_each_checkpoint_replaces_the_temporary_ones(store, tmp_path):
-    staging = Staging(URL, tmp_path)
-    for name, temporary in (("step-1", True), ("step-2", False), ("step-3", True), ("step-4", True)):
-        staging.publish(checkpoint(tmp_path, name, temporary=temporary))
+    folder, _ = opened(tmp_path)
+    for step, temporary in ((1, True), (2, False), (3, True), (4, True)):
+        save(folder, step, temporary=temporary)
     assert RemoteFolder(URL).names() == ["step-2", "step-4"]
-    kept = Staging(URL, tmp_path, delete_temporary=False)
-    kept.publish(checkpoint(tmp_path, "step-5"))
+    save(opened(tmp_path, delete_temporary=False)[0], 5)
     assert RemoteFolder(URL).names() == ["step-2", "step-4", "step-5"]
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_an_upload_that_breaks_off_is_never_seen_and_made_up_for(store, tmp_path, monkeypatch, after):
+def test_an_upload_that_breaks_off_is_never_seen_and_made_up_for(store, tmp_path, after):
     """Whatever file it breaks off at; and what is already there under the same name is not taken for the new one."""
-    here = tmp_path / "here"
-    staging = Staging(URL, here)
-    staging.publish(checkpoint(here, "step-1"))
-    put, done = type(store).put_file, []
-
-    def breaking(self, *args, **kwargs):
-        if len(done) == after:
-            raise OSError("the connection broke")
-        done.append(1)
-        return put(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(store), "put_file", breaking)
-        finished = checkpoint(here, "step-2")
+    folder, _ = opened(tmp_path / "here")
+    save(folder, 1, temporary=True)
+    with breaking(store, "put_file", after):
         if after < 3:
             with pytest.raises(OSError, match="connection broke"):
-                staging.publish(finished)
+                save(folder, 2)
             assert RemoteFolder(URL).names() == ["step-1"]
             assert [path.name for path in staged(URL, tmp_path / "reader")] == ["step-1"]
         else:
-            staging.publish(finished)
-    synchronised(here)
-    assert RemoteFolder(URL).names() == ["step-1", "step-2"]
-    assert [path.name for path in here.iterdir()] == ["step-2"]
+            save(folder, 2)
+    folder, _ = opened(tmp_path / "here")
+    newest = newest_good(folder, print)
+    assert newest is not None
+    assert newest.checkpoint.name == "step-2"
+    folder.prepare()
+    newest.checkpoint.verify()
+    assert RemoteFolder(URL).names() == ["step-2"]
+    assert names(opened(tmp_path / "here")[0]) == ["step-2"]
 
 
-def test_a_deletion_that_breaks_off_leaves_nothing_that_looks_whole(store, tmp_path, monkeypatch):
-    Staging(URL, tmp_path).publish(checkpoint(tmp_path, "step-1"))
+def test_opening_changes_nothing_over_there(store, tmp_path):
+    """The run may still be refused as another one."""
+    folder, _ = opened(tmp_path)
+    save(folder, 1, temporary=True)
+    with breaking(store, "put_file", 2), pytest.raises(OSError, match="connection broke"):
+        save(folder, 2)
+    before = {path: store.cat_file(path) for path in store.find("/store")}
+    folder, _ = opened(tmp_path)
+    assert {path: store.cat_file(path) for path in store.find("/store")} == before
+    assert names(folder) == ["step-1", "step-2"]
+
+
+def test_what_was_not_uploaded_gives_way_to_what_another_machine_has_done_since(store, tmp_path):
+    here, _ = opened(tmp_path / "here")
+    with breaking(store, "put_file"), pytest.raises(OSError, match="connection broke"):
+        save(here, 2)
+    save(opened(tmp_path / "there")[0], 4, temporary=True)
+    here, _ = opened(tmp_path / "here")
+    newest = newest_good(here, print)
+    assert newest is not None
+    here.prepare()
+    newest.checkpoint.verify()
+    assert newest.checkpoint.name == "step-4"
+    assert RemoteFolder(URL).names() == ["step-2", "step-4"]
+
+
+def test_a_deletion_that_breaks_off_leaves_nothing_that_looks_whole(store, tmp_path):
+    folder, _ = opened(tmp_path)
+    save(folder, 1)
     remote = RemoteFolder(URL)
-
-    def breaking(*_args, **_kwargs):
-        raise OSError("the connection broke")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(store), "rm", breaking)
-        with pytest.raises(OSError, match="connection broke"):
-            remote.delete("step-1")
+    with breaking(store, "rm"), pytest.raises(OSError, match="connection broke"):
+        remote.delete("step-1")
     assert remote.names() == []
-    remote.remove_unfinished()
+    folder.prepare()
     assert not store.exists("/store/run/step-1")
 
 
 def test_damage_over_there_is_noticed_and_the_one_before_used(store, tmp_path):
-    staging = Staging(URL, tmp_path / "here")
-    for name in ("step-1", "step-2"):
-        staging.publish(checkpoint(tmp_path / "here", name))
+    folder, _ = opened(tmp_path / "here")
+    for step in (1, 2):
+        save(folder, step)
     store.pipe_file("/store/run/step-2/state/d/array", b"nombers")
     with pytest.raises(DamagedError):
         RemoteFolder(URL).download("step-2", tmp_path)
-    (said,) = synchronised(tmp_path / "elsewhere")
+    folder, (said,) = opened(tmp_path / "elsewhere")
     assert "step-2 is damaged" in said
-    assert [path.name for path in (tmp_path / "elsewhere").iterdir() if path.name.count(".") == 0] == ["step-1"]
+    assert names(folder) == ["step-1"]
+    with pytest.raises(ConfigError, match="step-2 is damaged: state/d/array is not what was saved"):
+        staged(URL, tmp_path / "reader")
+
+
+def test_a_damaged_copy_is_fetched_again(store, tmp_path):
+    """The one over there is whole: nothing is lost, and the run goes on."""
+    save(opened(tmp_path)[0], 1)
+    (copied,) = staged(URL, tmp_path)
+    (copied / "state" / "d" / "array").write_bytes(b"nombers")
+    folder, said = opened(tmp_path)
+    newest = newest_good(folder, said.append)
+    assert newest is not None
+    assert newest.checkpoint.name == "step-1"
+    assert said == []
+
+
+def test_an_old_checkpoint_whose_cursor_cannot_be_read_is_left_alone(store, tmp_path):
+    """It must not end every later save."""
+    folder, _ = opened(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    store.rm_file(f"/store/run/step-1/{CURSOR}")
+    store.pipe_file(f"/store/run/step-2/{CURSOR}", b"[]")
+    save(folder, 4)
+    assert RemoteFolder(URL).names() == ["step-1", "step-2", "step-3", "step-4"]
 
 
 def test_the_store_is_the_truth(store, tmp_path):
     """What was deleted over there does not come back from a local copy."""
-    Staging(URL, tmp_path).publish(checkpoint(tmp_path, "step-1"))
+    save(opened(tmp_path)[0], 1)
     RemoteFolder(URL).delete("step-1")
-    synchronised(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert names(opened(tmp_path)[0]) == []
 
 
 def test_discovery_below_a_url(store, tmp_path):
-    for run, name in (("one", "step-9"), ("two", "step-10")):
-        Staging(f"memory://store/{run}", tmp_path / run).publish(checkpoint(tmp_path / run, name))
-    for url, expected in (
-        ("memory://store", "step-10"),
-        ("memory://store/one/", "step-9"),
-        ("memory://store/one/step-9", "step-9"),
+    for run, step in (("one", 9), ("two", 10)):
+        folder = StagedFolder(f"memory://store/{run}", tmp_path)
+        folder.open(print)
+        save(folder, step)
+    for url, of_runs, expected in (
+        ("memory://store", True, ["step-10"]),
+        ("memory://store", False, []),
+        ("memory://store/one/", False, ["step-9"]),
+        ("memory://store/one/step-9", False, ["step-9"]),
     ):
-        (found,) = staged(url, tmp_path / "copies")
-        assert found.name == expected
-        assert (found / CHECKSUMS).is_file()
+        found = checkpoints_at(url, tmp_path / "copies", of_runs=of_runs)
+        assert [checkpoint.name for checkpoint in found] == expected
+        for checkpoint in found:
+            checkpoint.verify()
     assert staged("memory://nowhere", tmp_path) == []
     assert staging_folder(tmp_path, "memory://store/one/") == staging_folder(tmp_path, "memory://store/one")
 

@@ -1,9 +1,12 @@
 """Two processes that share no disk, and a bucket: killed inside of saves, they end as if they had not been."""
 
+import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -21,7 +24,7 @@ RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--
 EVERY_THIRD = ("--trainer.checkpointer.keep", "[{every: 3}]")
 
 
-def machines(shared, tmp_path) -> list[Workplace]:
+def machines(shared: Path, tmp_path: Path) -> list[Workplace]:
     """Two folders, and nothing that is written is in both."""
     made = []
     for number in range(2):
@@ -110,3 +113,16 @@ def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_
     assert {step for step, _ in losses} == set(expected) == set(range(1, STEPS + 1))
     assert all(loss == expected[step] for step, loss in losses)
     assert not any((place.folder / name).exists() for place in places for name in ("checkpoints", "cache/checkpoints"))
+
+
+@pytest.mark.slow
+def test_machines_with_other_text_do_not_train(shared, tmp_path):
+    """One copy of the text is older: its batches would be mixed with the other machine's, and nothing would tell."""
+    here, there = machines(shared, tmp_path)
+    shutil.copytree(shared / "corpus", tmp_path / "older")
+    next((tmp_path / "older" / "train").iterdir()).write_text("some other text\n" * 9999)
+    there = replace(there, corpus=tmp_path / "older")
+    there.write()
+    ends = [process_end(process) for process in start((here, there), str(tmp_path / "checkpoints"), "x", {})]
+    assert [code for code, _, _ in ends] == [2, 2], ends
+    assert all("the processes of the run have different text" in err for _, _, err in ends)

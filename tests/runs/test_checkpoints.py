@@ -164,3 +164,12 @@ def test_killed_while_saving(finished, workplace):
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_while_saving_thirty_times(finished, workplace, seed):
     check_kills_while_saving(finished, workplace, seed=seed, kills=30)
+
+
+@pytest.mark.slow
+def test_every_process_ends_with_the_checkpoint_that_process_0_commits(workplace):
+    place = workplace(1)
+    place.write()
+    processes = place.start_all(2, *RUN, "--trainer.num_train_steps", "6", module="tests.runs.slow_to_commit")
+    ends = [process.communicate(timeout=300) for process in processes]
+    assert ["ends with checkpoints/run/step-6\n" in out for out, _ in ends] == [True, True], ends

@@ -59,6 +59,7 @@ def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
         pytest.param("first phase", marks=pytest.mark.slow),
         "boundary",
         "after surgery",
+        pytest.param("saving the entry", marks=pytest.mark.slow),
         pytest.param("second phase", marks=pytest.mark.slow),
     ],
 )
@@ -76,10 +77,16 @@ def test_killed(whole, workplace, fault):
 
 
 @pytest.mark.slow
-def test_cursor_tells_entry_from_end(whole, workplace):
+def test_cursor_tells_entry_from_end_and_a_damaged_entry_is_made_again(whole, workplace):
     place = start(workplace, whole[0])
     process = place.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")
     process.communicate(timeout=500)
     assert "step-12-adapt" in place.checkpoints()
     cursor = json.loads((place.folder / "checkpoints/run/step-12-adapt/run/cursor.json").read_text())
     assert cursor == {"step": 12, "phase": 1, "phase_name": "adapt", "entering": True, "temporary": True}
+    (place.folder / "checkpoints/run/step-12-adapt/run/cursor.json").write_text("{}")
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    assert place.losses() == whole[1]
+    assert place.digest("step-24") == whole[3]
+    assert "step-12-adapt.damaged" in place.checkpoints()

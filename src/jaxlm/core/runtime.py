@@ -34,14 +34,6 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is here."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
-
-
 def broadcast_from_main(values: np.ndarray) -> np.ndarray:
     """Process 0's small array, on every process."""
     if jax.process_count() == 1:

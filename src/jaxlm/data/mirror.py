@@ -5,18 +5,18 @@
 The version is what the other side says: size, and ETag, checksum or time. As long as that is the same, the copy is read.
 """
 
-import contextlib
 import functools
 import posixpath
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxlm.core.disk import is_local_failure
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.reaching import reaching
 from jaxlm.data.base import Show
 from jaxlm.data.durable import needing_space, remove_leftovers, replacing
 from jaxlm.data.formats import format_of, has_records
@@ -80,7 +80,7 @@ class RemoteFile(MirroredSource):
         fs, path = _filesystem(self.url, self.key)
         remove_leftovers(place)
         with needing_space(place), replacing(place) as unfinished:
-            with _reaching(self.url, self.key, here=place.parent):
+            with _reading(self.url, self.key, here=place.parent):
                 fs.get_file(path, str(unfinished), callback=_copying(self, show))
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:
@@ -100,7 +100,7 @@ def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
     """
     fs, path = _filesystem(url, key)
     has_wildcard = _has_wildcard_http if url.startswith("http") else _has_wildcard
-    with _reaching(url, key):
+    with _reading(url, key):
         info = None if has_wildcard(path) or url.endswith("/") else fs.info(path)
         if has_wildcard(path):
             root, found = "/".join(before_wildcards(path.split("/"), has_wildcard)), fs.glob(path, detail=True)
@@ -174,18 +174,7 @@ def _copying(file: RemoteFile, show: Show) -> Any:
     return Copying()
 
 
-@contextlib.contextmanager
-def _reaching(url: str, key: str, here: Path | None = None) -> Iterator[None]:
+def _reading(url: str, key: str, here: Path | None = None) -> AbstractContextManager[None]:
     """Says what the other side's failure means; what fails `here`, on the local disk, is raised as it is."""
-    try:
-        yield
-    except Exception as error:  # each implementation raises the kinds of its own client library
-        if here is not None and is_local_failure(error, here):
-            raise
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise ConfigError(
-            f"{key}: '{url}' cannot be read ({type(cause).__name__}: {cause}). Check the address, the network and your"
-            " credentials; or copy the files here and name their folder"
-        ) from error
+    advice = "Check the address, the network and your credentials; or copy the files here and name their folder"
+    return reaching(lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason}). {advice}"), here=here)

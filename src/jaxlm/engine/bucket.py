@@ -7,18 +7,19 @@ everywhere behind URLs (`RemoteFolder`), a checkpoint is whole once its last fil
 import contextlib
 import functools
 import json
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.reaching import reaching
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.engine.folder import ARRAYS, Checkpoint, CheckpointFolder, SaveError
-from jaxlm.engine.integrity import CHECKSUMS, MD5, SHA256, compare
+from jaxlm.engine.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
 from jaxlm.engine.remote import RemoteFolder, find_remote
 
 SCHEME = "gs://"
@@ -44,27 +45,30 @@ class BucketCheckpoint(Checkpoint):
 
     def read(self, file: str) -> bytes:
         """From the bucket."""
-        return self.folder.read(self.key, file)
+        with _reading(self.place):
+            return self.folder.read(self.key, file)
 
     def verify(self, below: str = "") -> None:
         """By the checksums that the store keeps; without them, reads every file."""
-        files = self.folder.files(self.key)
+        with _reading(self.place, told=(DamagedError,)):
+            files = self.folder.files(self.key)
 
-        def digest(file: str, kind: str) -> str:
-            kept = files[file] if kind == MD5 else None
-            return kept or self.folder.digest(self.key, file, kind)
+            def digest(file: str, kind: str) -> str:
+                kept = files[file] if kind == MD5 else None
+                return kept or self.folder.digest(self.key, file, kind)
 
-        compare(lambda: self.read(CHECKSUMS), files, digest, below)
+            compare(lambda: self.folder.read(self.key, CHECKSUMS), files, digest, below)
 
     @contextlib.contextmanager
     def local(self, below: str) -> Iterator[Path]:
         """A copy, deleted afterwards."""
         with tempfile.TemporaryDirectory() as folder:
-            for file in self.folder.files(self.key):
-                if file.startswith(f"{below}/"):
-                    path = Path(folder) / file
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(self.read(file))
+            with _reading(self.place):
+                files = [file for file in self.folder.files(self.key) if file.startswith(f"{below}/")]
+            for file in files:
+                path = Path(folder) / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self.read(file))
             yield Path(folder) / below
 
 
@@ -103,23 +107,25 @@ class BucketFolder(CheckpointFolder):
 
     def checkpoints(self) -> Sequence[BucketCheckpoint]:
         """Those with a last file."""
-        return [BucketCheckpoint(self._remote, name) for name in self._remote.names()]
+        with _reading(self._url):
+            return [BucketCheckpoint(self._remote, name) for name in self._remote.names()]
 
     def set_aside(self, name: str) -> str:
         """Renames its last file."""
-        return self._remote.set_aside(name)
+        with reaching(lambda reason: ConfigError(f"{self._url}/{name} is damaged, and cannot be set aside ({reason})")):
+            return self._remote.set_aside(name)
 
     def prepare(self) -> None:
         """Removes what was written, or deleted, in part."""
         main_only(self._prepare)
 
     def _prepare(self) -> None:
-        with _reaching(lambda reason: SaveError(f"{self._url} cannot be written to ({reason})")):
+        with reaching(lambda reason: SaveError(f"{self._url} cannot be written to ({reason})")):
             self._remote.remove_unfinished()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes to the bucket, under the final name: nobody sees it yet."""
-        with _reaching(lambda reason: SaveError(f"saving a checkpoint to {self._url} failed ({reason})")):
+        with reaching(lambda reason: SaveError(f"saving a checkpoint to {self._url} failed ({reason})")):
             self._remote.clear(name)
             for file, content in files.items():
                 self._remote.write(name, file, content)
@@ -135,14 +141,13 @@ class BucketFolder(CheckpointFolder):
             for file, md5 in self._remote.files(name).items()
         }
         self._remote.write(name, CHECKSUMS, json.dumps(sums, indent=1).encode())
-        for old in self._remote.temporary_names() if self._delete_temporary else []:
-            if old != name:
-                self._remote.delete(old)
+        for old in self._remote.replaced_by(name) if self._delete_temporary else []:
+            self._remote.delete(old)
 
     def _probe(self) -> None:
         """Writes and deletes a small file as the small files are written, and one as the arrays are."""
         name = f"probe-{jax.process_index()}"
-        with _reaching(self._unusable):
+        with reaching(self._unusable):
             self._remote.probe(name)
             _probe_tensorstore(f"{self._url}/{name}.arrays")
 
@@ -154,28 +159,23 @@ class BucketFolder(CheckpointFolder):
         )
 
 
-def bucket_checkpoints(url: str) -> list[BucketCheckpoint]:
-    """Whole checkpoints where a URL points, least steps first: at one, at a run's folder, or at a folder of runs.
+def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoint]:
+    """Whole checkpoints where a URL points, least steps first.
+
+    Args:
+        of_runs: see `find_remote`.
 
     Raises:
         ConfigError: the bucket cannot be read.
     """
-    with _reaching(lambda reason: ConfigError(f"{url} cannot be read ({reason})")):
-        return [BucketCheckpoint(folder, name) for folder, name in find_remote(url)]
+    with _reading(url):
+        return [BucketCheckpoint(folder, name) for folder, name in find_remote(url, of_runs=of_runs)]
 
 
-@contextlib.contextmanager
-def _reaching(failure: Callable[[str], Exception]) -> Iterator[None]:
-    """Says what a failure of the store means; what says so itself, a missing package, is raised as it is."""
-    if not (logger := logging.getLogger("gcsfs")).handlers:
-        # It would print a traceback of its own beside the message. Whoever configures logging still sees it.
-        logger.addHandler(logging.NullHandler())
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # fsspec's implementations raise the kinds of their own client libraries
-        raise failure(f"{type(error).__name__}: {error}") from error
+def _reading(place: str, told: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
+    """A store that does not answer says nothing about what is in it: a message, never damage."""
+    advice = "Check the network and your credentials"
+    return reaching(lambda reason: ConfigError(f"{place} cannot be read ({reason}). {advice}"), told=told)
 
 
 def _probe_tensorstore(url: str) -> None:

@@ -45,12 +45,7 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def prepare(self) -> None:
-        """Makes the folder, shows that it can be written, and removes what earlier runs left unfinished.
-
-        Raises:
-            SaveError: the folder cannot be written to.
-            ConfigError: it is not the same for all processes.
-        """
+        """See `CheckpointFolder.prepare`."""
         self._folder.prepare()
 
     def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Where a run stands, as a checkpoint says it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 
@@ -36,3 +37,15 @@ class Cursor:
     def from_json(saved: bytes) -> "Cursor":
         """The cursor that was saved. Raises `ValueError` or `TypeError` where it is none."""
         return Cursor(**json.loads(saved))
+
+
+def is_temporary(read: Callable[[], bytes]) -> bool:
+    """Whether the next checkpoint replaces the one whose cursor this is. What cannot be read is nobody's to delete.
+
+    Args:
+        read: gives the saved cursor.
+    """
+    try:
+        return Cursor.from_json(read()).temporary
+    except (OSError, ValueError, TypeError):
+        return False

@@ -101,6 +101,8 @@ class CheckpointFolder(abc.ABC):
     def open(self, show: Callable[[str], None]) -> None:
         """Makes sure of what must hold before anything trains, and can be known without changing a run's checkpoints.
 
+        Local copies of what lies behind a URL may be made and deleted.
+
         Raises:
             ConfigError: the folder cannot be used.
         """
@@ -111,15 +113,18 @@ class CheckpointFolder(abc.ABC):
 
     @abc.abstractmethod
     def set_aside(self, name: str) -> str:
-        """Makes a damaged checkpoint invisible, deletes nothing, and says by what name a person finds it."""
+        """Makes a damaged checkpoint invisible, deletes nothing, and says by what name a person finds it.
+
+        In a bucket, which cannot rename, it lies there until the run saves a checkpoint of that name again.
+        """
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Makes the folder, shows that it can be written, and removes what earlier runs left unfinished.
+        """Makes the folder, shows that it can be written, and finishes or removes what earlier runs left unfinished.
 
         Raises:
             SaveError: the folder cannot be written to.
-            ConfigError: it is not the same for all processes.
+            ConfigError: it is not the same for all processes, or the store behind it does not answer.
         """
 
     @abc.abstractmethod

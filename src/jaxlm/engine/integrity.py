@@ -53,7 +53,8 @@ def compare(
     A value there is the SHA-256, or `md5:` and that, both in hexadecimal.
 
     Args:
-        read_sums: the content of `checksums.json`.
+        read_sums: the content of `checksums.json`. Only that there is none is damage; what else it raises, and `digest`
+            does, is another matter: a store that does not answer, a disk that is not there.
         found: the relative paths of the files that are there.
         digest: that of a file, by its path and the kind of checksum.
         below: looks only at files whose relative path begins so.
@@ -65,7 +66,7 @@ def compare(
         expected: dict[str, str] = json.loads(read_sums())
         assert isinstance(expected, dict)
         assert all(isinstance(value, str) for value in expected.values())
-    except (OSError, ValueError, AssertionError) as error:
+    except (FileNotFoundError, ValueError, AssertionError) as error:
         raise DamagedError(f"{CHECKSUMS} cannot be read ({error})") from error
     expected = {name: value for name, value in expected.items() if name.startswith(below)}
     found = {name for name in found if name.startswith(below)}

@@ -1,6 +1,7 @@
 """Checkpoints on a disk that all processes see: written to a hidden folder, sealed, and then renamed."""
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -12,11 +13,11 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, everywhere, main_only, same_everywhere
-from jaxlm.engine.folder import ARRAYS, Checkpoint, CheckpointFolder, SaveError
+from jaxlm.engine.cursor import is_temporary
+from jaxlm.engine.folder import ARRAYS, CURSOR, Checkpoint, CheckpointFolder, SaveError
 from jaxlm.engine.integrity import seal, verify
-from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.naming import DAMAGED, UNFINISHED, find_checkpoints
 
-_UNFINISHED = ".unfinished"
 _TOKEN_BYTES = 16
 _LOOKS = 20
 _VISIBLE_AFTER_S = 10.0  # a network's disk may be seen by others a few seconds later
@@ -59,9 +60,13 @@ class LocalCheckpoint(Checkpoint):
 class LocalFolder(CheckpointFolder):
     """A folder of one run's checkpoints on a disk."""
 
-    def __init__(self, path: Path, *, delete_temporary: bool = True):
-        """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
+    def __init__(self, path: Path, *, delete_temporary: bool = True, key: str = "base_path"):
+        """Args:
+        delete_temporary: whether a new checkpoint replaces the temporary ones.
+        key: of `trainer.checkpointer`, that names the folder.
+        """
         self._path = path
+        self._key = key
         self._delete_temporary = delete_temporary
 
     @property
@@ -92,7 +97,7 @@ class LocalFolder(CheckpointFolder):
     def set_aside(self, name: str) -> str:
         """Renames it."""
         for number in range(1, 1_000_000):
-            aside = self._path / (f"{name}.damaged" + (f".{number}" if number > 1 else ""))
+            aside = self._path / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
             if not aside.exists():
                 break
         os.rename(self._path / name, aside)
@@ -121,7 +126,8 @@ class LocalFolder(CheckpointFolder):
     def commit(self, name: str) -> None:
         """Seals it, and gives it its name."""
         seal(self._unfinished(name))
-        superseded = [old for old in self.checkpoints() if old.name != name and _is_temporary(old)]
+        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name != name]
+        superseded = [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]
         final = self._path / name
         if final.exists():
             self._remove(final)
@@ -132,7 +138,7 @@ class LocalFolder(CheckpointFolder):
     def _prepare(self, token: bytes) -> None:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            for path in self._path.glob(f"*{_UNFINISHED}"):
+            for path in self._path.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
         except OSError as error:
@@ -148,8 +154,9 @@ class LocalFolder(CheckpointFolder):
 
     def _not_shared(self) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer: the folder {self._path.absolute()} is not the same for all processes, and each"
-            " writes its part of a checkpoint. Name one on a disk that all of them see, or gs://, which needs none"
+            f"trainer.checkpointer.{self._key}: the folder {self._path.absolute()} is not the same for all processes, and"
+            " each writes its part of a checkpoint. Name one on a disk that all of them see, or give base_path a gs://"
+            " address, which needs none"
         )
 
     def _sees(self, token: bytes) -> bool:
@@ -160,21 +167,14 @@ class LocalFolder(CheckpointFolder):
 
     @property
     def _probe(self) -> Path:
-        return self._path / f"probe{_UNFINISHED}"
+        return self._path / f"probe{UNFINISHED}"
 
     def _unfinished(self, name: str) -> Path:
-        return self._path / f"{name}{_UNFINISHED}"
+        return self._path / f"{name}{UNFINISHED}"
 
     def _remove(self, path: Path) -> None:
         """Deletes a checkpoint so that no half-deleted one is ever visible."""
         if path.exists():
-            doomed = path.with_name(f"deleted-{path.name}{_UNFINISHED}")  # not the name of what is being saved
+            doomed = path.with_name(f"deleted-{path.name}{UNFINISHED}")  # not the name of what is being saved
             os.rename(path, doomed)
             shutil.rmtree(doomed)
-
-
-def _is_temporary(checkpoint: LocalCheckpoint) -> bool:
-    try:
-        return checkpoint.cursor().temporary
-    except (OSError, ValueError, TypeError):
-        return False  # what cannot be read is not ours to delete

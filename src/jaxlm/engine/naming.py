@@ -4,7 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+UNFINISHED, PENDING, DAMAGED = ".unfinished", ".pending", ".damaged"
+"""What a name ends in that is no finished checkpoint's: written or deleted in part, still to be uploaded, set aside."""
 _NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
+_ANOTHER = re.compile(rf"(?:{re.escape(UNFINISHED)}|{re.escape(PENDING)}|{re.escape(DAMAGED)}(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True, order=True)
@@ -25,7 +28,9 @@ class CheckpointName:
     def parse(text: str) -> "CheckpointName | None":
         """The name, or None where a text is none."""
         match = _NAME.fullmatch(text)
-        return None if match is None else CheckpointName(int(match[1]), match[2] is not None, text)
+        if match is None or _ANOTHER.search(text):
+            return None
+        return CheckpointName(int(match[1]), match[2] is not None, text)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -36,10 +41,14 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [folder / name.text for name in sorted(name for name in names if name is not None)]
 
 
-def checkpoints_below(path: Path) -> list[Path]:
-    """Finished checkpoints: `path` itself, those in it, or those in the folders in it; least steps first."""
+def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
+    """Finished checkpoints: `path` itself, or those in it; least steps first.
+
+    Args:
+        of_runs: whether those in the folders in it are meant, too.
+    """
     if (path / "run" / "cursor.json").is_file():
         return [path]
-    runs = [path, *(sorted(path.iterdir()) if path.is_dir() else [])]
+    runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]
     found = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
     return [path for name, path in sorted((name, path) for name, path in found if name is not None)]

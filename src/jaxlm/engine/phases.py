@@ -196,4 +196,12 @@ def entering(
     enter = functools.partial(recipe.entered, phase=phase)
     if before is None:
         return creating(enter, like, layout, weights, jnp.zeros((), jnp.int32), given)
-    return creating(enter, like, layout, before.model, before.guard.skipped, given)
+    enter = creating(enter, like, layout, before.model, before.guard.skipped, given)
+
+    def entered() -> RunState:
+        # The program takes the model alone; whoever still holds the state would keep the rest of it on the devices.
+        for array in jax.tree.leaves((before.opt_state, before.slots)):
+            array.delete()
+        return enter()
+
+    return entered

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlm.engine.bucket import SCHEME, BucketFolder, bucket_checkpoints
+from jaxlm.engine.copies import staged
 from jaxlm.engine.folder import Checkpoint, CheckpointFolder
 from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
 from jaxlm.engine.naming import checkpoints_below
 from jaxlm.engine.remote import is_url
-from jaxlm.engine.staging import StagedFolder, staged
+from jaxlm.engine.staging import StagedFolder
 
 
 def folder_at(base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True) -> CheckpointFolder:
@@ -28,15 +29,21 @@ def folder_at(base: str, run_id: str | None, staging_dir: Path, *, delete_tempor
     return StagedFolder(url, staging_dir, delete_temporary=delete_temporary)
 
 
-def checkpoints_at(place: str, staging_dir: Path) -> Sequence[Checkpoint]:
-    """Checkpoints where a path or URL points, least steps first: at one, at a run's folder, or at a folder of runs.
+def checkpoints_at(place: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
+    """Checkpoints where a path or URL points, least steps first: at one, or at a run's folder.
 
     Behind a URL that is staged, the newest alone, copied here.
+
+    Args:
+        of_runs: whether a folder of runs is meant, too.
 
     Raises:
         ConfigError: the store cannot be read, or the local folder not be written.
     """
     if place.startswith(SCHEME):
-        return bucket_checkpoints(place)
-    paths = staged(place, staging_dir) if is_url(place) else checkpoints_below(Path(place))
+        return bucket_checkpoints(place, of_runs=of_runs)
+    if is_url(place):
+        paths = staged(place, staging_dir, of_runs=of_runs)
+    else:
+        paths = checkpoints_below(Path(place), of_runs=of_runs)
     return [LocalCheckpoint(path) for path in paths]

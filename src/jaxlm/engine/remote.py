@@ -5,7 +5,9 @@ last, and deleted first.
 """
 
 import base64
-import json
+import functools
+import itertools
+import operator
 import os
 import posixpath
 import shutil
@@ -13,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.cursor import is_temporary
 from jaxlm.engine.folder import CURSOR
 from jaxlm.engine.integrity import CHECKSUMS, SHA256, digest_of, verify
-from jaxlm.engine.naming import CheckpointName
+from jaxlm.engine.naming import DAMAGED, UNFINISHED, CheckpointName
 
-_PARTIAL = ".unfinished"
-_DAMAGED = f"{CHECKSUMS}.damaged"
+_DAMAGED = f"{CHECKSUMS}{DAMAGED}"
 
 
 def is_url(path: str) -> bool:
@@ -50,21 +52,26 @@ class RemoteFolder:
 
     def probe(self, name: str = "probe") -> None:
         """Writes a small file and deletes it again; raises whatever the store raises."""
-        path = f"{self._root}/{name}{_PARTIAL}"
+        path = f"{self._root}/{name}{UNFINISHED}"
         self._fs.pipe_file(path, b"jaxlm")
         self._fs.rm_file(path)
 
-    def names(self) -> list[str]:
+    def checkpoints(self) -> list[CheckpointName]:
         """The checkpoints that are whole, oldest first."""
-        return [name for name in self._named() if self._fs.exists(self._marker(name))]
+        return [name for name in self._named() if self._fs.exists(self._marker(name.text))]
+
+    def names(self) -> list[str]:
+        """Their names, as text."""
+        return [name.text for name in self.checkpoints()]
 
     def folders(self) -> list["RemoteFolder"]:
         """The folders in this one that are no checkpoints."""
         return [RemoteFolder(f"{self.url}/{n}") for n in self._children() if CheckpointName.parse(n) is None]
 
-    def temporary_names(self) -> list[str]:
-        """Those of them that the next checkpoint replaces."""
-        return [name for name in self.names() if json.loads(self.read(name, CURSOR))["temporary"]]
+    def replaced_by(self, name: str) -> list[str]:
+        """The temporary ones that are older than a checkpoint."""
+        older = itertools.takewhile(lambda other: other != name, self.names())
+        return [old for old in older if is_temporary(functools.partial(self.read, old, CURSOR))]
 
     def files(self, name: str) -> dict[str, str | None]:
         """A checkpoint's files by their path in it, and the MD5 in hexadecimal that the store says of each, if it does."""
@@ -91,16 +98,20 @@ class RemoteFolder:
         self._check_size(path, len(content))
 
     def set_aside(self, name: str) -> str:
-        """Makes a whole checkpoint invisible and deletes nothing; returns the path of what was its last file."""
+        """Makes a whole checkpoint invisible and deletes nothing; `clear` does, when its name is taken again.
+
+        Returns:
+            The path of what was its last file.
+        """
         self.write(name, _DAMAGED, self.read(name, CHECKSUMS))
         self._fs.rm_file(self._marker(name))
         return f"{name}/{_DAMAGED}"
 
     def remove_unfinished(self) -> None:
         """Deletes what was uploaded in part, or deleted in part."""
-        for name in set(self._named()) - set(self.names()):
-            if not self._fs.exists(f"{self._root}/{name}/{_DAMAGED}"):
-                self._fs.rm(f"{self._root}/{name}", recursive=True)
+        for name in set(self._named()) - set(self.checkpoints()):
+            if not self._fs.exists(f"{self._root}/{name.text}/{_DAMAGED}"):
+                self._fs.rm(f"{self._root}/{name.text}", recursive=True)
 
     def upload(self, checkpoint: Path) -> None:
         """Copies a finished local checkpoint; nobody sees it before all of it is there."""
@@ -128,7 +139,7 @@ class RemoteFolder:
         Raises:
             DamagedError: its files are not what was saved.
         """
-        unfinished = folder / f"{name}{_PARTIAL}"
+        unfinished = folder / f"{name}{UNFINISHED}"
         shutil.rmtree(unfinished, ignore_errors=True)
         root = f"{self._root}/{name}"
         for path in self._fs.find(root):
@@ -151,9 +162,8 @@ class RemoteFolder:
         if arrived != size:
             raise OSError(f"{remote}: {arrived} bytes arrived of {size}")
 
-    def _named(self) -> list[str]:
-        names = [name for name in map(CheckpointName.parse, self._children()) if name is not None]
-        return [name.text for name in sorted(names)]
+    def _named(self) -> list[CheckpointName]:
+        return sorted(name for name in map(CheckpointName.parse, self._children()) if name is not None)
 
     def _children(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -167,11 +177,15 @@ class RemoteFolder:
         return f"{self._root}/{name}/{CHECKSUMS}"
 
 
-def find_remote(url: str) -> list[tuple[RemoteFolder, str]]:
-    """Whole checkpoints where a URL points, least steps first: at one, at a run's folder, or at a folder of runs."""
+def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, str]]:
+    """Whole checkpoints where a URL points, least steps first.
+
+    Args:
+        of_runs: whether a folder of runs is meant, too; else a checkpoint or a run's folder alone.
+    """
     above, _, last = url.rstrip("/").rpartition("/")
     if CheckpointName.parse(last) and last in RemoteFolder(above).names():
         return [(RemoteFolder(above), last)]
     here = RemoteFolder(url)
-    found = [(CheckpointName.parse(name), run, name) for run in (here, *here.folders()) for name in run.names()]
-    return [(run, name) for _, run, name in sorted(found, key=lambda item: (item[0] is not None, item[0]))]
+    found = [(name, run) for run in (here, *(here.folders() if of_runs else [])) for name in run.checkpoints()]
+    return [(run, name.text) for name, run in sorted(found, key=operator.itemgetter(0))]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import barrier, broadcast_from_main, is_main_process
+from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint import flat_arrays, manifest
 from jaxlm.engine.cursor import Cursor
@@ -41,8 +41,8 @@ class Found:
         return self.checkpoint.place
 
     def position(self) -> dict[str, Any]:
-        """Where the data goes on, as `Batches.restore` takes it."""
-        return json.loads(self.checkpoint.read("data/position.json"))
+        """Where the data goes on, as `Batches.restore` takes it. Every process asks."""
+        return json.loads(main_first(lambda: self.checkpoint.read("data/position.json")))
 
 
 class NothingUsableError(Exception):
@@ -58,10 +58,10 @@ def newest_good(folder: CheckpointFolder, show: Callable[[str], None]) -> Found 
         NothingUsableError: all of them are damaged.
     """
     num_damaged = 0
-    while checkpoints := folder.checkpoints():
+    while checkpoints := main_first(folder.checkpoints):
         newest = checkpoints[-1]
         if _verified(newest, lambda damage, name=newest.name: _put_aside(folder, name, damage, show)):
-            return Found(newest, newest.cursor())
+            return Found(newest, main_first(newest.cursor))
         num_damaged += 1
     if num_damaged:
         raise NothingUsableError(
@@ -78,16 +78,16 @@ def _put_aside(folder: CheckpointFolder, name: str, damage: DamagedError, show: 
 
 def _verified(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]) -> bool:
     """Whether a checkpoint is whole; process 0 reads it, and does what is to be done where it is not."""
-    whole = 1
-    if is_main_process():
+
+    def verify() -> bool:
         try:
             checkpoint.verify()
         except DamagedError as damage:
-            whole = 0
             if_damaged(damage)
-    whole = int(broadcast_from_main(np.asarray(whole)))
-    barrier("checkpoint verified")
-    return bool(whole)
+            return False
+        return True
+
+    return bool(broadcast_from_main(np.asarray(int(main_only(verify) or False))))
 
 
 def newest_whole(candidates: Sequence[Checkpoint], place: str, show: Callable[[str], None]) -> Found:
@@ -101,7 +101,7 @@ def newest_whole(candidates: Sequence[Checkpoint], place: str, show: Callable[[s
     for candidate in reversed(candidates):
         at = candidate.place
         if _verified(candidate, lambda damage, at=at: show(f"{at} is damaged: {damage}. Trying the one before")):
-            return Found(candidate, candidate.cursor())
+            return Found(candidate, main_first(candidate.cursor))
     raise NothingUsableError(f"all {len(candidates)} checkpoints at {place} are damaged. Nothing was loaded")
 
 

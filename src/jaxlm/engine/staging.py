@@ -1,99 +1,32 @@
-"""The local side of checkpoints behind a URL: they are written here and uploaded, or downloaded and read here."""
+"""A run's checkpoints behind a URL that Orbax cannot write to: they are written here, and uploaded from here."""
 
-import contextlib
-import hashlib
+import functools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from jaxlm.core.disk import is_local_failure
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_only
+from jaxlm.engine.copies import copying, fetched, staging_folder
 from jaxlm.engine.folder import CheckpointFolder
-from jaxlm.engine.integrity import CHECKSUMS, DamagedError
+from jaxlm.engine.integrity import DamagedError
 from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
-from jaxlm.engine.naming import find_checkpoints
-from jaxlm.engine.remote import RemoteFolder, find_remote
+from jaxlm.engine.naming import PENDING
+from jaxlm.engine.remote import RemoteFolder
 
-_PENDING = ".pending"
 Show = Callable[[str], None]
 
 
-def staging_folder(staging_dir: Path, url: str) -> Path:
-    """Where the checkpoints of a folder behind a URL lie."""
-    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
-    return staging_dir / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
+class StagedFolder(CheckpointFolder):
+    """A folder behind a URL, and the one that stands for it on a disk that all processes see.
 
-
-class Staging:
-    """A run's folder behind a URL, and the local folder that stands for it.
-
-    What is over there is the truth; here lies only the newest checkpoint, and what has not been uploaded yet.
+    What is over there is the truth; here lie only the newest checkpoint, and what has not been uploaded yet.
     """
 
-    def __init__(self, url: str, folder: Path, *, delete_temporary: bool = True):
-        """Args:
-        folder: the same for all processes of the run.
-        delete_temporary: whether a new checkpoint replaces the temporary ones.
-        """
-        self._remote = RemoteFolder(url)
-        self._folder = folder
-        self._delete_temporary = delete_temporary
-
-    def synchronise(self, show: Show) -> None:
-        """Uploads what an earlier process had not come to, and fetches the newest checkpoint that is whole.
-
-        Raises:
-            ConfigError: the store, or the local folder, cannot be read or written.
-        """
-        with _reaching(f"trainer.checkpointer.base_path: {self._remote.url}", self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._remote.make()
-            self._remote.probe()
-            self._remote.remove_unfinished()
-            for pending in self._folder.glob(f"*{_PENDING}"):
-                self.publish(self._folder / pending.name.removesuffix(_PENDING))
-            self._fetch(show)
-
-    def publish(self, checkpoint: Path) -> None:
-        """Uploads a finished checkpoint, deletes there what it replaces, and here all others.
-
-        Raises whatever the store raises; the checkpoint is then uploaded at the next start.
-        """
-        pending = checkpoint.with_name(checkpoint.name + _PENDING)
-        if checkpoint.is_dir():
-            pending.touch()
-            self._remote.upload(checkpoint)
-            for name in self._remote.temporary_names() if self._delete_temporary else []:
-                if name != checkpoint.name:
-                    self._remote.delete(name)
-            self._keep_only(checkpoint.name)
-        pending.unlink(missing_ok=True)
-
-    def _fetch(self, show: Show) -> None:
-        newest = None
-        for name in reversed(self._remote.names()):
-            try:
-                newest = fetched(self._remote, name, self._folder).name
-                break
-            except DamagedError as damage:
-                show(f"checkpoint {self._remote.url}/{name} is damaged: {damage}. Using the one before")
-        self._keep_only(newest)
-
-    def _keep_only(self, name: str | None) -> None:
-        for checkpoint in find_checkpoints(self._folder):
-            if checkpoint.name != name:
-                shutil.rmtree(checkpoint)
-
-
-class StagedFolder(CheckpointFolder):
-    """A folder behind a URL that Orbax cannot write to: one on a disk that all processes see, and uploaded from there."""
-
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
-        """Args: see `Staging`."""
+        """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self._url = url
         self._here = staging_folder(staging_dir, url)
-        self._local = LocalFolder(self._here, delete_temporary=delete_temporary)
+        self._local = LocalFolder(self._here, delete_temporary=delete_temporary, key="staging_dir")
         self._delete_temporary = delete_temporary
 
     @property
@@ -109,9 +42,13 @@ class StagedFolder(CheckpointFolder):
     def __str__(self) -> str:
         return f"{self._url} (by {self._here})"
 
+    @functools.cached_property
+    def _remote(self) -> RemoteFolder:
+        return RemoteFolder(self._url)  # not before it is needed: a dry run needs no store
+
     def open(self, show: Show) -> None:
-        """Uploads what an earlier process had not come to, and fetches the newest checkpoint."""
-        main_only(lambda: self._staging().synchronise(show))
+        """Shows that the store can be written to, and copies the newest checkpoint of it that is whole."""
+        main_only(lambda: self._open(show))
         self._local.open(show)
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
@@ -123,8 +60,9 @@ class StagedFolder(CheckpointFolder):
         return self._local.set_aside(name)
 
     def prepare(self) -> None:
-        """Prepares the folder here."""
+        """Prepares the folder here, and uploads what an earlier process had not come to."""
         self._local.prepare()
+        main_only(self._prepare)
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes to a hidden folder here."""
@@ -135,53 +73,53 @@ class StagedFolder(CheckpointFolder):
         return self._local.arrays(name)
 
     def commit(self, name: str) -> None:
-        """Gives it its name here, and uploads it."""
+        """Gives it its name here, and uploads it. What fails then is made up for by the next start."""
+        self._mark(name).touch()
         self._local.commit(name)
-        self._staging().publish(self._here / name)
+        self._publish(name)
+        self._keep_only([name])
 
-    def _staging(self) -> Staging:
-        return Staging(self._url, self._here, delete_temporary=self._delete_temporary)
+    def _open(self, show: Show) -> None:
+        with copying(self._base_path, self._here):
+            self._here.mkdir(parents=True, exist_ok=True)
+            self._remote.make()
+            self._remote.probe()
+            self._keep_only([*self._fetch_newest(show), *self._pending()])
 
+    def _prepare(self) -> None:
+        with copying(self._base_path, self._here):
+            self._remote.remove_unfinished()
+            for name in self._pending():
+                self._publish(name)
 
-def fetched(remote: RemoteFolder, name: str, folder: Path) -> Path:
-    """The local copy of a checkpoint, copied now where it is not here.
+    def _publish(self, name: str) -> None:
+        """Uploads a checkpoint, and deletes there what it replaces."""
+        if (self._here / name).is_dir():  # else it was never finished, or set aside
+            self._remote.upload(self._here / name)
+            for old in self._remote.replaced_by(name) if self._delete_temporary else []:
+                self._remote.delete(old)
+        self._mark(name).unlink()
 
-    Raises:
-        DamagedError: its files are not what was saved.
-    """
-    local = folder / name / CHECKSUMS
-    if local.is_file() and local.read_bytes() == remote.read(name, CHECKSUMS):
-        return folder / name
-    return remote.download(name, folder)
+    def _pending(self) -> list[str]:
+        """What is still to be uploaded."""
+        return [mark.name.removesuffix(PENDING) for mark in self._here.glob(f"*{PENDING}")]
 
+    def _fetch_newest(self, show: Show) -> list[str]:
+        for name in reversed(self._remote.names()):
+            try:
+                return [fetched(self._remote, name, self._here).name]
+            except DamagedError as damage:
+                show(f"checkpoint {self._url}/{name} is damaged: {damage}. Using the one before")
+        return []
 
-def staged(url: str, staging_dir: Path) -> list[Path]:
-    """A local copy of the newest whole checkpoint where a URL points: at it, at a run's folder, or at a folder of runs.
+    def _keep_only(self, names: Collection[str]) -> None:
+        for checkpoint in self.checkpoints():
+            if checkpoint.name not in names:
+                shutil.rmtree(checkpoint.path)
 
-    Raises:
-        ConfigError: the store cannot be read, or the local folder not be written.
-    """
-    with _reaching(url, staging_dir):
-        found = find_remote(url)
-        if not found:
-            return []
-        remote, name = found[-1]
-        folder = staging_folder(staging_dir, remote.url)
-        folder.mkdir(parents=True, exist_ok=True)
-        return [fetched(remote, name, folder)]
+    def _mark(self, name: str) -> Path:
+        return self._here / f"{name}{PENDING}"
 
-
-@contextlib.contextmanager
-def _reaching(store: str, folder: Path) -> Iterator[None]:
-    """Says which side has failed: the store, or the local folder that stands for it."""
-    try:
-        yield
-    except Exception as error:  # each store raises the kinds of its own client library
-        if is_local_failure(error, folder):
-            raise ConfigError(
-                f"trainer.checkpointer.staging_dir: {folder}, where checkpoints behind URLs are staged, cannot be used"
-                f" ({error}). What is in the store is whole. Make room or change permissions, or name another folder"
-            ) from error
-        raise ConfigError(
-            f"{store} cannot be used ({type(error).__name__}: {error}). Check the address, the network and your credentials"
-        ) from error
+    @property
+    def _base_path(self) -> str:
+        return f"trainer.checkpointer.base_path: {self._url}"

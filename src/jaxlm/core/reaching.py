@@ -1,0 +1,36 @@
+"""What a failure of a store far away means."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxlm.core.disk import is_local_failure
+from jaxlm.core.errors import ConfigError
+
+
+@contextlib.contextmanager
+def reaching(
+    failure: Callable[[str], Exception], *, here: Path | None = None, told: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Around what speaks to a store by fsspec, whose implementations raise the kinds of their own client libraries.
+
+    Args:
+        failure: what to raise instead. It takes the kind and the words of the first cause.
+        here: the local side; what fails there is raised as it is.
+        told: kinds that say themselves what they mean, as a `ConfigError` does: raised as they are.
+    """
+    if not (logger := logging.getLogger("gcsfs")).handlers:
+        # It would print a traceback of its own beside the message. Whoever configures logging still sees it.
+        logger.addHandler(logging.NullHandler())
+    try:
+        yield
+    except (ConfigError, *told):
+        raise
+    except Exception as error:
+        if here is not None and is_local_failure(error, here):
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise failure(f"{type(cause).__name__}: {cause}") from error

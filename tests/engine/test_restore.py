@@ -1,0 +1,31 @@
+"""Finding a checkpoint on several processes: whatever process 0 meets, the others hear of it."""
+
+import jax
+import pytest
+
+from jaxlm.core import runtime
+from jaxlm.engine.cursor import Cursor
+from jaxlm.engine.folder import CURSOR
+from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
+from jaxlm.engine.restore import newest_good
+
+
+@pytest.mark.parametrize(
+    "where", [(LocalCheckpoint, "verify"), (LocalFolder, "set_aside"), (LocalFolder, "checkpoints")]
+)
+def test_the_others_do_not_wait_where_process_0_fails(tmp_path, monkeypatch, where):
+    folder, said = LocalFolder(tmp_path), []
+    folder.begin("step-1", {CURSOR: Cursor(1, 0, "train", entering=False, temporary=False).to_json()})
+    folder.commit("step-1")
+    (tmp_path / "step-1" / CURSOR).write_bytes(b"")
+
+    def failing(*_args):
+        raise OSError("no such disk")
+
+    monkeypatch.setattr(*where, failing)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(runtime, "broadcast_from_main", lambda news: said.append(news) or news)
+    monkeypatch.setattr(runtime, "everywhere", lambda holds: holds)
+    with pytest.raises(OSError, match="no such disk"):
+        newest_good(folder, print)
+    assert "OSError: no such disk" in str(runtime._failure_told(said[-1]))
