@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from jaxlm.commands import run_command
+from jaxlm.core.errors import ConfigError
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.decode import continued
 from jaxlm.models.stops import StopTexts
@@ -35,9 +36,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
+    stop_texts = options.stop or []
+    if "" in stop_texts:
+        raise ConfigError("--stop: '' given, which every text begins with. Give a text that ends one, or leave it out")
     named = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts = named.tokenizer, options.prompt or [""]
-    stops = StopTexts([stop for stop in options.stop or [] if stop], tokenizer.decode)
+    stops = StopTexts(stop_texts, tokenizer.decode)
 
     with named.plan.layout.use():
         model = named.for_use()

@@ -229,6 +229,15 @@ def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options
         opened(**options)
 
 
+@pytest.mark.parametrize("name", ["batch_size", "limit"])
+def test_a_zero_on_the_command_line_is_no_default(monkeypatch, capsys, name):
+    harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
+    named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
+    monkeypatch.setattr("jaxlm.tasks.open_model", lambda *options: named)
+    assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
+    assert f"{name}: 0 given, 1 or more expected" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_tasks_of_the_real_harness_are_opened_before_the_first_step(tmp_path, offline, monkeypatch):
     from lm_eval import simple_evaluate
