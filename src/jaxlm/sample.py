@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxlm.commands import run_command
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.samples import prompt_ids
+from jaxlm.models.apart import Writer
 from jaxlm.models.decode import continued
 from jaxlm.models.stops import StopTexts
 from jaxlm.named_model import add_decoding_options, decoding_of, open_model
@@ -48,7 +49,7 @@ def _sample(arguments: Sequence[str]) -> int:
         began = time.perf_counter()
         decoding = decoding_of(options, named.stop_ids)
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-        texts = continued(model, ids, decoding, stops.until)
+        texts = continued(Writer.of(model), ids, decoding, stops.until)
         seconds = time.perf_counter() - began
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -14,6 +14,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
+from jaxlm.models.apart import Writer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import Decoding, continued
 from jaxlm.models.stops import StopTexts
@@ -202,13 +203,13 @@ class _Answers:
         alike: dict[str, list[int]] = {}
         for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
             alike.setdefault(repr(requests[number].args[1]), []).append(number)
-        texts = [""] * len(requests)
+        texts, writer = [""] * len(requests), Writer.of(self._model)
         for numbers in alike.values():
             first = requests[numbers[0]]
             asked = _Asked.of(first.args[1], self._model.Pos.size, first.task_name)
             for start in range(0, len(numbers), self._batch_size):
                 some = numbers[start : start + self._batch_size]
-                found = self._continued([requests[i].args[0] for i in some], asked)
+                found = self._continued(writer, [requests[i].args[0] for i in some], asked)
                 for number, text in zip(some, found, strict=True):
                     texts[number] = text
         return texts
@@ -224,13 +225,13 @@ class _Answers:
         )
         return map(utils.make_disjoint_window, windows)
 
-    def _continued(self, contexts: Sequence[str], asked: "_Asked") -> list[str]:
+    def _continued(self, writer: Writer, contexts: Sequence[str], asked: "_Asked") -> list[str]:
         stops = StopTexts(asked.stops, self._tokenizer.decode)
         stop_ids = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
         room = self._model.Pos.size - asked.max_new_tokens
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         decoding = Decoding(asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stop_ids)
-        return [stops.before(ids) for ids in continued(self._model, prompts, decoding, stops.until)]
+        return [stops.before(ids) for ids in continued(writer, prompts, decoding, stops.until)]
 
 
 @dataclass(frozen=True)
