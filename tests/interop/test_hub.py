@@ -118,9 +118,13 @@ def test_what_is_not_here_may_be_a_name_of_the_hub_and_messages_say_both(monkeyp
     for name in ("gpt2", "gpt2@v1", "owner/model", "checkpoints/model@v1"):
         with pytest.raises(ConfigError, match=f"--checkpoint: '{name}' is a path or a name of the hub"):
             open_model(name, {})
-    with pytest.raises(
-        ConfigError, match=r"checkpoints/model: no checkpoint there.*hub is meant: checkpoints/model@main"
-    ):
+    misspelt = (
+        r"checkpoints/model: no checkpoint there.*\)\.{} If a repository of the hub is meant: checkpoints/model@main"
+    )
+    with pytest.raises(ConfigError, match=misspelt.format("")):
+        open_model("checkpoints/model", {})
+    (tmp_path / "checkpoints" / "mode1" / "step-2").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=misspelt.format(r" There are: checkpoints/mode1\.")):
         open_model("checkpoints/model", {})
     for name in ("mine", "./gpt2", "s3.bucket/no/run"):
         with pytest.raises(ConfigError, match=r"no checkpoint there.*\)\.$"):
