@@ -18,11 +18,12 @@ from jaxlm.commands import run_command
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.decoding_options import add_decoding_options, decoding_of
 from jaxlm.models.apart import Writer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import Decoding, stream
 from jaxlm.models.kept import Kept
-from jaxlm.named_model import add_decoding_options, decoding_of, open_model
+from jaxlm.named_model import open_model
 from jaxlm.trained import checkpoint_parser, parse_with_keys
 
 _EVERY = 4  # tokens that are shown at once

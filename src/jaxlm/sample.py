@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from jaxlm.commands import run_command
 from jaxlm.core.errors import ConfigError
+from jaxlm.decoding_options import add_decoding_options, decoding_of
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.apart import Writer
 from jaxlm.models.decode import continued
 from jaxlm.models.stops import StopTexts
-from jaxlm.named_model import add_decoding_options, decoding_of, open_model
+from jaxlm.named_model import open_model
 from jaxlm.trained import checkpoint_parser, parse_with_keys
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.decoding_options import add_adapter_option
 from jaxlm.evals.harness import HarnessEvalConfig, open_tasks
-from jaxlm.named_model import add_adapter_option, open_model
+from jaxlm.named_model import open_model
 
 _ONLY_WITH_TASKS = ("task_folder", "num_fewshot", "limit", "adapter")
 _ONLY_WITHOUT = ("max_batches",)
