@@ -1,7 +1,8 @@
 """jaxlm beside torch.compile on one NVIDIA card, and its kernels beside references. Offline, in less than nine minutes.
 
     python benchmarks/gpu.py --output gpu
-    python benchmarks/gpu.py --tiny          # the same code on a CPU, with shapes that mean nothing
+    python benchmarks/gpu.py --tiny              # the same code on a CPU, with shapes that mean nothing
+    python benchmarks/gpu.py --forecast h200-1   # jaxlm alone, compiled for a card that is not here; nothing runs
 
 GPT-2 124M on 1,024 tokens, a Llama of 1.2B and one of 1.4B with heads of 128 on 4,096, in bfloat16 with float32 parameters,
 on random tokens. Both are measured by processes of their own, in turn, round after round while the time lasts: jaxlm by
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="shapes and a number of steps for walking through it on a CPU"
     )
+    parser.add_argument("--forecast", metavar="TOPOLOGY", help="what `jaxlm.bench --topology` expects of the models")
     parser.add_argument("--rounds", type=int, default=3, help="at the most (default 3)")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a process (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
@@ -163,6 +165,9 @@ def main() -> None:
     parser.add_argument("--torch_python", default=sys.executable, help="the one that has PyTorch (default: this one)")
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="writes OUTPUT.md and OUTPUT.json")
     options = parser.parse_args()
+    if options.forecast:
+        forecast(options.jax_python, options.forecast)
+        return
     ends = time.monotonic() + 60 * options.minutes
     given = {"jax": options.jax_python, "torch": options.torch_python}
     if options.tiny:
@@ -178,6 +183,21 @@ def main() -> None:
     print(text)
     if run.failures:
         raise SystemExit(f"{len(run.failures)} process(es) failed; {options.output}.json says how")
+
+
+def forecast(python: str, topology: str) -> None:
+    """Prints a table of what is to be expected of the models."""
+    print("| model | tokens/s | causal MFU | products and attention | memory-bound | memory a card | how |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for one in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "run.yaml"
+            path.write_text(json.dumps(one.config))
+            found = answer_of([python, "-m", "jaxlm.bench", "--config_path", str(path), "--topology", topology])
+        seconds = f"{found['compute_seconds']:.3f} s | {found['memory_seconds']:.3f} s"
+        rate = f"{found['tokens_per_second']:,.0f} | {found['mfu']:.1%}"
+        how = f"{found['compiled_for']}, recomputation {found['recomputation']}"
+        print(f"| {one.name} | {rate} | {seconds} | {found['memory_bytes'] / 2**30:.1f} GiB | {how} |", flush=True)
 
 
 def usable(given: dict[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from jaxlm.compiling import CompiledStep, StepPrograms, compile_step
 from jaxlm.config import decode_run
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.yaml_source import Source
+from jaxlm.models.recompute import CANDIDATES
 from jaxlm.plan import make_plan
 
 SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4}
@@ -44,9 +45,19 @@ def test_the_least_recomputation_that_fits_is_chosen():
     assert "per_device_parallelism" in said
 
 
+@pytest.mark.parametrize(("squeezed", "chosen"), [((), "none"), (("none",), "cheap"), (("none", "cheap"), "cheap")])
+def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, squeezed, chosen):
+    def attempt(plan, phase, stage, keep, limit):
+        return CompiledStep(mock.Mock(), mock.Mock(), keep, 1.0, 900, limit, squeezed=keep in squeezed), ""
+
+    monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
+    monkeypatch.setattr("jaxlm.compiling._attempt", attempt)
+    assert compiled(plan_of(), limit=1000)[0].keep == chosen
+
+
 def test_a_step_without_room_is_refused_before_there_is_a_state():
     def needing(num_bytes: int | None) -> CompiledStep:
-        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30)
+        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30, squeezed=False)
 
     for enough in (1 << 30, None):
         StepPrograms({(1, 8): needing(enough)}).require_room()

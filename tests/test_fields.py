@@ -21,12 +21,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.compiling import keep_compiled_programs, trace_step
+from jaxlm.compiling import trace_step
 from jaxlm.config import PhaseConfig, RunConfig, decode_run
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshConfig
+from jaxlm.core.program_cache import keep_compiled_programs
 from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import train_batches

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.bench import random_batch
-from jaxlm.compiling import compile_step, keep_compiled_programs
+from jaxlm.compiling import compile_step
 from jaxlm.config import decode_run
 from jaxlm.core import tree
+from jaxlm.core.program_cache import keep_compiled_programs
 from jaxlm.core.yaml_source import Source
 from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import entering

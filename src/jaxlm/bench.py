@@ -21,10 +21,11 @@ import jax
 import numpy as np
 
 from jaxlm.commands import run_command
-from jaxlm.compiling import CompiledStep, abstract_batch, compile_step, gib, keep_compiled_programs
+from jaxlm.compiling import CompiledStep, abstract_batch, compile_step, gib
 from jaxlm.config import load_config, refuse_dry_run, run_id_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
+from jaxlm.core.program_cache import keep_compiled_programs
 from jaxlm.core.programs import collectives_a_run, kernels
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.topologies import parse_topology
@@ -102,7 +103,7 @@ def _main(arguments: Sequence[str]) -> int:
         parser.error("--steps needs 1 or more, --warmup 0 or more")
     config = load_config(rest, "jaxlm.bench")
     refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
-    if options.topology:
+    if options.topology is not None:
         if options.steps is not None or options.warmup is not None:
             raise ConfigError(
                 "--topology: forecasts from the compiled program and runs no step, so --steps and --warmup have no effect."

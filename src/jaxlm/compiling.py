@@ -1,4 +1,4 @@
-"""Tracing and compiling the training step ahead of its first batch, and keeping what was compiled."""
+"""Tracing and compiling the training step ahead of its first batch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
+from jaxlm.core.programs import is_squeezed
 from jaxlm.core.runtime import everywhere
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
@@ -21,24 +22,11 @@ from jaxlm.engine.agreement import Ballot
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import Report, make_train_step
-from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, auto_is, parse_keep
+from jaxlm.models.recompute import AUTO, CANDIDATES, CHEAP, NONE, auto_is, parse_keep
 from jaxlm.plan import Plan
 
 USABLE = 0.92
 """The share of a device's memory that a step may plan with; the rest goes to fragments and to other programs."""
-
-
-def keep_compiled_programs(folder: str | None) -> None:
-    """Has jax keep compiled programs, and what GPUs found by autotuning, so that the next start finds them.
-
-    A broken folder only warns.
-    """
-    if folder is None:
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
-    jax.config.update("jax_raise_persistent_cache_errors", False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +40,7 @@ class CompiledStep:
         seconds: tracing and compiling took.
         num_bytes: memory of a device while it runs; None where the compiler does not say.
         limit: memory that a device has; None where it is not known.
+        squeezed: the compiler computes some of it again on its own account, to fit it into that memory.
     """
 
     call: jax.stages.Compiled
@@ -60,6 +49,7 @@ class CompiledStep:
     seconds: float
     num_bytes: int | None
     limit: int | None
+    squeezed: bool
 
     @property
     def fits(self) -> bool:
@@ -152,19 +142,20 @@ def compile_step(
         last = keep == candidates[-1]
         step, refusal = _attempt(plan, phase, stage, keep, limit)
         # One answer for all processes: their programs must be the same, whatever memory each of them has.
-        fits_all = everywhere(step is not None and step.fits)
+        # What the compiler computes again are whole matrix products, where `cheap` makes norms and activations again.
+        roomy = everywhere(step is not None and step.fits and not (step.squeezed and keep == NONE))
         if everywhere(step is not None):
             assert step is not None
             show(f"{step}{named}")
-            if fits_all or last:
+            if roomy or last:
                 break
-            show(f"  more than {USABLE:.0%} of what there is; recomputing more")
+            show("  too much for what there is; recomputing more")
         elif last:
             raise ConfigError(f"the training step does not fit into a device's memory: {refusal}. {_LESS}")
         else:
             show(f"does not fit into memory{named}; recomputing more")
     assert step is not None
-    if not fits_all:
+    if not everywhere(step.fits):
         show(f"  warning: more than {USABLE:.0%} of what there is. {_LESS}")
     return step
 
@@ -195,9 +186,13 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int 
     )
     asked = parse_keep(plan.config.model.gradient_checkpointing)
     policy = keep if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
-    return CompiledStep(call, traced, policy, time.perf_counter() - began, needed, limit)
+    squeezed = (
+        limit is not None and needed is not None and needed > _CLOSE * limit and is_squeezed(call.as_text() or "")
+    )
+    return CompiledStep(call, traced, policy, time.perf_counter() - began, needed, limit, squeezed)
 
 
+_CLOSE = 0.7  # of the memory: a step that needs less has not been squeezed, and its text need not be read
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 _LESS = (
     "Less is needed with a smaller trainer.per_device_parallelism, trainer.mp 'p=f32,c=bfloat16', or parameters spread"

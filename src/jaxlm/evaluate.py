@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 from jaxlm.commands import run_command
-from jaxlm.compiling import keep_compiled_programs
 from jaxlm.core.axes import BATCH
 from jaxlm.core.cli import override
 from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.program_cache import keep_compiled_programs
 from jaxlm.core.types import TokenBatch
 from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig

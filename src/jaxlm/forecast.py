@@ -1,20 +1,20 @@
 """A configuration on machines that one does not have: does it fit, how fast could it be, and what limits it.
 
-TPUs are compiled for ahead of time by their real compiler, where `libtpu` is installed (no TPU is needed for that). For
-everything else the step is compiled for as many simulated CPU devices: its collectives are then those of the partitioner,
-and memory is what the CPU compiler plans, which knows no fused kernels.
+TPUs and NVIDIA cards are compiled for ahead of time by their real compilers, where those are installed (none needs a device).
+For everything else the step is compiled for as many simulated CPU devices: its collectives are then those of the
+partitioner, and memory is what the CPU compiler plans, which knows no fused kernels.
 
-The time is a roofline: matrix products at the share of the peak that large ones reach, state read and written once,
-collectives at the speed of the links. The optimistic end hides all communication behind computation, the pessimistic one
-none.
+The time is a roofline. A program for NVIDIA cards is read kernel by kernel. Of others the model's operations are counted at
+the share of the peak that large matrix products reach, and the state, read and written once. Collectives are counted at the
+speed of the links. The optimistic end hides all communication behind computation, the pessimistic one none.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,17 +22,28 @@ import jax
 from jaxlm.compiling import compile_step, gib
 from jaxlm.config import RunConfig, run_id_of
 from jaxlm.core import tree
+from jaxlm.core.absent_devices import absent_devices, has_compiler
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.programs import Collective, collectives_a_run
+from jaxlm.core.programs import Collective, collectives_a_run, kernels
+from jaxlm.core.roofline import Seconds, Speed, roofline
 from jaxlm.core.topologies import Topology
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.console import Console, table
+from jaxlm.models.backends.absent_card import absent_card
 from jaxlm.models.experts import num_active
 from jaxlm.models.recompute import FULL
 from jaxlm.plan import Plan, make_plan
 
 # What a large bf16 matrix product reaches of a data sheet's peak; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
+# What the kernels of a training step reach: products 600 to 690 of 989 TFLOP/s, cuDNN's attention 350 to 500, and
+# elementwise work 4.0 of 4.8 TB/s (public measurements on Hopper).
+_PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
+_MOST_SIMULATED = 2048  # XLA takes those beyond for devices of another process, which its CPUs do not compile for
+_REAL = {
+    "gpu": "pip install 'jaxlm[gpu]' brings the compiler of NVIDIA cards; no card is needed",
+    "tpu": "pip install libtpu brings the compiler of TPUs; no TPU is needed",
+}
 _STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; the gradient, written and read
 
 
@@ -42,11 +53,14 @@ class Forecast:
 
     Attributes:
         compiled_for: the real chip, or simulated devices.
-        compute_seconds, state_seconds, communication_seconds: of one step, each on its own.
+        compute_seconds: matrix products and attention of one step, on their own.
+        memory_seconds: the rest, which waits for memory: all other kernels, or, where those are not known, the state.
+        communication_seconds: collectives.
+        kernels: library kernel -> calls a step, of the compiled program.
         parameters, active_parameters: in all, and those that a token meets.
         step_seconds: all communication hidden behind computation.
         step_seconds_exposed: none of it.
-        mfu: of the optimistic step, attention counted causally; mfu_palm: over the whole sequence.
+        mfu: of the optimistic step and the 16 bit peak, attention counted causally; mfu_palm: over the whole sequence.
         memory_bytes: of one chip, as compiled.
         recomputation: which it was compiled with.
     """
@@ -58,7 +72,7 @@ class Forecast:
     active_parameters: int
     tokens_per_step: int
     compute_seconds: float
-    state_seconds: float
+    memory_seconds: float
     communication_seconds: float
     step_seconds: float
     step_seconds_exposed: float
@@ -69,11 +83,12 @@ class Forecast:
     memory_bytes: int | None
     memory_limit: int
     recomputation: str
+    kernels: dict[str, int]
 
 
 def simulate_devices(topologies: Sequence[Topology]) -> None:
-    """Makes jax simulate as many CPU devices as the largest topology has. Call it before jax is used."""
-    count = max(topology.num_chips for topology in topologies)
+    """Makes jax simulate as many CPU devices as the largest topology without a compiler has. Call it before jax is used."""
+    count = max([1, *(topology.num_chips for topology in topologies if not has_compiler(topology))])
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -90,27 +105,27 @@ def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Con
 
 def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecast:
     """Compiles the first phase's step for the topology and works out its time."""
-    devices, compiled_for = _devices(topology)
-    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
-    with plan.layout.use():
+    target = _target(topology)
+    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], target.devices)
+    with plan.layout.use(), target.tracing:
         step = compile_step(plan, plan.phases[0], console.show, limit=int(topology.chip.memory))
-    compute = _executed_flops(plan, again=step.keep == FULL) / (topology.num_chips * topology.chip.peak * GEMM_SHARE)
-    state = _state_bytes(plan) / (plan.mesh.data * plan.mesh.model) / topology.chip.memory_bandwidth
-    moved = collectives_a_run(step.call.as_text() or "")
-    communication = sum(n * _seconds(collective, plan, topology) for collective, n in moved.items())
-    seconds, exposed = max(compute, communication) + state, compute + communication + state
+    hlo = step.call.as_text() or ""
+    speed = _speed(topology, plan.precision.compute)
+    time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.keep == FULL)
+    communication = sum(n * _seconds(one, plan, topology) for one, n in collectives_a_run(hlo).items())
+    seconds, exposed = max(time.total, communication), time.total + communication
     model = plan.recipe.abstract_state(plan.phases[0]).model
     flops = config.model.flops_per_token(plan.recipe.Vocab.size)
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
         chips=topology.num_chips,
-        compiled_for=compiled_for,
+        compiled_for=target.words,
         parameters=tree.num_parameters(model),
         active_parameters=num_active(model),
         tokens_per_step=plan.tokens_per_step,
-        compute_seconds=compute,
-        state_seconds=state,
+        compute_seconds=time.products + time.attention,
+        memory_seconds=time.memory,
         communication_seconds=communication,
         step_seconds=seconds,
         step_seconds_exposed=exposed,
@@ -121,30 +136,60 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
         recomputation=step.keep,
+        kernels=dict(kernels(hlo)) if target.is_card else {},
     )
 
 
-def _devices(topology: Topology) -> tuple[Sequence[Any], str]:
-    if topology.chip.platform == "tpu" and importlib.util.find_spec("libtpu") is not None:
-        from jax.experimental import topologies
+@dataclass(frozen=True)
+class _Target:
+    """What a step is compiled for.
 
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.compiler_name)
-        return described.devices, f"{topology.compiler_name}, ahead of time"
+    Attributes:
+        words: which devices, by which compiler.
+        is_card: NVIDIA cards, by their own compiler.
+        tracing: what the step is traced in.
+    """
+
+    devices: Sequence[Any]
+    words: str
+    is_card: bool = False
+    tracing: AbstractContextManager[None] = field(default_factory=nullcontext)
+
+
+def _target(topology: Topology) -> _Target:
+    if has_compiler(topology):
+        absent, cuda = absent_devices(topology), topology.chip.cuda
+        tracing = nullcontext() if cuda is None else absent_card(cuda.capability)
+        return _Target(absent.devices, absent.compiler, cuda is not None, tracing)
+    if topology.num_chips > _MOST_SIMULATED:
+        raise ConfigError(
+            f"--topology {topology.name}: {topology.num_chips} chips; jax compiles for {_MOST_SIMULATED} simulated devices at"
+            f" the most. Take fewer chips, or compile for the real ones: {_REAL[topology.chip.platform]}"
+        )
     devices = jax.devices("cpu")
     if len(devices) < topology.num_chips:
         raise ConfigError(f"--topology {topology.name}: jax simulates {len(devices)} devices; it was already in use")
-    return devices[: topology.num_chips], f"{topology.num_chips} simulated CPU devices"
+    words = f"{topology.num_chips} simulated CPU devices, whose collectives are float32"
+    return _Target(devices[: topology.num_chips], f"{words} ({_REAL[topology.chip.platform]})")
 
 
-def _executed_flops(plan: Plan, *, again: bool) -> float:
-    """All that is computed in a step: the model's operations, and a third more where everything is recomputed."""
+def _speed(topology: Topology, dtype: Any) -> Speed:
+    chip = topology.chip
+    peak = chip.peak_of(dtype)
+    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, chip.memory_bandwidth * _MEMORY_SHARE)
+
+
+def _by_formula(plan: Plan, topology: Topology, *, again: bool) -> Seconds:
+    """The model's operations, a third more where everything is recomputed, and its state, read and written."""
     flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * plan.tokens_per_step
-    return flops * (4 / 3 if again else 1)
-
-
-def _state_bytes(plan: Plan) -> float:
+    executed = flops * (4 / 3 if again else 1) / topology.num_chips
     model = plan.recipe.abstract_state(plan.phases[0]).model
-    return _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
+    state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
+    spread = plan.mesh.data * plan.mesh.model
+    return Seconds(
+        products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
+        memory=state / spread / topology.chip.memory_bandwidth,
+    )
 
 
 def _seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
@@ -168,9 +213,10 @@ def _rows(one: Forecast) -> list[tuple[str, str]]:
             "step",
             f"{one.tokens_per_step:,} tokens, {one.step_seconds:.3f} s ({one.step_seconds_exposed:.3f} s exposed)",
         ),
-        ("of it", f"computation {one.compute_seconds:.3f} s, communication {one.communication_seconds:.3f} s"),
-        ("state", f"{one.state_seconds:.4f} s to read and write"),
+        ("of it", f"{one.compute_seconds:.3f} s products and attention, {one.memory_seconds:.3f} s memory"),
+        ("communication", f"{one.communication_seconds:.3f} s"),
         ("tokens/s", f"{one.tokens_per_second:,.0f} ({one.tokens_per_second / one.chips:,.0f} a chip)"),
         ("MFU", f"{one.mfu:.1%}, {one.mfu_exposed:.1%} exposed; attention counted in full {one.mfu_palm:.1%}"),
+        ("kernels", ", ".join(f"{name} x {n}" for name, n in one.kernels.items()) or "not known"),
         ("memory a chip", f"{memory} of {gib(one.memory_limit)}"),
     ]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from jaxlm.adapters import given_adapters
 from jaxlm.commands import run_command
-from jaxlm.compiling import compile_steps, keep_compiled_programs
+from jaxlm.compiling import compile_steps
 from jaxlm.config import RunConfig, load_config, run_id_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.program_cache import keep_compiled_programs
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
 from jaxlm.data.loader import train_batches
 from jaxlm.dry_run import assumed_vocabulary, dry_run
@@ -99,7 +100,12 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
     config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
     plan = plan.knowing(config, tokenizer.vocab_size)
-    console.log_to(plan.log_folder / "train.log")
+    try:
+        console.log_to(plan.log_folder / "train.log")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Choose another"
+        ) from error
     console.show(table("run", describe(plan)))
     origin = find_origin(plan, console.show)
     check_tokenizer(origin, tokenizer.fingerprint, console.show)

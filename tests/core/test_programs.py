@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.core.programs import Collective, collectives, collectives_a_run, kernels
+from jaxlm.core.programs import Collective, collectives, collectives_a_run, is_squeezed, kernels
 
 
 def program(turns: int) -> str:
@@ -56,12 +56,15 @@ def test_asynchronous_collectives_count_what_comes_out():
     lines = """
   %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}
   %r = (f32[1000]{0}, f32[3000]{0}) all-reduce-start(%x, %y), to_apply=%add
+  %s = ((f32[80]{0}, bf16[16,8]{1,0}), (f32[10]{0}, bf16[2,8]{1,0})) reduce-scatter-start(%x, %y), to_apply=%add
   %p = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
 """
     assert collectives(lines) == {
         Collective("all-gather", "f32", (16, 8)): 1,
         Collective("all-reduce", "f32", (1000,)): 1,
         Collective("all-reduce", "f32", (3000,)): 1,
+        Collective("reduce-scatter", "f32", (10,)): 1,
+        Collective("reduce-scatter", "bf16", (2, 8)): 1,
         Collective("collective-permute", "f32", (64,)): 1,
     }
 
@@ -97,3 +100,9 @@ ENTRY %main (p: (s32[])) -> (s32[]) {
         Collective("all-gather", "bf16", (1, 16)): 80,
         Collective("reduce-scatter", "bf16", (32, 2)): 80,
     }
+
+
+def test_what_the_compiler_computes_again_is_seen():
+    line = "  %gemm_fusion_dot.285{} = bf16[64,64]{{1,0}} fusion(%a), kind=kCustom, calls=%c\n"
+    assert not is_squeezed(line.format(""))
+    assert all(is_squeezed(line.format(mark)) for mark in (".remat", ".remat2", ".remat.1"))

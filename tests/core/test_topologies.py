@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import pytest
 
 from jaxlm.core.errors import ConfigError
@@ -45,3 +46,17 @@ def test_links_are_slower_between_domains():
 
 def test_every_chip_has_a_peak():
     assert all(chip.peak > 1e14 for chip in CHIPS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"), [("h100-64", (8, 8)), ("h100-4", (1, 4)), ("h100-12", (1, 12)), ("v5p-512", (1, 256))]
+)
+def test_machines_are_as_large_as_a_domain(name, hosts):
+    assert parse_topology(name).hosts == hosts
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "share"), [("h100", "float32", 0.5), ("h100", "bfloat16", 1), ("v5p", "float32", 1)]
+)
+def test_float32_is_half_as_fast_on_gpus(chip, dtype, share):
+    assert CHIPS[chip].peak_of(jnp.dtype(dtype)) == share * CHIPS[chip].peak

@@ -1,5 +1,7 @@
 """Compiler options: those of the table exist, and the user's own win."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -22,3 +24,10 @@ def test_every_option_exists():
         program.compile(options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         program.compile({"xla_gpu_enable_wishful_thinking": True})
+
+
+def test_every_option_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "watch.md").read_text(encoding="utf-8")
+    for options in TABLE.values():
+        for name, value in options.items():
+            assert f"`{name}={str(value).lower()}`" in page

@@ -13,8 +13,8 @@ def drawn(monkeypatch):
     seen = []
     make = pictures._figure
 
-    def remember():
-        figure, axes = make()
+    def remember(*whole):
+        figure, axes = make(*whole)
         seen.append(axes)
         return figure, axes
 
@@ -66,3 +66,10 @@ def test_the_loss_curve_takes_steps_without_a_number(tmp_path):
     records = [{"step": s, "train/loss": None if s == 3 else 5 - s / 50} for s in range(1, 100)]
     loss_curve([*records, {"step": 99, "eval/loss": 3.1}], tmp_path / "l.png", "title")
     assert is_png(tmp_path / "l.png")
+
+
+def test_few_steps_have_whole_ticks_and_one_curve(drawn, tmp_path):
+    loss_curve([{"step": s, "train/loss": 5 - s / 50} for s in range(1, 21)], tmp_path / "l.png", "title")
+    (axes,) = drawn
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training"]

@@ -62,12 +62,15 @@ def numerical(kind, given, number, d_out, h=1e-5):
     return gradient
 
 
-def test_keeps_its_input_and_nothing_else():
+@pytest.mark.parametrize(
+    ("norm", "num_rows"), [(RMSNorm.init(Embed, EPS), 1), (LayerNorm.init(Embed, EPS, use_bias=False), 2)]
+)
+def test_keeps_its_input_and_what_it_found_of_each_row(norm, num_rows):
     x = hax.ones((Batch, Pos, Embed)).astype(jnp.bfloat16)
-    norm = RMSNorm.init(Embed, EPS)
     _, vjp = jax.vjp(lambda x: norm(x).array, x)
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(vjp)]
-    assert sorted(map(str, shapes)) == sorted(map(str, [((3, 5, 16), x.dtype), ((16,), jnp.dtype(jnp.float32))]))
+    rows = [((3, 5, 1), jnp.dtype(jnp.float32))] * num_rows
+    assert sorted(map(str, shapes)) == sorted(map(str, [((3, 5, 16), x.dtype), ((16,), jnp.dtype(jnp.float32)), *rows]))
 
 
 def test_axes_in_any_order():

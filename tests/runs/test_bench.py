@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxlm.bench import main
+from jaxlm.core.absent_devices import CUDA_PLUGINS, is_installed
 
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
 
@@ -66,10 +67,38 @@ def test_forecast_for_machines_that_are_not_there(workplace):
         assert 0 < one["memory_bytes"] < one["memory_limit"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
+def test_forecast_by_the_compiler_of_nvidia_cards(workplace):
+    """No card is needed: fused attention is in the program, for whole and for packed rows, and no [T, T] array."""
+    place = workplace(1)
+    place.write("")
+    sizes = {
+        "seq_len": 1024,
+        "hidden_dim": 256,
+        "intermediate_dim": 512,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
+    changes = [part for key, value in sizes.items() for part in (f"--model.{key}", str(value))]
+    changes += ["--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16"]
+    done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-1,h100-16", module="jaxlm.bench")
+    assert done.code == 0, done.err
+    one, sixteen = map(json.loads, done.out.splitlines()[-2:])
+    for found in (one, sixteen):
+        assert found["compiled_for"] == "NVIDIA H100 80GB HBM3, ahead of time"
+        assert found["kernels"].keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+        assert 0 < found["mfu_exposed"] <= found["mfu"] < 0.66
+    assert one["communication_seconds"] == 0 < sixteen["communication_seconds"]
+    assert sixteen["memory_bytes"] < one["memory_bytes"] < 16 * 4 * 1024 * 1024 * 4 + (1 << 30)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--topology", "v5p-7"), "--topology v5p-7"),
+        (("--topology", ""), "chip and number expected"),
         (("--topology", "h100-8", "--steps", "20"), "--steps and --warmup have no effect"),
         (("--topology", "h100-8", "--warmup", "0"), "--steps and --warmup have no effect"),
         (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm.bench measures steps"),
@@ -79,3 +108,13 @@ def test_what_cannot_be(workplace, capsys, arguments, message):
     path = workplace().write()
     assert main(["--config_path", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin describes as many as one likes")
+def test_more_devices_than_can_be_simulated(workplace):
+    place = workplace()
+    place.write("")
+    done = place.run("--config_path", "run.yaml", "--topology", "h100-4096", module="jaxlm.bench")
+    assert done.code == 2
+    assert "2048 simulated devices" in done.err
+    assert "Traceback" not in done.err

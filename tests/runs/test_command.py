@@ -155,6 +155,17 @@ def test_a_folder_that_cannot_be_written_is_said_at_the_start(workplace):
     assert "Traceback" not in result.err
 
 
+def test_a_log_folder_that_cannot_be_written_is_said_before_compiling(workplace):
+    place = workplace()
+    place.write()
+    (place.folder / "logs").write_text("a file where the folder should be")
+    result = place.run(*RUN)
+    assert result.code == 2
+    assert "trainer.log_dir" in result.err
+    assert "compiling" not in result.out
+    assert "Traceback" not in result.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "said"),

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-_COLLECTIVE = re.compile(
-    r"= (?P<shapes>\(.*?\)|\S+)"
-    r" (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
-)
+DTYPE_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+"""Bytes of an entry; those that are not here take one."""
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVE = re.compile(rf"= (?P<shapes>\(.*?\)|\S+) (?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\(")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
 LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
@@ -19,6 +18,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+# What XLA's rematerialization calls its copies.
+_AGAIN = re.compile(r"%[\w.\-]+\.remat[\d.]* = ")
 # TPUs sum and cut in one fusion, whose text is a whole all-reduce followed by a slice.
 _SUMMED_AND_CUT = "all-reduce-scatter"
 # Annotations of the compiler to itself: no kernel stands behind them.
@@ -43,7 +44,7 @@ class Collective:
     @property
     def num_bytes(self) -> int:
         """Of the array that comes out."""
-        return math.prod(self.shape) * _BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
 
 
 def collectives(hlo: str) -> Counter[Collective]:
@@ -85,6 +86,11 @@ def kernels(hlo: str) -> Counter[str]:
     return found
 
 
+def is_squeezed(hlo: str) -> bool:
+    """Whether the compiler computes something again so that the program needs less memory."""
+    return _AGAIN.search(hlo) is not None
+
+
 def _collectives_of(line: str) -> Iterator[Collective]:
     instruction = _COLLECTIVE.search(line)
     if instruction is None:
@@ -92,7 +98,7 @@ def _collectives_of(line: str) -> Iterator[Collective]:
     shapes = list(_SHAPE.finditer(instruction["shapes"]))
     if instruction["start"] and instruction["shapes"].startswith("("):
         # What an asynchronous one returns: operands, then results; those of an all-reduce are one and the same.
-        if instruction["kind"] == "all-gather":
+        if instruction["kind"] in ("all-gather", "reduce-scatter"):
             shapes = shapes[len(shapes) // 2 :]
         elif instruction["kind"] == "collective-permute":
             shapes = shapes[1:2]
@@ -111,18 +117,23 @@ def _executed(bodies: dict[str, list[str]], entry: str | None) -> Iterator[tuple
         name, times = pending.pop()
         yield name, times
         for line in bodies[name]:
-            inside = times * _turns(line, bodies) if " while(" in line else times
-            pending += [(called, inside) for called in _called(line) if called in bodies]
+            inside = times * (turns(line, bodies) or 1) if " while(" in line else times
+            pending += [(called, inside) for called in called_by(line) if called in bodies]
 
 
-def _turns(line: str, bodies: dict[str, list[str]]) -> int:
-    """Of a loop: what the compiler notes, else the number that its counter is compared with, else 1."""
+def turns(line: str, bodies: dict[str, list[str]]) -> int | None:
+    """Of a loop: what the compiler notes, else the number that its counter is compared with, else None.
+
+    Args:
+        line: the loop's instruction.
+        bodies: from `computations`.
+    """
     if noted := _TRIPS.search(line):
         return int(noted[1])
     condition = _CONDITION.search(line)
     lines = bodies.get(condition[1], []) if condition else []
     limits = [int(limit[1]) for text in lines if (limit := _LIMIT.search(text))]
-    return limits[0] if len(limits) == 1 and any("direction=LT" in text for text in lines) else 1
+    return limits[0] if len(limits) == 1 and any("direction=LT" in text for text in lines) else None
 
 
 def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
@@ -139,6 +150,7 @@ def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     return found, entry
 
 
-def _called(line: str) -> list[str]:
+def called_by(line: str) -> list[str]:
+    """The computations that an instruction calls: a loop's body, a fusion's, the branches of a choice."""
     branches = _BRANCHES.search(line)
     return _CALLED.findall(line) + ([name.strip(" %") for name in branches[1].split(",")] if branches else [])

@@ -5,12 +5,38 @@ Source: the vendors' data sheets; links are counted one way, all of a chip's tog
 
 import re
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 
 _GB = 1e9
 _MOST_CHIPS = 8192
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What the compiler wants to know of an NVIDIA card.
+
+    Attributes:
+        name: as the driver says it.
+        capability: compute capability.
+        processors: streaming multiprocessors.
+        lanes: float32 units of one.
+        clock_ghz: at most.
+        shared_memory: KiB of one processor.
+        l2_cache: MiB.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    lanes: int
+    clock_ghz: float
+    shared_memory: int
+    l2_cache: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +53,8 @@ class Chip:
         outer_bandwidth: bytes/s to chips of other domains.
         cores: that a topology's name counts for each chip (`v5p-512` is 256 chips).
         torus: dimensions of the network, for chips that have one.
-        compiler: what the ahead-of-time compiler calls it.
+        compiler: what the ahead-of-time compiler of TPUs calls it.
+        cuda: what that of NVIDIA cards wants to know.
     """
 
     name: str
@@ -40,6 +67,7 @@ class Chip:
     cores: int = 1
     torus: int = 0
     compiler: str = ""
+    cuda: Cuda | None = None
 
     @property
     def peak(self) -> float:
@@ -48,8 +76,17 @@ class Chip:
         assert flops is not None, self.name
         return flops
 
+    def peak_of(self, dtype: Any) -> float:
+        """Dense FLOP/s of matrix products as jax does them by default: float32 as TF32 on GPUs, in bf16 passes on TPUs."""
+        halved = self.platform == "gpu" and np.dtype(dtype).itemsize == 4
+        return self.peak / 2 if halved else self.peak
+
 
 _GIB = float(1 << 30)
+_A100 = Cuda("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 164, 40)
+_H100 = Cuda("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 228, 50)
+_H200 = Cuda("NVIDIA H200", (9, 0), 132, 128, 1.98, 228, 50)
+_B200 = Cuda("NVIDIA B200", (10, 0), 148, 128, 1.965, 228, 126)
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -57,10 +94,10 @@ CHIPS = {
         Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, compiler="v5e"),
         Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 300 * _GB, cores=2, torus=3, compiler="v5"),
         Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, compiler="v6e"),
-        Chip("a100", "gpu", 80 * _GB, 2039 * _GB, 300 * _GB, domain=8, outer_bandwidth=25 * _GB),
-        Chip("h100", "gpu", 80 * _GB, 3350 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB),
-        Chip("h200", "gpu", 141 * _GB, 4800 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB),
-        Chip("b200", "gpu", 180 * _GB, 8000 * _GB, 900 * _GB, domain=8, outer_bandwidth=50 * _GB),
+        Chip("a100", "gpu", 80 * _GB, 2039 * _GB, 300 * _GB, domain=8, outer_bandwidth=25 * _GB, cuda=_A100),
+        Chip("h100", "gpu", 80 * _GB, 3350 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H100),
+        Chip("h200", "gpu", 141 * _GB, 4800 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H200),
+        Chip("b200", "gpu", 180 * _GB, 8000 * _GB, 900 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_B200),
     )
 }
 
@@ -81,6 +118,12 @@ class Topology:
     def compiler_name(self) -> str:
         """The torus as the ahead-of-time compiler wants it: `v5:4x8x8`."""
         return f"{self.chip.compiler}:{'x'.join(map(str, torus(self.num_chips, self.chip.torus)))}"
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """(machines, chips of each): as many as a domain has where they fill machines, else one machine."""
+        domain = self.chip.domain or self.num_chips
+        return (self.num_chips // domain, domain) if self.num_chips % domain == 0 else (1, self.num_chips)
 
     def bandwidth(self, num_chips: int) -> float:
         """Bytes/s that a chip exchanges in a group of so many."""

@@ -1,7 +1,7 @@
 """Options of the compiler, one table a platform. What the user's `XLA_FLAGS` name is left to the user.
 
 They go to each compilation and not into the environment, so that they hold for the training step alone and need not be set
-before jax starts. An option is in the table only with a reason; what was tried without effect is in docs/log.md.
+before jax starts. An option is in the table only with a reason; docs/howto/watch.md has the same table.
 """
 
 import os

@@ -19,13 +19,19 @@ Records = Sequence[Mapping[str, float | None]]
 
 def loss_curve(records: Records, path: Path, title: str) -> None:
     """Draws training loss (each step, and averaged) and validation loss by step, as a PNG."""
-    figure, axes = _figure()
+    figure, axes = _figure("xaxis")
     steps, losses = _series(records, "train/loss")
     if len(steps):
-        axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
         width = max(1, round(len(steps) * _AVERAGED_OVER))
+        if width > 1:
+            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        axes.plot(steps[width - 1 :], smooth, color="tab:blue", label=f"training, mean of {width}")
+        axes.plot(
+            steps[width - 1 :],
+            smooth,
+            color="tab:blue",
+            label=f"training, mean of {width}" if width > 1 else "training",
+        )
     steps, losses = _series(records, "eval/loss")
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
@@ -36,7 +42,7 @@ def loss_curve(records: Records, path: Path, title: str) -> None:
 
 def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
     """Draws the learning rate by step over all phases, with its corner points marked, as a PNG."""
-    figure, axes = _figure()
+    figure, axes = _figure("xaxis")
     for phase in phases:
         schedule = phase.optimizer.schedule(phase.num_steps)
         steps = np.unique(np.linspace(0, phase.num_steps, _MOST_POINTS).round())
@@ -52,7 +58,7 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
             place, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
             axes.annotate(text, place, (4, 4), textcoords="offset points", fontsize=7)
     axes.set(title=title, xlabel="step", ylabel="learning rate")
-    axes.margins(x=0.08, y=0.12)
+    axes.margins(x=0.12, y=0.12)
     axes.legend()
     _save(figure, path)
 
@@ -94,7 +100,7 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
 
     What took longer than twice the 99th percentile is counted in the legend instead of squeezing all the rest.
     """
-    figure, axes = _figure()
+    figure, axes = _figure("yaxis")
     durations = times.durations_ms
     end = 2 * times.p99_ms
     beyond = int((durations > end).sum())
@@ -108,12 +114,15 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
     _save(figure, path)
 
 
-def _figure() -> tuple[Any, Any]:
+def _figure(*whole: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
+    for axis in whole:  # there is no half of a step
+        getattr(axes, axis).set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     return figure, axes
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.family import REQUIRED, Fixed, Group, Json, Key
+from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.rotary import (
     DefaultRotary,
     LinearRotary,
@@ -15,8 +16,7 @@ from jaxlm.models.rotary import (
 )
 
 # Their names of activation functions -> ours, where the two differ or several are the same.
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
-_KNOWN_ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new")
+_SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _TYPES: dict[str, type[RotaryConfig]] = {
     "default": DefaultRotary,
     "linear": LinearRotary,
@@ -31,9 +31,9 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
     """The activation function. Args: written: ours -> theirs, where the family wants a name of its own."""
 
     def to_ours(name: str) -> str:
-        ours = _ACTIVATIONS.get(name, name)
-        if ours not in _KNOWN_ACTIVATIONS:
-            raise ConfigError(f"{theirs}: '{name}' given. Known: {', '.join((*_KNOWN_ACTIVATIONS, *_ACTIVATIONS))}")
+        ours = _SYNONYMS.get(name, name)
+        if ours not in ACTIVATIONS:
+            raise ConfigError(f"{theirs}: '{name}' given. Known: {', '.join((*ACTIVATIONS, *_SYNONYMS))}")
         return ours
 
     return Key(theirs, "activation_function", default, to_ours, lambda ours: (written or {}).get(ours, ours))

@@ -26,9 +26,9 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.types import Sum
+from jaxlm.models.activations import gated
 from jaxlm.models.base import Auxiliary
 from jaxlm.models.grouped import Grouping
-from jaxlm.models.layers import ACTIVATIONS
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.placement import mesh_axes
 from jaxlm.models.recompute import EXPERT
@@ -143,8 +143,7 @@ class Experts(eqx.Module):
         grouping = Grouping.of(chosen_BSK.reshape(-1) - first, len(gate_EDM))
         x_PD = grouping.sorted(jnp.repeat(x_BSD.reshape(num_tokens, width), self.num_chosen, axis=0))
         gate_PM, up_PM = (checkpoint_name(grouping.dot(x_PD, w_EDM), EXPERT) for w_EDM in (gate_EDM, up_EDM))
-        activated = ACTIVATIONS[self.activation](hax.named(gate_PM, ("row", MLP))).array
-        out_PD = checkpoint_name(grouping.dot(activated * up_PM, down_EMD), EXPERT)
+        out_PD = checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
         out_NKD = grouping.unsorted(out_PD).reshape(num_tokens, self.num_chosen, width)
         return jnp.sum(out_NKD * share_BSK.reshape(num_tokens, -1, 1), axis=1).reshape(x_BSD.shape)
 

@@ -14,12 +14,12 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.sharding import for_compute, for_lookup
+from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.cache import empty_cache
 from jaxlm.models.checks import check_at_least, check_choice, check_divides, check_probability
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import (
-    ACTIVATIONS,
     Context,
     ForCache,
     Mlp,

@@ -4,8 +4,6 @@ Every part takes and returns named arrays and says its parameters' axes in its `
 computation happens in whatever dtype they arrive in, except where float32 is said.
 """
 
-from collections.abc import Callable
-
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
+from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention import Visibility, as_keys, attention
 from jaxlm.models.backends.blocks import PLAIN_SCORES
 from jaxlm.models.backends.choice import AUTO, AttentionTask
@@ -25,14 +24,6 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.recompute import KEY, MLP, QUERY, VALUE, named
 from jaxlm.models.rotary import Rotation
-
-ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
-    "silu": hnn.silu,
-    "relu": hnn.relu,
-    "gelu": lambda x: hnn.gelu(x, approximate=False),
-    "gelu_new": lambda x: hnn.gelu(x, approximate=True),
-}
-"""Activation functions by the names that Hugging Face configurations use."""
 
 
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
@@ -53,7 +44,8 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self.down_proj(ACTIVATIONS[self.activation](named(self.up_proj(x), MLP)))
+        up = named(self.up_proj(x), MLP)
+        return self.down_proj(NamedArray(activated(self.activation, up.array), up.axes))
 
 
 class GatedMlp(eqx.Module):
@@ -66,7 +58,8 @@ class GatedMlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         gate, up = named(self.gate_proj(x), MLP), named(self.up_proj(x), MLP)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
+        out = gated(self.activation, gate.array, up.rearrange(gate.axes).array)
+        return self.down_proj(NamedArray(out, gate.axes))
 
 
 class KeysValues(eqx.Module):

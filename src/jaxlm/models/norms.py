@@ -1,21 +1,30 @@
-"""Normalisation over features, keeping its input and nothing else for the backward pass.
+"""Normalisation over features, keeping its input and what it found of each row for the backward pass.
 
 Left to automatic differentiation, a norm stores several float32 copies of its input. The derivatives written down here
-make them again from the input itself, in the dtype that the residual stream has.
+make them again from the input itself, in the dtype that the residual stream has. Mean and scale of a row are kept: two
+numbers, without which the backward pass would first read all of the input, and write a float32 copy of it between the sum
+over features and that over rows.
 
 Shapes: ... any leading axes, D features.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.core.derivatives import OwnBackward
+
+NORM = "norm"
+"""Mean and scale of each row, by the name that recomputation policies know."""
+
+
+_OUTPUT = "norm_output"
 
 
 class RMSNorm(eqx.Module):
@@ -71,28 +80,46 @@ def _normed(x: NamedArray, weight: NamedArray, bias: NamedArray | None, eps: flo
     return NamedArray(out.reshape(shape), last.axes).rearrange(x.axes)
 
 
-def _standardised(eps: float, centre: bool, x_D: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x as it stands before the weights, float32, and what it was multiplied by."""
+class _Row(NamedTuple):
+    """What a norm finds of each row: float32 [..., 1]. The mean is None where nothing is subtracted."""
+
+    mean: jax.Array | None
+    scale: jax.Array
+
+
+def _row(eps: float, centre: bool, x_D: jax.Array) -> _Row:
     x_D = x_D.astype(jnp.float32)
-    if centre:
-        x_D = x_D - jnp.mean(x_D, axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(jnp.mean(x_D * x_D, axis=-1, keepdims=True) + eps)
-    return x_D * scale, scale
+    mean = jnp.mean(x_D, axis=-1, keepdims=True) if centre else None
+    centred_D = x_D if mean is None else x_D - mean
+    return _Row(mean, jax.lax.rsqrt(jnp.mean(centred_D * centred_D, axis=-1, keepdims=True) + eps))
+
+
+def _standardised(x_D: jax.Array, row: _Row) -> jax.Array:
+    """x as it stands before the weights, float32."""
+    x_D = x_D.astype(jnp.float32)
+    return (x_D if row.mean is None else x_D - row.mean) * row.scale
+
+
+def _weighted(x_D, row: _Row, weight_D, bias_D):
+    out_D = _standardised(x_D, row) * weight_D.astype(jnp.float32)
+    return (out_D if bias_D is None else out_D + bias_D.astype(jnp.float32)).astype(x_D.dtype)
 
 
 @functools.partial(OwnBackward, nondiff_argnums=(0, 1))
 def _norm(eps, centre, x_D, weight_D, bias_D):
-    out_D = _standardised(eps, centre, x_D)[0] * weight_D.astype(jnp.float32)
-    return (out_D if bias_D is None else out_D + bias_D.astype(jnp.float32)).astype(x_D.dtype)
+    return _weighted(x_D, _row(eps, centre, x_D), weight_D, bias_D)
 
 
 def _norm_forward(eps, centre, x_D, weight_D, bias_D):
-    return _norm(eps, centre, x_D, weight_D, bias_D), (x_D, weight_D, bias_D)
+    row = jax.tree.map(lambda a: checkpoint_name(a, NORM), _row(eps, centre, x_D))
+    # By this name the output can be kept as it is, not in float32 from before it was rounded.
+    out_D = checkpoint_name(_weighted(x_D, row, weight_D, bias_D), _OUTPUT)
+    return out_D, (x_D, row, weight_D, bias_D)
 
 
 def _norm_backward(eps, centre, kept, d_out_D):
-    x_D, weight_D, bias_D = kept
-    standard_D, scale = _standardised(eps, centre, x_D)
+    x_D, row, weight_D, bias_D = kept
+    standard_D = _standardised(x_D, row)
     d_out_D = d_out_D.astype(jnp.float32)
     leading = tuple(range(d_out_D.ndim - 1))
     d_weight = jnp.sum(d_out_D * standard_D, axis=leading).astype(weight_D.dtype)
@@ -102,7 +129,7 @@ def _norm_backward(eps, centre, kept, d_out_D):
     d_x_D = d_standard_D - standard_D * along
     if centre:
         d_x_D = d_x_D - jnp.mean(d_standard_D, axis=-1, keepdims=True)
-    return (d_x_D * scale).astype(x_D.dtype), d_weight, d_bias
+    return (d_x_D * row.scale).astype(x_D.dtype), d_weight, d_bias
 
 
 _norm.defvjp(_norm_forward, _norm_backward)

@@ -1,7 +1,8 @@
 """What a layer keeps for the backward pass, and what it computes again.
 
     none     everything that the derivative reads is kept, but for changes of layout and dtype
-    cheap    matrix products and attention are kept; norms, activations and rotations are computed again
+    cheap    matrix products, attention and what norms find of a row are kept; norms, activations and rotations are
+             computed again
     full     only each layer's input is kept (Chen et al. 2016, arXiv:1604.06174)
     [names]  the layer's input and what is named: query, key, value, attention, mlp, expert
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
@@ -23,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.core.derivatives import is_twice_differentiable
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.backends.blocks import ATTENTION
+from jaxlm.models.norms import NORM
 
 Keep = str | tuple[str, ...]
 
@@ -90,7 +92,7 @@ def _policy(keep: Keep) -> Callable[..., bool] | None:
         return _all_but_parameters
     if keep == CHEAP:
         return policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT)
+            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM)
         )
     return policies.save_only_these_names(*keep)
 

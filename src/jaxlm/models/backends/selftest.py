@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.runtime import everywhere
+from jaxlm.models.backends.absent_card import card_is_absent
 from jaxlm.models.backends.cudnn import DOCUMENTS_A_CALL, cudnn_attention
 from jaxlm.models.backends.plain import plain_attention
 
@@ -50,16 +51,14 @@ def packed_rows() -> np.ndarray:
     return np.stack([*rows, gaps, np.zeros(_LENGTH, int)]).astype(np.int32)
 
 
-@functools.cache
 def whole_rows_problem(dtype: Any, head_size: int, group: int, windowed: bool) -> str | None:
     """What is wrong with cuDNN's attention to rows of one document, on this device; None where nothing is."""
-    return _alone(lambda: _cudnn_problem(whole_rows(), Shape(dtype, head_size, group, windowed), packed=False))
+    return None if card_is_absent() else _tested(Shape(dtype, head_size, group, windowed), packed=False)
 
 
-@functools.cache
 def packed_rows_problem(dtype: Any, head_size: int, group: int, windowed: bool) -> str | None:
     """What is wrong with cuDNN's attention to rows of several documents, on this device; None where nothing is."""
-    return _alone(lambda: _cudnn_problem(packed_rows(), Shape(dtype, head_size, group, windowed), packed=True))
+    return None if card_is_absent() else _tested(Shape(dtype, head_size, group, windowed), packed=True)
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,11 @@ class Shape:
     def scale(self) -> float:
         """The usual one."""
         return self.head_size**-0.5
+
+
+@functools.cache
+def _tested(shape: Shape, *, packed: bool) -> str | None:
+    return _alone(lambda: _cudnn_problem(packed_rows() if packed else whole_rows(), shape, packed=packed))
 
 
 def disagreement(attend: Attend, segment_BT: np.ndarray, shape: Shape) -> str | None:

@@ -1,0 +1,39 @@
+"""Compiled programs on disk, and what becomes of damaged ones."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxlm.core.program_cache import keep_compiled_programs
+
+
+def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
+    def compile_again() -> bytes:
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        jax.jit(lambda x: jnp.sin(x) + 1).lower(1.0).compile()
+        (kept,) = tmp_path.glob("*-cache")
+        return kept.read_bytes()
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        try:
+            keep_compiled_programs(str(tmp_path))
+            jax.config.update(names[1], 0.0)
+            whole = compile_again()
+            for damaged in (b"", b"no program", whole[: len(whole) // 2]):
+                (kept,) = tmp_path.glob("*-cache")
+                kept.write_bytes(damaged)
+                assert len(compile_again()) > len(damaged)
+                assert "cannot be read" in (said := capfd.readouterr().err)
+                assert "deleted, and compiled anew" in said
+                assert compile_again()
+                assert not capfd.readouterr().err
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()

@@ -1,0 +1,111 @@
+"""The roofline of compiled programs, against operations and bytes counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlm.core.roofline import Seconds, Speed, roofline
+
+FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))
+BYTES_ONLY = Speed(products=float("inf"), attention=float("inf"), memory=1.0)
+
+
+def compiled(function, *shapes):
+    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
+
+
+def test_products_are_counted_with_the_turns_of_their_loop():
+    def chain(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+
+    found = roofline(compiled(chain, (64, 32), (32, 32)), FLOPS_ONLY)
+    assert found == Seconds(products=7 * 2 * 64 * 32 * 32)
+
+
+def test_elementwise_work_reads_and_writes_each_array_once():
+    found = roofline(compiled(lambda x, y: jnp.sin(x) * y + 1, (256, 128), (256, 128)), BYTES_ONLY)
+    assert found == Seconds(memory=3 * 4 * 256 * 128)
+
+
+HEADER = """HloModule m
+
+%cut (p: f32[24,100], i: s32[]) -> f32[1,100] {
+  %p = f32[24,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %d = f32[1,100]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,100}
+}
+
+%keep (stack: f32[24,100], row: f32[1,100], at: s32[]) -> f32[24,100] {
+  %stack = f32[24,100]{1,0} parameter(0)
+  %row = f32[1,100]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %u = f32[24,100]{1,0} dynamic-update-slice(%stack, %row, %at, %none)
+}
+"""
+
+
+def test_a_layer_of_a_stack_is_read_and_written_alone():
+    text = f"""{HEADER}
+ENTRY %main (s: f32[24,100], j: s32[]) -> f32[24,100] {{
+  %s = f32[24,100]{{1,0}} parameter(0)
+  %j = s32[] parameter(1)
+  %a = f32[1,100]{{1,0}} fusion(%s, %j), kind=kLoop, calls=%cut
+  ROOT %b = f32[24,100]{{1,0}} fusion(%s, %a, %j), kind=kLoop, calls=%keep
+}}
+"""
+    assert roofline(text, BYTES_ONLY) == Seconds(memory=(2 * 400 + 4) + (2 * 400 + 4))
+
+
+ATTENTION = (
+    'custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax{kind}", backend_config={{"intermediate_tensor_shape":'
+    ' {{"element_type": "BF16", "dimensions": ["2", "8", "64", "64"], "tuple_shapes": []}}, "mask_type": "CAUSAL",'
+    ' "bmm1_dot_dimension_numbers": {{"lhs_contracting_dimensions": ["3"]}}}}'
+)
+
+
+def test_attention_and_choices():
+    text = f"""HloModule m
+
+%whole (q: bf16[2,64,8,16]) -> bf16[2,64,8,16] {{
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,64,2,16]{{3,2,1,0}} constant(0)
+  ROOT %f = bf16[2,64,8,16]{{3,2,1,0}} {ATTENTION.format(kind="")}
+}}
+
+%turn (q: bf16[2,64,8,16]) -> bf16[2,64,8,16] {{
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,64,2,16]{{3,2,1,0}} constant(0)
+  ROOT %f = bf16[2,64,8,16]{{3,2,1,0}} {ATTENTION.format(kind="Backward")}
+}}
+
+%again (q: bf16[2,64,8,16]) -> pred[] {{
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(0)
+  ROOT %more = pred[] constant(true)
+}}
+
+%several (q: bf16[2,64,8,16]) -> bf16[2,64,8,16] {{
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(0)
+  ROOT %loop = bf16[2,64,8,16]{{3,2,1,0}} while(%q), condition=%again, body=%turn
+}}
+
+ENTRY %main (p: pred[], q: bf16[2,64,8,16]) -> bf16[2,64,8,16] {{
+  %p = pred[] parameter(0)
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(1)
+  ROOT %c = bf16[2,64,8,16]{{3,2,1,0}} conditional(%p, %q, %q), true_computation=%several, false_computation=%whole
+}}
+"""
+    causal = 2 * 2 * (2 * 8 * 64 * 64) * 16 / 2
+    assert roofline(text, FLOPS_ONLY) == Seconds(attention=causal), "the branch whose length is known"
+    backward = text.replace(
+        "true_computation=%several, false_computation=%whole", "branch_computations={%turn, %whole}"
+    )
+    assert roofline(backward, FLOPS_ONLY) == Seconds(attention=2.5 * causal), "the longer one"
+
+
+def test_slow_memory_holds_products_up():
+    text = compiled(lambda x, w: x @ w, (8, 1024), (1024, 1024))
+    quick, slow = (roofline(text, Speed(1e12, 1e12, memory)).products for memory in (1e15, 1e9))
+    assert quick == pytest.approx(2 * 8 * 1024 * 1024 / 1e12)
+    assert slow == pytest.approx(4 * (2 * 8 * 1024 + 1024 * 1024) / 1e9)
