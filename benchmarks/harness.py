@@ -51,6 +51,7 @@ def of_jaxlm(options: argparse.Namespace, task: str) -> dict:
     """Metric -> value, of the command."""
     command = [sys.executable, "-m", "jaxlm.evaluate", "--checkpoint", options.checkpoint, "--trainer.mp", "f32"]
     command += ["--tasks", task, "--task_folder", options.tasks, "--limit", options.limit]
+    command += ["--batch_size", options.batch_size]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"jaxlm failed:\n{done.stderr[-3000:]}")

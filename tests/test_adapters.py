@@ -20,12 +20,16 @@ from jaxlm.data.loader import train_batches
 from jaxlm.engine.phases import entering
 from jaxlm.engine.state import create
 from jaxlm.engine.trackers import read_jsonl
-from jaxlm.interop.peft_import import read_adapters
+from jaxlm.interop.peft_import import lora_keys, read_adapters
+from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.base import Inputs
+from jaxlm.models.mixtral import MixtralConfig
+from jaxlm.models.qwen3_moe import Qwen3MoeConfig
+from jaxlm.named_model import open_model
 from jaxlm.plan import make_plan
 from jaxlm.train import train
 from jaxlm.trained import open_trained
-from tests.answers import write_instructions, write_model
+from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
 
 SIZES = {"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 LORA = {"type": "lora", "target": "q_proj|v_proj|mlp", "rank": 4, "alpha": 8.0, "dropout": 0.1}
@@ -108,6 +112,59 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
             read_adapters(folder, config, config.num_layers)
     with plan.layout.use(), pytest.raises(ConfigError, match=r"no adapter_config\.json there"):
         with_adapters(plain, tmp_path, plan.config.model, plan.layout)
+
+
+def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, np.ndarray]:
+    """Square adapters of PEFT beside these modules. Returns what is in the file."""
+    names = [f"base_model.model.{module}.lora_{side}.weight" for module in modules for side in "AB"]
+    shapes = {"A": (rank, 32), "B": (32, rank)}
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=shapes[name[-8]]).astype(np.float32) for name in names}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": 6})
+    )
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(folder / "adapter_model.safetensors", infos, arrays.values())
+    return arrays
+
+
+@pytest.mark.parametrize("config", [MixtralConfig(**SIZES), Qwen3MoeConfig(**SIZES)], ids=lambda c: type(c).__name__)
+def test_adapters_of_a_model_with_experts(tmp_path, config):
+    attention = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    arrays = write_adapter(tmp_path / "attention", attention)
+    read = read_adapters(tmp_path / "attention", config, num_layers=2)
+    path = "body.layers.stacked.attn.q_proj"
+    assert list(read.a) == list(read.b) == [path]
+    for side, found in (("A", read.a), ("B", read.b)):
+        expected = [arrays[f"base_model.model.{module}.lora_{side}.weight"] for module in attention]
+        np.testing.assert_array_equal(found[path], np.stack(expected))
+    assert lora_keys(tmp_path / "attention", config) == read.keys
+    write_adapter(tmp_path / "experts", [*attention, "model.layers.0.block_sparse_moe.experts.0.w1"])
+    with pytest.raises(ConfigError, match=r"experts\.0\.w1\.lora_A\.weight.* belong to no layer"):
+        read_adapters(tmp_path / "experts", config, num_layers=2)
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_beside_experts_compute_what_they_do_there(tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    num_tokens = write_tokenizer(tmp_path / "hf")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **{**LLAMA, "initializer_range": 0.2, "num_local_experts": 4}, vocab_size=num_tokens, pad_token_id=None
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "hf")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(base, settings).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    named = open_model(str(tmp_path / "hf"), {}, adapter=str(tmp_path / "adapter"))
+    ids = np.random.default_rng(0).integers(0, num_tokens, size=(8, 24))
+    with named.plan.layout.use():
+        ours = logits_of(named.load(), ids)
+    with torch.no_grad():
+        np.testing.assert_allclose(ours, theirs(torch.tensor(ids)).logits.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def begun_from(folder: Path, **keys):

@@ -70,6 +70,11 @@ def test_the_commands_take_a_folder_of_hugging_face(folder, tmp_path, monkeypatc
     assert capsys.readouterr().out.removesuffix("\n---\n") == "The" + free[3 : free.index(stop, 3)]
 
 
+def test_an_empty_stop_text_is_refused(capsys):
+    assert sample.main(["--checkpoint", "nowhere", "--stop", "b", "--stop", ""]) == 2
+    assert "--stop: '' given" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_long_conversation_says_so_and_goes_on_anew(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/new\nHello\n"))

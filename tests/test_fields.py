@@ -410,14 +410,16 @@ HARNESS: dict[str, Any] = {"tasks": ["b"], "task_folder": "elsewhere", "num_fews
 @pytest.mark.parametrize("name", HARNESS)
 def test_harness_fields(name, monkeypatch):
     """What the harness is told, and with which backend."""
+    index = {"all_tasks": ["a", "b"], "load": lambda tasks: {"tasks": {}}}
 
     def told(**changes: Any) -> list[str]:
         heard: list[Any] = []
-        manager = lambda include_path: SimpleNamespace(all_tasks=["a", "b"], folder=include_path)  # noqa: E731
+        manager = lambda include_path: SimpleNamespace(**index, folder=include_path)  # noqa: E731
         simple_evaluate = lambda **options: heard.append(options) or {"results": {}}  # noqa: E731
         monkeypatch.setattr(harness, "_harness", lambda: (simple_evaluate, manager))
         monkeypatch.setattr(harness, "_backend", lambda model, tokenizer, batch_size: batch_size)
-        harness.run_tasks(None, None, harness.HarnessEvalConfig(**{"tasks": ["a"], **changes}))  # pyright: ignore
+        config = harness.HarnessEvalConfig(**{"tasks": ["a"], **changes})
+        harness.open_tasks(config, 32).run(None, None)  # pyright: ignore
         return [repr(options) for options in heard]
 
     assert told() == told()
@@ -442,7 +444,7 @@ def test_sample_fields(name, tmp_path):
 
     def shown(**changes: Any) -> list[str]:
         lines: list[str] = []
-        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), lines.append)
+        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), lines.append, 32)
         config = choices["samples"](**{"prompts": ["ab"], "max_new_tokens": 8, "temperature": 3.0} | changes)
         config.open(context).run(model)
         return lines

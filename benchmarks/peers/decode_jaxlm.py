@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from jaxlm.models.apart import Writer
 from jaxlm.models.decode import Decoding, continued
 from jaxlm.named_model import open_model
 
@@ -16,16 +17,16 @@ def main() -> None:
     batch, length, new, repeats = map(int, numbers)
     named = open_model(folder, {"trainer.mp": "f32"})
     with named.plan.layout.use():
-        model = named.for_use()
+        writer = Writer.of(named.for_use())
         prompts = np.random.default_rng(0).integers(0, 1000, size=(batch, length)).tolist()
         decoding = Decoding(new, temperature=0.0)
         began = time.perf_counter()
-        rows = continued(model, prompts, decoding)
+        rows = continued(writer, prompts, decoding)
         first = time.perf_counter() - began
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
-            rows = continued(model, prompts, decoding)
+            rows = continued(writer, prompts, decoding)
             times.append(time.perf_counter() - began)
     rates = [batch * new / seconds for seconds in times]
     print(json.dumps({"tokens_per_second": rates, "first_s": first, "tokens": rows}))

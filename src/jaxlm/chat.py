@@ -18,10 +18,12 @@ from jaxlm.commands import run_command
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.decoding_options import add_decoding_options, decoding_of
+from jaxlm.models.apart import Writer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import Decoding, stream
 from jaxlm.models.kept import Kept
-from jaxlm.named_model import add_decoding_options, decoding_of, open_model
+from jaxlm.named_model import open_model
 from jaxlm.trained import checkpoint_parser, parse_with_keys
 
 _EVERY = 4  # tokens that are shown at once
@@ -102,7 +104,7 @@ class Conversation:
         decoding: Decoding,
         system: str | None = None,
     ):
-        self._model, self._tokenizer, self._template, self._decoding = model, tokenizer, template, decoding
+        self._writer, self._tokenizer, self._template, self._decoding = Writer.of(model), tokenizer, template, decoding
         self._system = system
         self.begin()
 
@@ -124,7 +126,7 @@ class Conversation:
         ids: list[int] = []
         shown = ""
         self.num_tokens = 0
-        pieces = stream(self._model, [prompt], self._fitting(len(prompt)), every=_EVERY, kept=self._kept)
+        pieces = stream(self._writer, [prompt], self._fitting(len(prompt)), every=_EVERY, kept=self._kept)
         first = next(pieces, [[]])
         self.messages = asked
         try:
@@ -144,9 +146,9 @@ class Conversation:
 
     def _fitting(self, num_asked: int) -> Decoding:
         """The decoding, with as many new tokens as there is room for behind the prompt."""
-        room = self._model.Pos.size - num_asked
+        room = self._writer.model.Pos.size - num_asked
         if room < 1:
-            raise ConfigError(f"the conversation has {num_asked} tokens; the model reads {self._model.Pos.size}")
+            raise ConfigError(f"the conversation has {num_asked} tokens; the model reads {self._writer.model.Pos.size}")
         return dataclasses.replace(self._decoding, max_new_tokens=min(room, self._decoding.max_new_tokens))
 
 

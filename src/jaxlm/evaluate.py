@@ -35,6 +35,7 @@ from jaxlm.data.named_source import VALIDATION
 from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
 from jaxlm.data.token_data import ValidationData
+from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
 from jaxlm.plan import Plan
 from jaxlm.tasks import add_task_options, check_task_options, evaluate_tasks
@@ -88,7 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         " --data.validation_urls '[other/*.txt]' evaluates on other text.",
         or_else="; with --tasks also a folder of Hugging Face, or the hub's name or name@revision",
     )
-    parser.add_argument("--batch_size", type=int, default=None, help="sequences a batch (default: as in training)")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=None,
+        help=f"sequences a batch (default: as in training; with --tasks {HarnessEvalConfig.batch_size})",
+    )
     parser.add_argument(
         "--max_batches", default=None, help="evaluate on so many batches, or `all` (default: as in training)"
     )

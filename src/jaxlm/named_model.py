@@ -1,6 +1,5 @@
 """A model as a person names it: a checkpoint of ours, or a folder as Hugging Face writes it."""
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from jaxlm.interop.folder import load_model, open_folder
 from jaxlm.interop.hub import local_folder, may_be_repository
 from jaxlm.interop.sources import open_tensors
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.decode import CACHE_DTYPES, Decoding
 from jaxlm.plan import Plan, make_plan
 from jaxlm.trained import AS_TRAINED, check_effective, open_trained
 
@@ -132,48 +130,3 @@ def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     several = found if isinstance(found, list) else [found]
     return tuple(dict.fromkeys(i for i in (*several, tokenizer.eos_id) if isinstance(i, int)))
-
-
-def add_decoding_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
-    """The options that `decoding_of` reads, with their defaults."""
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=max_new_tokens, help=f"at the most (default {max_new_tokens})"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=temperature,
-        help=f"0 takes the likeliest token (default {temperature:g})",
-    )
-    parser.add_argument("--top_k", type=int, default=None, help="choose among so many of the likeliest tokens")
-    parser.add_argument(
-        "--top_p", type=float, default=None, help="choose among the likeliest that make up this probability"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
-    parser.add_argument(
-        "--cache_dtype",
-        choices=CACHE_DTYPES,
-        default=None,
-        help="of keys and values that are kept; int8 needs the least memory (default: the parameters')",
-    )
-    add_adapter_option(parser)
-
-
-def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """The option whose value `open_model` takes as `adapter`."""
-    parser.add_argument(
-        "--adapter", default=None, help="a PEFT folder with LoRA adapters, which are folded into the model"
-    )
-
-
-def decoding_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> Decoding:
-    """What the options of `add_decoding_options` say."""
-    return Decoding(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_ids=stop_ids,
-        cache_dtype=options.cache_dtype,
-    )

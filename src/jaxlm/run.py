@@ -87,6 +87,7 @@ class Run:
             token_bytes=self.tokenizer.token_bytes(),
             validation=tuple(validation_set(one) for one in data.validation),
             show=self.console.show,
+            seq_len=plan.config.model.seq_len,
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)

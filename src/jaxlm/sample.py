@@ -9,10 +9,13 @@ import time
 from collections.abc import Sequence
 
 from jaxlm.commands import run_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.decoding_options import add_decoding_options, decoding_of
 from jaxlm.evals.samples import prompt_ids
+from jaxlm.models.apart import Writer
 from jaxlm.models.decode import continued
 from jaxlm.models.stops import StopTexts
-from jaxlm.named_model import add_decoding_options, decoding_of, open_model
+from jaxlm.named_model import open_model
 from jaxlm.trained import checkpoint_parser, parse_with_keys
 
 
@@ -35,16 +38,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
+    stop_texts = options.stop or []
+    if "" in stop_texts:
+        raise ConfigError("--stop: '' given, which every text begins with. Give a text that ends one, or leave it out")
     named = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts = named.tokenizer, options.prompt or [""]
-    stops = StopTexts([stop for stop in options.stop or [] if stop], tokenizer.decode)
+    stops = StopTexts(stop_texts, tokenizer.decode)
 
     with named.plan.layout.use():
         model = named.for_use()
         began = time.perf_counter()
         decoding = decoding_of(options, named.stop_ids)
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-        texts = continued(model, ids, decoding, stops.until)
+        texts = continued(Writer.of(model), ids, decoding, stops.until)
         seconds = time.perf_counter() - began
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.evals.harness import HarnessEvalConfig, run_tasks
-from jaxlm.named_model import add_adapter_option, open_model
+from jaxlm.decoding_options import add_adapter_option
+from jaxlm.evals.harness import HarnessEvalConfig, open_tasks
+from jaxlm.named_model import open_model
 
 _ONLY_WITH_TASKS = ("task_folder", "num_fewshot", "limit", "adapter")
 _ONLY_WITHOUT = ("max_batches",)
@@ -46,10 +47,11 @@ def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None
         task_folder=options.task_folder,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
-        batch_size=options.batch_size or HarnessEvalConfig.batch_size,
+        batch_size=HarnessEvalConfig.batch_size if options.batch_size is None else options.batch_size,
     )
+    tasks = open_tasks(config, named.plan.config.model.seq_len)
     with named.plan.layout.use():
-        found = run_tasks(named.for_use(), named.tokenizer, config)
+        found = tasks.run(named.for_use(), named.tokenizer)
     numbers = {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in found.items()

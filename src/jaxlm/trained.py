@@ -166,7 +166,7 @@ def find_checkpoint(place: Path | str) -> Found:
     if not candidates:
         path = Path(place)
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
-        there = f" There are: {', '.join(dict.fromkeys(near))}" if near else ""
+        there = f" There are: {', '.join(dict.fromkeys(near))}." if near else ""
         raise ConfigError(f"--checkpoint {place}: no checkpoint there (step-N, or a folder of them).{there}")
     newest = candidates[-1]
     try:

@@ -1,8 +1,11 @@
 """lm-evaluation-harness: the same numbers as its own backend `hf`, on the same weights and tasks."""
 
+import functools
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import haliax as hax
 import jax
@@ -12,6 +15,8 @@ import pytest
 
 from jaxlm import evaluate
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import parse_precision
+from jaxlm.evals import harness
 from jaxlm.evals.base import EvalContext
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.scoring import score
@@ -157,7 +162,7 @@ def test_numbers_are_those_of_the_harness_own_backend(tmp_path, offline, capsys)
 
     named = open_model(str(tmp_path / "hf"), {})
     plan = named.plan
-    context = EvalContext(plan.layout, plan.precision, named.tokenizer, named.tokenizer.token_bytes(), (), print)
+    context = EvalContext(plan.layout, plan.precision, named.tokenizer, named.tokenizer.token_bytes(), (), print, 256)
     while_training = HarnessEvalConfig(tasks=["choice"], task_folder=str(tmp_path / "tasks"))
     with plan.layout.use():
         numbers = while_training.open(context).run(named.load())
@@ -179,11 +184,82 @@ def test_real_tasks_with_a_real_tokenizer(tmp_path, offline, monkeypatch, capsys
     compared(tmp_path / "hf", ROOT / "examples" / "tasks", capsys, "--limit", "12")
 
 
-def test_without_tasks_or_with_unknown_ones_it_says_so():
-    with pytest.raises(ConfigError, match="needs at least one of tasks"):
-        HarnessEvalConfig().open(None)
-    with pytest.raises(ConfigError, match="limit: 0 given, 1 or more expected"):
-        HarnessEvalConfig(tasks=["a"], limit=0).open(None)
+def opened(tasks=("written",), seq_len=48, **options):
+    """As a run opens its evaluations, before the first step."""
+    context = EvalContext(layout(), parse_precision("f32"), None, np.zeros(1, np.int32), (), print, seq_len)
+    return HarnessEvalConfig(tasks=list(tasks), **options).open(context)
+
+
+def harness_with(monkeypatch, **tasks):
+    """A harness that knows these tasks, each by what it says of itself, and no others."""
+
+    def task(marks):
+        return SimpleNamespace(get_config=marks.get, **{key: True for key in marks if key.isupper()})
+
+    def manager(include_path):
+        load = lambda names: {"tasks": {name: task(tasks[name]) for name in names}}  # noqa: E731
+        return SimpleNamespace(all_tasks=list(tasks), load=load)
+
+    monkeypatch.setattr(harness, "_harness", lambda: (None, manager))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": []}, "needs at least one of tasks"),
+        ({"limit": 0}, "limit: 0 given, 1 or more expected"),
+        ({"batch_size": 0}, "batch_size: 0 given, 1 or more expected"),
+        ({"num_fewshot": -1}, "num_fewshot: -1 given, 0 or more expected"),
+        ({"tasks": ["written", "writen"]}, "knows none of the name writen. Is `task_folder` missing?"),
+        ({"tasks": ["writen"], "task_folder": "mine"}, "knows none of the name writen, nor are they in mine"),
+        ({"tasks": ["no/such.yaml"]}, "knows none of the name no/such.yaml"),
+        ({"seq_len": 12}, "tasks: written asks for 12 new tokens; the model reads 12 in all"),
+        ({"tasks": ["long"]}, "tasks: long asks for 256 new tokens; the model reads 48 in all"),
+        ({"tasks": ["code"]}, "tasks: code runs what the model writes"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options, message):
+    long = {"output_type": "generate_until"}
+    short = {**long, "generation_kwargs": {"max_gen_toks": 12}}
+    choice = {"output_type": "multiple_choice"}
+    harness_with(monkeypatch, written=short, long=long, code={**choice, "UNSAFE_CODE": True}, choice=choice)
+    opened(tasks=["written", "choice"])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        opened(**options)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "limit"])
+def test_a_zero_on_the_command_line_is_no_default(monkeypatch, capsys, name):
+    harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
+    named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
+    monkeypatch.setattr("jaxlm.tasks.open_model", lambda *options: named)
+    assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
+    assert f"{name}: 0 given, 1 or more expected" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tasks_of_the_real_harness_are_opened_before_the_first_step(tmp_path, offline, monkeypatch):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    own_alone = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr(harness, "_harness", lambda: (simple_evaluate, own_alone))
+    write_tasks(tmp_path)
+    (tmp_path / "group.yaml").write_text("group: group\ntask: [whole]\n")
+    folder = {"task_folder": str(tmp_path)}
+    opened(TASKS, **folder)
+    opened([str(tmp_path / "written.yaml")])
+    for tasks, seq_len, message in [
+        (["choise"], 48, "knows none of the name choise"),
+        (TASKS, 12, "written asks for 12 new tokens"),
+        (["whole", "group"], 48, "Duplicate task 'whole'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            opened(tasks, seq_len, **folder)
+    (tmp_path / "choice.jsonl").unlink()
+    with pytest.raises(ConfigError, match="cannot load them"):
+        opened(["choice"], **folder)
 
 
 @pytest.mark.parametrize(

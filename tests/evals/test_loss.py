@@ -40,7 +40,10 @@ def test_sources_tags_the_total_and_the_means_over_sources():
     sets = tuple(ValidationSet(name, tags[name], functools.partial(batches, name)) for name in data)
     with layout.use():
         model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
-        tested, meter = LossEval(EvalContext(layout, F32, None, TOKEN_BYTES, sets, print)), LossMeter(F32, TOKEN_BYTES)
+        tested, meter = (
+            LossEval(EvalContext(layout, F32, None, TOKEN_BYTES, sets, print, 8)),
+            LossMeter(F32, TOKEN_BYTES),
+        )
 
         def alone() -> dict[str, LossSums]:
             return {name: meter.measure(model, ((batch, None) for batch in batches(name)))[0] for name in data}

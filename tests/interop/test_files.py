@@ -15,14 +15,12 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.folder import load_model, open_folder, save_folder
-from jaxlm.interop.hub import local_folder
 from jaxlm.interop.peft import Adapter, save_adapters
 from jaxlm.interop.renamed import Renamed
 from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.sources import open_tensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.llama import LlamaConfig
-from jaxlm.named_model import open_model
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
 from tests.engine.helpers import layout, one_device
 
@@ -197,41 +195,6 @@ def test_torch_files_and_names_by_rules(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(ConfigError, match="cannot be read as weights alone"):
         open_tensors(tmp_path / "module.pt")
-
-
-def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
-    pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("some/model@v1", "gpt2"):
-        message = (
-            f"initialize_from_hf: '{name}' is a path or a name of the hub.*nothing at .*/{name}.*\n.*give that folder"
-        )
-        with pytest.raises(ConfigError, match=message):
-            local_folder(name, "initialize_from_hf", weights=True)
-    for name in ("./no/such/folder", "no/such/folder", "no folder"):
-        with pytest.raises(ConfigError, match="is not a folder"):
-            local_folder(name, "initialize_from_hf", weights=True)
-    assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
-
-
-def test_what_is_not_here_may_be_a_name_of_the_hub_and_messages_say_both(monkeypatch, tmp_path):
-    pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "mine").mkdir()
-    for name in ("gpt2", "gpt2@v1", "owner/model", "checkpoints/model@v1"):
-        with pytest.raises(ConfigError, match=f"--checkpoint: '{name}' is a path or a name of the hub"):
-            open_model(name, {})
-    with pytest.raises(
-        ConfigError, match=r"checkpoints/model: no checkpoint there.*hub is meant: checkpoints/model@main"
-    ):
-        open_model("checkpoints/model", {})
-    for name in ("mine", "./gpt2", "s3.bucket/no/run"):
-        with pytest.raises(ConfigError, match=r"no checkpoint there.*\)\.$"):
-            open_model(name, {})
 
 
 def adapted():

@@ -124,7 +124,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "eval_harness_steps": 50,
         },
         {"optimizer": {}, "trainer": {}},
-        [],
+        ["eval_harness_steps is left out: there is no eval_harness"],
     ),
     "a harness": (
         {
@@ -210,6 +210,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chats": ({"eval_harness": {"task_spec": ["a"], "apply_chat_template": True}}, r"apply_chat_template: True given"),
     "texts": ({"eval_harness": {"task_spec": ["a"], "generation_kwargs": {"n": 4}}}, r"generation_kwargs: \{'n': 4\}"),
+    "no section of texts": (
+        {"eval_harness": {"task_spec": ["a"], "generation_kwargs": ["x"]}},
+        r"generation_kwargs: \['x'\] given; a section expected",
+    ),
+    "no list of evals": ({"eval_harness": {"task_spec": ["a"]}, "evals": None}, r"evals: None given .*a list expected"),
+    "one eval": ({"eval_harness": {"task_spec": ["a"]}, "evals": {"type": "loss"}}, r"evals: .* a list expected"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
     "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),

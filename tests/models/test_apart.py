@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.models import apart as apart_module
 from jaxlm.models import decode
-from jaxlm.models.apart import apart, together
+from jaxlm.models.apart import Writer, apart, together
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.decode import CACHE_DTYPES
+from jaxlm.models.decode import CACHE_DTYPES, Decoding, continued
 from jaxlm.models.gemma2 import Gemma2Config
 from jaxlm.models.gpt2 import Gpt2Config
 from jaxlm.models.llama import LlamaConfig
@@ -48,6 +49,18 @@ def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
         np.testing.assert_allclose(got.final.array, expected.final.array, rtol=1e-5, atol=1e-5)
     for joined, expected in zip(jax.tree.leaves(together(cache_apart)), jax.tree.leaves(stacked), strict=True):
         np.testing.assert_allclose(joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=1e-5)
+
+
+def test_a_writer_takes_its_model_apart_once(built, monkeypatch):
+    """However many texts it writes; only their caches are laid out each time."""
+    model, taken = built(LlamaConfig(**SIZES, intermediate_dim=48)), []
+    copied = apart_module._copied_apart
+    monkeypatch.setattr(apart_module, "_copied_apart", lambda tree: taken.append(type(tree)) or copied(tree))
+    writer, decoding = Writer.of(model), Decoding(3, temperature=0.0)
+    together_ = continued(writer, [[1, 2], [3, 4]], decoding)
+    assert [continued(writer, [prompt], decoding)[0] for prompt in ([1, 2], [3, 4])] == together_
+    assert taken.count(type(model)) == 1
+    assert len(taken) == 4
 
 
 @pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (3, 2)])

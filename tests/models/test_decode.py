@@ -12,6 +12,7 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.models import decode
+from jaxlm.models.apart import Writer
 from jaxlm.models.base import Inputs
 from jaxlm.models.cache import quantized
 from jaxlm.models.decode import CACHE_DTYPES, Decoding, continued, generate, stream
@@ -98,7 +99,7 @@ def test_stops_before_the_end_token(llama):
 def test_a_mesh_gives_the_same_tokens(llama, shards):
     """Fewer rows than devices, of several lengths; with an int8 cache too."""
     decoding = Decoding(12, temperature=0.0)
-    alone = [continued(llama, [prompt], decoding)[0] for prompt in PROMPTS]
+    alone = [continued(Writer.of(llama), [prompt], decoding)[0] for prompt in PROMPTS]
     where = layout(**shards)
     with where.use():
         placed = jax.tree.map(
@@ -106,20 +107,20 @@ def test_a_mesh_gives_the_same_tokens(llama, shards):
             llama,
             is_leaf=lambda a: isinstance(a, hax.NamedArray),
         )
-        assert continued(placed, PROMPTS, decoding) == alone
-        small = continued(placed, PROMPTS, replace(decoding, cache_dtype="int8"))
-    assert small == continued(llama, PROMPTS, replace(decoding, cache_dtype="int8"))
+        assert continued(Writer.of(placed), PROMPTS, decoding) == alone
+        small = continued(Writer.of(placed), PROMPTS, replace(decoding, cache_dtype="int8"))
+    assert small == continued(Writer.of(llama), PROMPTS, replace(decoding, cache_dtype="int8"))
 
 
 @pytest.mark.slow
 def test_other_reasons_to_stop(llama):
     """Several end tokens; and a condition on the row, which is asked every few tokens."""
     decoding = Decoding(24, temperature=1.0, seed=1)
-    free = continued(llama, PROMPTS[:2], decoding)
+    free = continued(Writer.of(llama), PROMPTS[:2], decoding)
     ends = (free[0][7], free[1][3])
     cut = [row[: min(row.index(end) for end in ends if end in row)] for row in free]
-    assert continued(llama, PROMPTS[:2], replace(decoding, stop_ids=ends)) == cut
-    few = continued(llama, PROMPTS[:2], decoding, until=lambda row: row[:2] == free[0][:2])
+    assert continued(Writer.of(llama), PROMPTS[:2], replace(decoding, stop_ids=ends)) == cut
+    few = continued(Writer.of(llama), PROMPTS[:2], decoding, until=lambda row: row[:2] == free[0][:2])
     assert (len(few[0]), few[1]) == (16, free[1])
     assert few[0] == free[0][:16]
 
@@ -127,9 +128,10 @@ def test_other_reasons_to_stop(llama):
 @pytest.mark.slow
 def test_a_stream_is_what_is_generated(llama):
     decoding = Decoding(10, temperature=0.7, seed=2)
-    pieces = list(stream(llama, PROMPTS, decoding, every=4))
+    pieces = list(stream(Writer.of(llama), PROMPTS, decoding, every=4))
     assert [len(piece[0]) for piece in pieces] == [4, 4, 2]
-    assert [list(chain(*rows)) for rows in zip(*pieces, strict=True)] == continued(llama, PROMPTS, decoding)
+    whole = continued(Writer.of(llama), PROMPTS, decoding)
+    assert [list(chain(*rows)) for rows in zip(*pieces, strict=True)] == whole
 
 
 @pytest.mark.slow
@@ -139,7 +141,7 @@ def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
     rng = np.random.default_rng(3)
     prompts = rng.integers(0, 40, size=(16, 8)).tolist()
     exact, rounded = (
-        continued(llama, prompts, Decoding(16, temperature=0.0, cache_dtype=d)) for d in ("float32", dtype)
+        continued(Writer.of(llama), prompts, Decoding(16, temperature=0.0, cache_dtype=d)) for d in ("float32", dtype)
     )
     same = np.mean([a == b for a, b in zip(chain(*exact), chain(*rounded), strict=True)])
     assert same >= 0.9, same

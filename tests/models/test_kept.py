@@ -6,6 +6,7 @@ import pytest
 from haliax import NamedArray
 
 from jaxlm.models import kept as kept_module
+from jaxlm.models.apart import Writer
 from jaxlm.models.decode import Decoding, continued, stream
 from jaxlm.models.gemma3 import Gemma3Config
 from jaxlm.models.gpt2 import Gpt2Config
@@ -35,16 +36,16 @@ def follow(model, decoding, monkeypatch):
         return found
 
     monkeypatch.setattr(Kept, "recalled", told)
-    kept, prompt = Kept(), text(0, 65)
+    kept, prompt, writer = Kept(), text(0, 65), Writer.of(model)
     ours, anew = [], []
     for turn in range(6):
-        pieces = stream(model, [prompt], decoding, every=8, kept=kept)
+        pieces = stream(writer, [prompt], decoding, every=8, kept=kept)
         if turn == 1:
             ours.append(next(pieces)[0])  # broken off behind the first piece
             pieces.close()
         else:
             ours.append([token for (piece,) in pieces for token in piece])
-        anew.append(continued(model, [prompt], decoding)[0][: len(ours[-1])])
+        anew.append(continued(writer, [prompt], decoding)[0][: len(ours[-1])])
         following = [*prompt, *ours[-1], END, *text(turn + 1, 5)]
         prompt = [following, following, [*following[:60], END, *following[61:]], text(9, 80), prompt, following][turn]
     return ours, anew, held
@@ -87,15 +88,16 @@ def test_on_a_mesh_and_in_pieces(built, monkeypatch):
     monkeypatch.setattr(kept_module, "_PIECE", 64)
     model, where, decoding = built(LLAMA), layout(model=2), Decoding(NEW, temperature=0.0)
     kept, prompts = Kept(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
-    expected = [continued(model, [prompt], decoding)[0] for prompt in prompts]
+    expected = [continued(Writer.of(model), [prompt], decoding)[0] for prompt in prompts]
     with where.use():
         placed = jax.tree.map(
             lambda a: NamedArray(jax.device_put(a.array, where.parameter_sharding(a.axes)), a.axes),
             model,
             is_leaf=lambda a: isinstance(a, NamedArray),
         )
+        writer = Writer.of(placed)
         for prompt, whole in zip(prompts, expected, strict=True):
-            assert [t for (piece,) in stream(placed, [prompt], decoding, every=8, kept=kept) for t in piece] == whole
+            assert [t for (piece,) in stream(writer, [prompt], decoding, every=8, kept=kept) for t in piece] == whole
 
 
 def test_a_cache_of_another_kind_is_not_kept():

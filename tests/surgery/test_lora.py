@@ -177,6 +177,26 @@ def test_what_cannot_be_done(model, config, named):
         adapted(model, **config)
 
 
+@pytest.mark.parametrize("target", ["q_proj", "attn|mlp", r"q_proj$", r"q_proj\.base|mlp", ".*"])
+def test_a_layer_has_one_adapter(model, target):
+    once = adapted(model, target="q_proj|^head$")
+    where = (
+        r"matches body\.layers\.stacked\.attn\.q_proj.*an adapter already"
+        if target != r"q_proj$"
+        else "no Linear layer"
+    )
+    with pytest.raises(ConfigError, match=where):
+        adapted(once, target=target)
+
+
+def test_surgeries_one_after_the_other_adapt_other_layers(model):
+    """Dropout is refused for what the surgery adapts itself, and not for an earlier one's head."""
+    both = randomised(adapted(adapted(model, target="^head$"), target="attn|mlp", dropout=0.1))
+    np.testing.assert_allclose(logits(merge_lora(both)), logits(both), atol=1e-5)
+    with pytest.raises(ConfigError, match=r"matches head, of which the loss reads the weight"):
+        adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
+
+
 def test_it_traces_without_numbers_and_adapters_have_the_axes_of_their_layers(model):
     abstract = eqx.filter_eval_shape(lambda m: adapted(m, target="down_proj", rank=4), model)
     axes = {

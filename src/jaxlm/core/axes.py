@@ -4,6 +4,10 @@ Logical axes name what a dimension *is*; mesh axes name which devices share it. 
 twice: once for parameters at rest, once for computation (`jaxlm.core.sharding`).
 """
 
+from typing import Any
+
+from haliax import Axis
+
 # Logical axes of data and activations.
 MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
 BATCH = "batch"
@@ -28,3 +32,8 @@ REPLICA = "replica"
 DATA = "data"
 MODEL = "model"
 MESH_AXES = (REPLICA, DATA, MODEL)
+
+
+def axes_of(spec: Any) -> tuple[Axis, ...]:
+    """The axes of what is written as one, or as several: `Linear.In`."""
+    return (spec,) if isinstance(spec, Axis) else tuple(spec)

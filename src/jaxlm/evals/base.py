@@ -40,6 +40,7 @@ class EvalContext:
         token_bytes: int32 [vocab], how many bytes of text each token stands for; 0 for special tokens.
         validation: the validation data, source by source.
         show: prints a line for people.
+        seq_len: how many tokens the model reads.
     """
 
     layout: Layout
@@ -48,6 +49,7 @@ class EvalContext:
     token_bytes: np.ndarray
     validation: tuple[ValidationSet, ...]
     show: Callable[[str], None]
+    seq_len: int
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ Source: github.com/EleutherAI/lm-evaluation-harness, its interface for models (`
 as its own backend `hf` makes them, so that the numbers are the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +14,15 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
+from jaxlm.models.apart import Writer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.decode import Decoding, continued
 from jaxlm.models.stops import StopTexts
 
 _USUAL_NEW_TOKENS = 256  # where a task does not say; as in the backend `hf`
+_NAME = "tasks: lm-evaluation-harness"
+# Mark of the harness on a task -> why it is not asked here.
+_NOT_FOR_US = {"UNSAFE_CODE": "runs what the model writes", "MULTIMODAL": "shows what is no text"}
 
 
 @EvalConfig.register_subclass("harness")
@@ -40,29 +45,20 @@ class HarnessEvalConfig(EvalConfig):
     batch_size: int = 16
 
     def open(self, ctx: EvalContext) -> Eval:
-        """Raises `ConfigError` where there are no tasks, or no harness."""
-        if not self.tasks:
-            raise ConfigError(
-                "evals: type harness needs at least one of tasks. Name some, as [arc_easy, lambada_openai]"
-            )
-        for name in ("limit", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"evals: type harness: {name}: {value} given, 1 or more expected")
-        _harness()
-        return HarnessEval(self, ctx)
+        """Raises `ConfigError`: see `open_tasks`."""
+        return HarnessEval(open_tasks(self, ctx.seq_len), ctx)
 
 
 class HarnessEval(Eval):
     """Runs the tasks."""
 
-    def __init__(self, config: HarnessEvalConfig, ctx: EvalContext):
-        self._config, self._tokenizer = config, ctx.tokenizer
+    def __init__(self, tasks: "OpenTasks", ctx: EvalContext):
+        self._tasks, self._tokenizer = tasks, ctx.tokenizer
         self._cast = jax.jit(ctx.precision.to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """Every number of every task; standard errors are left out."""
-        found = run_tasks(self._cast(model), self._tokenizer, self._config)
+        found = self._tasks.run(self._cast(model), self._tokenizer)
         return {
             f"{task}/{metric.removesuffix(',none')}": float(value)
             for task, metrics in found.items()
@@ -71,31 +67,75 @@ class HarnessEval(Eval):
         }
 
 
-def run_tasks(model: LanguageModel, tokenizer: Any, config: HarnessEvalConfig) -> dict[str, dict[str, Any]]:
-    """Task -> metric -> value, as the harness names them (`acc,none`). Call it inside `layout.use()`.
+@dataclass(frozen=True)
+class OpenTasks:
+    """Tasks that are there, with their documents, and that a model can answer.
 
-    Args:
-        tokenizer: `jaxlm.data.tokenizer.Tokenizer`.
+    Attributes:
+        evaluate: the harness' function that asks them.
+        manager: the harness' index of tasks, which takes seconds to make.
+    """
+
+    config: HarnessEvalConfig
+    evaluate: Callable[..., Any]
+    manager: Any
+
+    def run(self, model: LanguageModel, tokenizer: Any) -> dict[str, dict[str, Any]]:
+        """Task -> metric -> value, as the harness names them (`acc,none`). Call it inside `layout.use()`.
+
+        Args:
+            tokenizer: `jaxlm.data.tokenizer.Tokenizer`.
+        """
+        results = self.evaluate(
+            model=_backend(model, tokenizer, self.config.batch_size),
+            tasks=list(self.config.tasks),
+            num_fewshot=self.config.num_fewshot,
+            limit=self.config.limit,
+            task_manager=self.manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+        return results["results"]
+
+
+def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
+    """The tasks of a configuration, for a model that reads `seq_len` tokens. Fetches their documents.
 
     Raises:
-        ConfigError: the harness is not installed, or does not know a task.
+        ConfigError: there are none, the harness is not installed, does not know one or cannot load it, or a model like this
+            cannot answer one.
     """
-    harness, manager_type = _harness()
+    if not config.tasks:
+        raise ConfigError(f"{_NAME} needs at least one of tasks. Name some, as [arc_easy, lambada_openai]")
+    for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{_NAME}: {name}: {value} given, {least} or more expected")
+    evaluate, manager_type = _harness()
     manager = manager_type(include_path=config.task_folder)
-    unknown = [name for name in config.tasks if not name.endswith(".yaml") and name not in manager.all_tasks]
+    unknown = [task for task in config.tasks if not (task in manager.all_tasks or _is_task_file(task))]
     if unknown:
         where = f", nor are they in {config.task_folder}" if config.task_folder else ". Is `task_folder` missing?"
-        raise ConfigError(f"tasks: lm-evaluation-harness knows none of the name {', '.join(unknown)}{where}")
-    results = harness(
-        model=_backend(model, tokenizer, config.batch_size),
-        tasks=list(config.tasks),
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
-    return results["results"]
+        raise ConfigError(f"{_NAME} knows none of the name {', '.join(unknown)}{where}")
+    try:
+        loaded = manager.load(list(config.tasks))["tasks"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{_NAME} cannot load them: {type(error).__name__}: {error}") from error
+    for name, task in loaded.items():
+        _check_can_answer(name, task, seq_len)
+    return OpenTasks(config, evaluate, manager)
+
+
+def _is_task_file(name: str) -> bool:
+    return name.endswith(".yaml") and Path(name).expanduser().is_file()
+
+
+def _check_can_answer(name: str, task: Any, seq_len: int) -> None:
+    for mark, why in _NOT_FOR_US.items():
+        if getattr(task, mark, False):
+            raise ConfigError(f"tasks: {name} {why}. Leave it out")
+    if task.get_config("output_type") == "generate_until":
+        _Asked.of(task.get_config("generation_kwargs") or {}, seq_len, name)
 
 
 def _harness() -> tuple[Any, Any]:
@@ -163,12 +203,13 @@ class _Answers:
         alike: dict[str, list[int]] = {}
         for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
             alike.setdefault(repr(requests[number].args[1]), []).append(number)
-        texts = [""] * len(requests)
+        texts, writer = [""] * len(requests), Writer.of(self._model)
         for numbers in alike.values():
-            asked = _Asked.of(requests[numbers[0]].args[1], self._model.Pos.size)
+            first = requests[numbers[0]]
+            asked = _Asked.of(first.args[1], self._model.Pos.size, first.task_name)
             for start in range(0, len(numbers), self._batch_size):
                 some = numbers[start : start + self._batch_size]
-                found = self._continued([requests[i].args[0] for i in some], asked)
+                found = self._continued(writer, [requests[i].args[0] for i in some], asked)
                 for number, text in zip(some, found, strict=True):
                     texts[number] = text
         return texts
@@ -184,13 +225,13 @@ class _Answers:
         )
         return map(utils.make_disjoint_window, windows)
 
-    def _continued(self, contexts: Sequence[str], asked: "_Asked") -> list[str]:
+    def _continued(self, writer: Writer, contexts: Sequence[str], asked: "_Asked") -> list[str]:
         stops = StopTexts(asked.stops, self._tokenizer.decode)
         stop_ids = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
         room = self._model.Pos.size - asked.max_new_tokens
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         decoding = Decoding(asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stop_ids)
-        return [stops.before(ids) for ids in continued(self._model, prompts, decoding, stops.until)]
+        return [stops.before(ids) for ids in continued(writer, prompts, decoding, stops.until)]
 
 
 @dataclass(frozen=True)
@@ -204,12 +245,12 @@ class _Asked:
     top_p: float | None
 
     @staticmethod
-    def of(options: dict[str, Any], seq_len: int) -> "_Asked":
+    def of(options: dict[str, Any], seq_len: int, task: str) -> "_Asked":
         until = options.get("until") or []
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
         new = next((options[name] for name in names if options.get(name) is not None), _USUAL_NEW_TOKENS)
         if new >= seq_len:
-            raise ConfigError(f"a task asks for {new} new tokens; the model reads {seq_len} in all")
+            raise ConfigError(f"tasks: {task} asks for {new} new tokens; the model reads {seq_len} in all")
         draws = options.get("do_sample") is not False
         return _Asked(
             stops=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),

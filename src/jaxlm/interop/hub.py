@@ -8,7 +8,7 @@ from jaxlm.interop.sources import TORCH_SUFFIXES
 
 _SMALL = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[^\s@]+)?")
-_WEIGHTS = {"safetensors": ["*.safetensors"], "torch": ["pytorch_model*.bin"]}
+_SAFETENSORS, _TORCH = "*.safetensors", "pytorch_model*.bin"
 
 
 def may_be_repository(name: str) -> bool:
@@ -20,7 +20,7 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
     """The folder that a path, or the hub's `name` or `name@revision`, means; a file of weights is what it is.
 
     What is not here is fetched through huggingface_hub, which goes on where it was interrupted and keeps its copies in
-    `HF_HOME`; with `HF_HUB_OFFLINE=1` it only looks there.
+    `HF_HOME`; with `HF_HUB_OFFLINE=1`, or where the hub cannot be reached, it only looks there.
 
     Args:
         key: the option that named it, for messages.
@@ -37,23 +37,39 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
             f"{key}: '{name}' is not a folder. Give the path of one that is here, or the name of a repository of the hub"
         )
     try:
-        import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HFValidationError,
+            HTTPError,  # pyright: ignore[reportPrivateImportUsage] - what the library that it asks through raises
+        )
     except ImportError as error:
         raise ConfigError(
             f"{key}: '{name}' is a path or a name of the hub. As a path: there is nothing at {path.absolute()}. As a name:"
             " asking the hub needs huggingface_hub: pip install 'jaxlm[hf]'."
             " Or give the path of a folder that holds config.json and the weights"
         ) from error
-    repository, _, revision = name.partition("@")
     try:
-        listed = set(huggingface_hub.list_repo_files(repository, revision=revision or None)) if weights else set()
-        kind = "safetensors" if not listed or any(f.endswith(".safetensors") for f in listed) else "torch"
-        patterns = _SMALL + (_WEIGHTS[kind] if weights else [])
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        return _fetched(name, weights=weights)
+    except (OSError, HTTPError, HFValidationError) as error:
         raise ConfigError(
             f"{key}: '{name}' is a path or a name of the hub. As a path: there is nothing at {path.absolute()}. As a name:"
             f" the hub did not give it: {type(error).__name__}: {error}\nWithout a network: copy the repository to this"
             " machine (config.json, tokenizer.json and the .safetensors files) and give that folder's path"
         ) from error
+
+
+def _fetched(name: str, *, weights: bool) -> Path:
+    """The copy of a repository: the hub's, or without a network the one that is here, if what is asked for is all in it.
+
+    Weights of torch are asked for only where there are no others: asked for both, a copy would lack what nobody reads.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+
+    def copy(*patterns: str) -> Path:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=[*_SMALL, *patterns]))
+
+    if not weights:
+        return copy()
+    folder = copy(_SAFETENSORS)
+    return folder if any(folder.glob(_SAFETENSORS)) else copy(_TORCH)

@@ -201,14 +201,14 @@ class _Reading:
             self.notes.extend(notes)
 
     def evals(self) -> None:
-        steps, given = self.take("eval_harness_steps"), self.take("eval_harness")
+        given = self.take("eval_harness")
         if given in _NOTHING:
-            return
+            return self.leave_out("eval_harness_steps", "there is no eval_harness")
         asked, notes = harness_evals(given, self.error)
-        self.put("evals", [*self.tree.pop("evals", [{"type": "loss"}]), *asked], "eval_harness")
+        others = self.tree.pop("evals", [{"type": "loss"}])
+        if not isinstance(others, list):
+            raise self.error("evals", f"{others!r} given beside eval_harness; a list expected, as in [{{type: loss}}]")
+        self.put("evals", [*others, *asked], "eval_harness")
         self.notes.append("eval_harness is read as evals of type harness")
         self.notes.extend(notes)
-        if steps is not None:
-            self.notes.append(
-                f"eval_harness_steps: {steps} is left out: all evals run every trainer.steps_per_eval steps"
-            )
+        self.leave_out("eval_harness_steps", "all evals run every trainer.steps_per_eval steps")

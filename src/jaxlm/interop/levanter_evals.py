@@ -77,6 +77,10 @@ def _tasks(task_spec: list[Any], refuse: Refuse) -> dict[int | None, list[str]]:
 
 
 def _refuse_generation(given: Any, refuse: Refuse) -> None:
+    if not isinstance(given or {}, Mapping):
+        raise refuse(
+            "eval_harness.generation_kwargs", f"{given!r} given; a section expected, as in {{temperature: 0.0}}"
+        )
     other = {k: v for k, v in (given or {}).items() if k not in _GENERATION or v != _GENERATION[k]}
     if other:
         raise refuse("eval_harness.generation_kwargs", f"{other!r} given; each task says how its text is written")

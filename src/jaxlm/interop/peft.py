@@ -13,9 +13,9 @@ from typing import Any
 import haliax as hax
 import jax
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
-from jaxlm.core.axes import LAYERS, LORA
+from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
@@ -130,4 +130,4 @@ def _layers(array: hax.NamedArray) -> tuple[str, ...]:
 
 
 def _names(spec: Any) -> tuple[str, ...]:
-    return (spec.name,) if isinstance(spec, Axis) else tuple(axis.name for axis in spec)
+    return tuple(axis.name for axis in axes_of(spec))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.axes import EXPERTS
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.family import family_of_config
 from jaxlm.interop.peft import PREFIX
@@ -156,8 +157,9 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _names_of(tensor: Tensor, num_layers: int) -> list[str]:
-    """Of the modules that a tensor is the weight of, one for each layer; none where it is not the weight of a linear map."""
-    if not tensor.name.endswith(".weight"):
+    """Of the modules that a tensor is the weight of, one for each layer; none where it is not the weight of a linear map, or
+    is that of an expert, beside which no adapter can stand."""
+    if EXPERTS in tensor.stacked or not tensor.name.endswith(".weight"):
         return []
     name = PREFIX + tensor.name.removesuffix(".weight")
     return [name.format(layer=layer) for layer in range(num_layers)] if tensor.is_stacked else [name]

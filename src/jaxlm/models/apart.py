@@ -5,6 +5,7 @@ every slot of the cache, once more for each token, which takes longer than readi
 is read where it lies, and written in place.
 """
 
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, CACHE_ROW, KV_HEADS, LAYERS
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.models.backends.choice import AUTO
-from jaxlm.models.base import Cache, Column, Hidden, Inputs
+from jaxlm.models.base import Cache, Column, Hidden, Inputs, LanguageModel
 from jaxlm.models.cache import CacheApart, by_cache_row, slots_with, visible_with
 from jaxlm.models.layers import Past
 from jaxlm.models.linear import Linear, MatrixLinear
@@ -53,9 +54,34 @@ def better_apart() -> bool:
     return current_platform() == "cpu" and (layout is None or layout.mesh.size == 1)
 
 
+@dataclass(frozen=True)
+class Writer:
+    """A model and what it needs to write, which is made once for all of its texts.
+
+    Attributes:
+        model: reads prompts.
+        stepping: goes on behind them token by token: the model itself, or a copy of it with its layers apart.
+    """
+
+    model: LanguageModel
+    stepping: Any
+
+    @staticmethod
+    def of(model: LanguageModel) -> "Writer":
+        """Of a model on the current devices. Call it inside `layout.use()`, where there is a layout."""
+        return Writer(model, _copied_apart(model) if better_apart() else model)
+
+    def laid(self, cache: T) -> T:
+        """Whatever holds a cache that the model has written, as `stepping` reads it."""
+        return cache if self.stepping is self.model else _copied_apart(cache)
+
+
 def apart(tree: T) -> T:
     """A copy with the layers of every `Transformer` and `Cache` in arrays of their own."""
     return jax.tree.map(_apart, tree, is_leaf=lambda node: isinstance(node, Transformer | Cache))
+
+
+_copied_apart = jax.jit(apart)
 
 
 def together(cache: CacheApart) -> Cache:

@@ -20,7 +20,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
-from jaxlm.models.apart import apart, better_apart
+from jaxlm.models.apart import Writer
 from jaxlm.models.base import Cache, Inputs, LanguageModel
 from jaxlm.models.kept import Kept
 from jaxlm.models.padding import left_padded, rounded_length, rounded_up
@@ -112,23 +112,23 @@ def generate(
         ConfigError: see `Decoding.check`.
     """
     stop_ids = () if eos_id is None else (eos_id,)
-    return continued(model, prompts, Decoding(max_new_tokens, temperature, top_k, top_p, seed, stop_ids))
+    return continued(Writer.of(model), prompts, Decoding(max_new_tokens, temperature, top_k, top_p, seed, stop_ids))
 
 
 def continued(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], decoding: Decoding, until: Until | None = None
+    writer: Writer, prompts: Sequence[Sequence[int]], decoding: Decoding, until: Until | None = None
 ) -> list[list[int]]:
     """The new tokens of each prompt, without the token that ended it. Args: until: see `stream`."""
     rows: list[list[int]] = [[] for _ in prompts]
     every = decoding.max_new_tokens if until is None else _LOOK_EVERY
-    for piece in stream(model, prompts, decoding, every=every, until=until):
+    for piece in stream(writer, prompts, decoding, every=every, until=until):
         for row, new in zip(rows, piece, strict=True):
             row += new
     return rows
 
 
 def stream(
-    model: LanguageModel,
+    writer: Writer,
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
     *,
@@ -146,27 +146,26 @@ def stream(
     Raises:
         ConfigError: see `Decoding.check`.
     """
-    decoding.check(prompts, model)
+    decoding.check(prompts, writer.model)
     num_new = decoding.max_new_tokens
     if not prompts or num_new == 0:
         return
     num_rows, room = rounded_up(len(prompts), _batch_multiple()), rounded_length(num_new)
-    cache, num_held = (None, 0) if kept is None else kept.recalled(model, prompts[0], num_rows, room)
+    cache, num_held = (None, 0) if kept is None else kept.recalled(writer.model, prompts[0], num_rows, room)
     inputs = left_padded([prompt[num_held:] for prompt in prompts], num_rows, num_held)
     keys = _row_keys(prompts, num_rows, decoding.seed)
     stops = jnp.asarray(_padded(decoding.stop_ids), jnp.int32)
     sampling = decoding.sampling
     dtype = None if decoding.cache_dtype is None else CACHE_DTYPES[decoding.cache_dtype]
-    state = _begin(model, inputs, cache, keys, stops, sampling, room, dtype)
-    if better_apart():
-        model, state = _apart((model, state))
+    state = _begin(writer.model, inputs, cache, keys, stops, sampling, room, dtype)
+    state = writer.laid(state)
     rows: list[list[int]] = [[] for _ in prompts]
     seen = 0
     while seen < num_new:
         upto = min(num_new, seen + every)
         if kept is not None:
             kept.forget()
-        state = _advance(model, state, keys, stops, jnp.int32(upto), sampling)
+        state = _advance(writer.stepping, state, keys, stops, jnp.int32(upto), sampling)
         if kept is not None:
             kept.keep(state.cache, [*prompts[0], *_fed(state)])
         shown = np.asarray(state.written)[: len(prompts), seen:upto]
@@ -289,9 +288,6 @@ def _advance(
         return _write(state, hidden.cache, _choose(model, hidden.final, keys, state.step, sampling), stops)
 
     return _seen_by_all(jax.lax.while_loop(lambda s: (s.step < upto) & s.alive.any(), one, state))
-
-
-_apart = jax.jit(apart)
 
 
 def _seen_by_all(state: _State) -> _State:

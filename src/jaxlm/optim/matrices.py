@@ -15,7 +15,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import VOCAB
+from jaxlm.core.axes import VOCAB, axes_of
 from jaxlm.models.linear import ExpertLinear, Linear
 
 
@@ -96,7 +96,7 @@ def size_of(axes: tuple[Axis, ...]) -> int:
 
 
 def _view(layer: Linear | ExpertLinear) -> MatrixView:
-    outputs, inputs = _axes(layer.Out), _axes(layer.In)
+    outputs, inputs = axes_of(layer.Out), axes_of(layer.In)
     stacked = tuple(axis for axis in layer.weight.axes if axis not in (*outputs, *inputs))
     return MatrixView(layer.weight, stacked, outputs, inputs)
 
@@ -106,8 +106,4 @@ def _is_linear(node: Any) -> bool:
 
 
 def _is_hidden(layer: Linear | ExpertLinear) -> bool:
-    return VOCAB not in {axis.name for axis in (*_axes(layer.In), *_axes(layer.Out))}
-
-
-def _axes(spec: Any) -> tuple[Axis, ...]:
-    return (spec,) if isinstance(spec, Axis) else tuple(spec)
+    return VOCAB not in {axis.name for axis in (*axes_of(layer.In), *axes_of(layer.Out))}

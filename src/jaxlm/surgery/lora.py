@@ -11,6 +11,7 @@ Dropout on what A reads, while training, as in the released code (microsoft/LoRA
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS, LORA
+from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.checks import check_probability
@@ -54,7 +55,7 @@ class LoraLinear(Dropping):
     def around(base: Linear, *, rank: int, scale: float, dropout: float, key: jax.Array) -> "LoraLinear":
         """An adapter that changes nothing yet: A uniform within +-1/sqrt(fan in), B zero."""
         Rank = Axis(LORA, rank)
-        inputs, outputs = _axes(base.In), _axes(base.Out)
+        inputs, outputs = axes_of(base.In), axes_of(base.Out)
         stacked = tuple(ax for ax in base.weight.axes if ax not in (*inputs, *outputs))
         bound = 1.0 / math.sqrt(math.prod(ax.size for ax in inputs))
         a = hax.random.uniform(key, (*stacked, Rank, *inputs), minval=-bound, maxval=bound)
@@ -79,14 +80,6 @@ class LoraLinear(Dropping):
         change = hax.dot(self.b, self.a, axis=LORA) * self.scale
         weight = self.base.weight + change.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
         return eqx.tree_at(lambda layer: layer.weight, self.base, weight)
-
-
-def _names(array: NamedArray) -> tuple[str, ...]:
-    return tuple(ax.name for ax in array.axes)
-
-
-def _axes(spec: Any) -> tuple[Axis, ...]:
-    return (spec,) if isinstance(spec, Axis) else tuple(spec)
 
 
 @SurgeryConfig.register_subclass("lora")
@@ -117,7 +110,8 @@ class LoraConfig(SurgeryConfig):
         """The model with a new adapter at every matching layer; those of `from_peft` take their places afterwards.
 
         Raises:
-            ConfigError: no linear layer matches, the rank is not positive, or dropout would not reach a layer.
+            ConfigError: no linear layer matches, or one that has an adapter already; the rank is not positive, or dropout
+                would not reach a layer.
         """
         if self.rank < 1:
             raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
@@ -130,15 +124,31 @@ class LoraConfig(SurgeryConfig):
             return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=key_of_layer)
 
         adapted = tree.map_modules(model, Linear, self.target, adapt)
+        self._check_was_free(model)
         self._check_dropout_reaches(adapted)
         return adapted
+
+    def _check_was_free(self, model: LanguageModel) -> None:
+        """A layer has one adapter at the most: a second would hide the first from whatever reads or writes adapters."""
+        matched = [
+            path
+            for path, _ in tree.modules_by_path(model, LoraLinear)
+            if re.search(self.target, path) or re.search(self.target, f"{path}.base")
+        ]
+        if matched:
+            raise ConfigError(
+                f"surgery lora: target '{self.target}' matches {', '.join(matched)}, where there is an adapter already. Let"
+                " it match other layers; an adapter that is there is trained further without a surgery"
+            )
 
     def _check_dropout_reaches(self, model: LanguageModel) -> None:
         """Layers of the body are called; of a head the loss reads the weight alone."""
         heads = [
-            path for path, layer in tree.modules_by_path(model, LoraLinear) if LAYERS not in _names(layer.base.weight)
+            path
+            for path, layer in tree.modules_by_path(model, LoraLinear)
+            if layer.dropout and not layer.base.weight.has_axis(LAYERS)
         ]
-        if self.dropout and heads:
+        if heads:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, and target '{self.target}' matches {', '.join(heads)}, of"
                 " which the loss reads the weight, so that nothing can be dropped before it. Let the target match layers"
