@@ -4,7 +4,6 @@ The blocks here are our own, with the guide's keys. Where the guide itself lies 
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -171,11 +170,11 @@ def test_d11_the_project_is_wandbs_to_choose():
 
 
 def test_d12_tensorboard_files_go_below_the_runs_name(monkeypatch):
-    library = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "tensorboardX", library)
+    writer = mock.MagicMock()
+    monkeypatch.setattr("tensorboardX.SummaryWriter", writer)
     monkeypatch.setattr(environment, "packages", list)
     TensorboardConfig().open(RunFacts("mine", 0, True, {}, "", {}))
-    assert library.SummaryWriter.call_args.args == (str(Path("tblogs/mine")),)
+    assert writer.call_args.args == (str(Path("tblogs/mine")),)
 
 
 def test_d15_without_a_type_the_model_is_a_llama():

@@ -41,6 +41,7 @@ def num_matrix_products(block, keep, num_bodies):
     return num_bodies * (3 * (linear + 2) + 1 + again) + 3
 
 
+@pytest.mark.slow
 def test_variants_are_different_programs_with_the_same_numbers(tiny, built, as_inputs):
     inputs = as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 16)))
     results = []

@@ -156,8 +156,9 @@ def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None
         assert place.checkpoints() == sorted(f"step-{n}" for n in range(1, 25))
 
 
-def test_killed_while_saving(finished, workplace):
-    check_kills_while_saving(finished, workplace, seed=1, kills=5)
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_while_saving(finished, workplace, kills):
+    check_kills_while_saving(finished, workplace, seed=kills, kills=kills)
 
 
 @pytest.mark.soak

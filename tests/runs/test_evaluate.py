@@ -131,8 +131,8 @@ def test_sample_computes_as_its_keys_say(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     seen = []
 
-    def generate(model, *_, **__):
-        seen.append({leaf.dtype.name for leaf in jax.tree.leaves(model)})
+    def generate(writer, *_, **__):
+        seen.append({leaf.dtype.name for leaf in jax.tree.leaves(writer.model)})
         return [[]]
 
     monkeypatch.setattr("jaxlm.sample.continued", generate)
@@ -145,8 +145,8 @@ def test_samples_are_of_the_average_where_that_is_asked_for(finished, monkeypatc
     monkeypatch.chdir(finished.folder)
     seen = []
 
-    def generate(model, *_, **__):
-        seen.append({path: np.asarray(leaf.array) for path, leaf in tree.leaves(model)})
+    def generate(writer, *_, **__):
+        seen.append({path: np.asarray(leaf.array) for path, leaf in tree.leaves(writer.model)})
         return [[]]
 
     monkeypatch.setattr("jaxlm.sample.continued", generate)

@@ -57,7 +57,7 @@ def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
     "fault",
     [
         pytest.param("first phase", marks=pytest.mark.slow),
-        "boundary",
+        pytest.param("boundary", marks=pytest.mark.slow),
         "after surgery",
         pytest.param("saving the entry", marks=pytest.mark.slow),
         pytest.param("second phase", marks=pytest.mark.slow),
