@@ -17,7 +17,7 @@ def test_reads_names_as_their_vendors_count(text, chip, num_chips):
     assert (found.chip.name, found.num_chips, found.name) == (chip, num_chips, text)
 
 
-@pytest.mark.parametrize("text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000"])
+@pytest.mark.parametrize("text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000", "v5e-512"])
 def test_refuses_what_is_no_machine(text):
     with pytest.raises(ConfigError, match=f"--topology {text}"):
         parse_topology(text)

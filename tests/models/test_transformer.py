@@ -6,6 +6,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.gpt2 import Gpt2Config

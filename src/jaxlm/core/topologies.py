@@ -13,7 +13,6 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 
 _GB = 1e9
-_MOST_CHIPS = 8192
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Chip:
         outer_bandwidth: bytes/s to chips of other domains.
         cores: that a topology's name counts for each chip (`v5p-512` is 256 chips).
         torus: dimensions of the network, for chips that have one.
+        most: chips that one network joins; slices of TPUs that meet over a data center's network are not known here.
         compiler: what the ahead-of-time compiler of TPUs calls it.
         cuda: what that of NVIDIA cards wants to know.
     """
@@ -66,6 +66,7 @@ class Chip:
     outer_bandwidth: float = 0.0
     cores: int = 1
     torus: int = 0
+    most: int = 8192
     compiler: str = ""
     cuda: Cuda | None = None
 
@@ -90,10 +91,10 @@ _B200 = Cuda("NVIDIA B200", (10, 0), 148, 128, 1.965, 228, 126)
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 150 * _GB, cores=2, torus=3, compiler="v4"),
-        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, compiler="v5e"),
+        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 150 * _GB, cores=2, torus=3, most=4096, compiler="v4"),
+        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, most=256, compiler="v5e"),
         Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 300 * _GB, cores=2, torus=3, compiler="v5"),
-        Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, compiler="v6e"),
+        Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, most=256, compiler="v6e"),
         Chip("a100", "gpu", 80 * _GB, 2039 * _GB, 300 * _GB, domain=8, outer_bandwidth=25 * _GB, cuda=_A100),
         Chip("h100", "gpu", 80 * _GB, 3350 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H100),
         Chip("h200", "gpu", 141 * _GB, 4800 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H200),
@@ -141,9 +142,9 @@ def parse_topology(text: str) -> Topology:
     if named is None or named[1] not in CHIPS:
         raise ConfigError(f"--topology {text}: chip and number expected, as in v5p-512. Chips: {', '.join(CHIPS)}")
     chip, number = CHIPS[named[1]], int(named[2])
-    if number % chip.cores or not 0 < number // chip.cores <= _MOST_CHIPS:
+    if number % chip.cores or not 0 < number // chip.cores <= chip.most:
         counted = f"a multiple of {chip.cores} (cores)" if chip.cores > 1 else "a number of chips"
-        raise ConfigError(f"--topology {text}: {counted} up to {_MOST_CHIPS * chip.cores} expected")
+        raise ConfigError(f"--topology {text}: {counted} up to {chip.most * chip.cores} expected")
     return Topology(text, chip, number // chip.cores)
 
 
