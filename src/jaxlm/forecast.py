@@ -10,6 +10,7 @@ speed of the links. The optimistic end hides all communication behind computatio
 """
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from jaxlm.core import tree
 from jaxlm.core.absent_devices import absent_devices, has_compiler
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.programs import Collective, collectives_a_run, kernels
-from jaxlm.core.roofline import Seconds, Speed, roofline
+from jaxlm.core.roofline import Seconds, Speed, overlapped, roofline
 from jaxlm.core.topologies import Topology
 from jaxlm.dry_run import assumed_vocabulary
 from jaxlm.engine.console import Console, table
@@ -76,9 +77,11 @@ class Forecast:
     communication_seconds: float
     step_seconds: float
     step_seconds_exposed: float
+    step_seconds_scheduled: float | None
     tokens_per_second: float
     mfu: float
     mfu_exposed: float
+    mfu_scheduled: float | None
     mfu_palm: float
     memory_bytes: int | None
     memory_limit: int
@@ -112,8 +115,10 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     hlo = step.call.as_text() or ""
     speed = _speed(topology, plan.precision.compute)
     time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.keep == FULL)
-    communication = sum(n * _seconds(one, plan, topology) for one, n in collectives_a_run(hlo).items())
+    of_one = functools.partial(_seconds, plan=plan, topology=topology)
+    communication = sum(n * of_one(one) for one, n in collectives_a_run(hlo).items())
     seconds, exposed = max(time.total, communication), time.total + communication
+    scheduled = exposed - overlapped(hlo, speed, of_one) if target.is_card else None
     model = plan.recipe.abstract_state(plan.phases[0]).model
     flops = config.model.flops_per_token(plan.recipe.Vocab.size)
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
@@ -129,9 +134,11 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         communication_seconds=communication,
         step_seconds=seconds,
         step_seconds_exposed=exposed,
+        step_seconds_scheduled=scheduled,
         tokens_per_second=plan.tokens_per_step / seconds,
         mfu=flops.causal * per_second / seconds,
         mfu_exposed=flops.causal * per_second / exposed,
+        mfu_scheduled=None if scheduled is None else flops.causal * per_second / scheduled,
         mfu_palm=flops.palm * per_second / seconds,
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
@@ -206,17 +213,20 @@ def _seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
 
 def _rows(one: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if one.memory_bytes is None else gib(one.memory_bytes)
+    known = one.step_seconds_scheduled is not None and one.mfu_scheduled is not None
+    seconds = f"{one.step_seconds_scheduled:.3f} s as scheduled, " if known else ""
+    mfu = f"{one.mfu_scheduled:.1%} as scheduled, " if known else ""
     return [
         ("compiled for", f"{one.compiled_for}, recomputation {one.recomputation}"),
         ("parameters", f"{one.parameters:,}, {one.active_parameters:,} of them active for a token"),
         (
             "step",
-            f"{one.tokens_per_step:,} tokens, {one.step_seconds:.3f} s ({one.step_seconds_exposed:.3f} s exposed)",
+            f"{one.tokens_per_step:,} tokens, {one.step_seconds:.3f} s ({seconds}{one.step_seconds_exposed:.3f} s exposed)",
         ),
         ("of it", f"{one.compute_seconds:.3f} s products and attention, {one.memory_seconds:.3f} s memory"),
         ("communication", f"{one.communication_seconds:.3f} s"),
         ("tokens/s", f"{one.tokens_per_second:,.0f} ({one.tokens_per_second / one.chips:,.0f} a chip)"),
-        ("MFU", f"{one.mfu:.1%}, {one.mfu_exposed:.1%} exposed; attention counted in full {one.mfu_palm:.1%}"),
+        ("MFU", f"{one.mfu:.1%} ({mfu}{one.mfu_exposed:.1%} exposed); attention counted in full {one.mfu_palm:.1%}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in one.kernels.items()) or "not known"),
         ("memory a chip", f"{memory} of {gib(one.memory_limit)}"),
     ]

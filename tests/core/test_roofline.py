@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.core.roofline import Seconds, Speed, roofline
+from jaxlm.core.roofline import Seconds, Speed, overlapped, roofline
 
 FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))
 BYTES_ONLY = Speed(products=float("inf"), attention=float("inf"), memory=1.0)
@@ -109,3 +109,27 @@ def test_slow_memory_holds_products_up():
     quick, slow = (roofline(text, Speed(1e12, 1e12, memory)).products for memory in (1e15, 1e9))
     assert quick == pytest.approx(2 * 8 * 1024 * 1024 / 1e12)
     assert slow == pytest.approx(4 * (2 * 8 * 1024 + 1024 * 1024) / 1e9)
+
+
+def test_collectives_run_one_after_another_beside_what_is_scheduled_between_their_ends():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[8]) -> f32[32] {
+  %x = f32[8]{0} parameter(0)
+  %first = (f32[8]{0}, f32[32]{0}) all-gather-start(%x), dimensions={0}
+  %second = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), dimensions={0}
+  %a = f32[100]{0} negate(%x)
+  %early = f32[32]{0} all-gather-done(%first)
+  %b = f32[10]{0} negate(%x)
+  %late = f32[64]{0} all-gather-done(%second)
+  %c = f32[1000]{0} negate(%x)
+  ROOT %alone = f32[32]{0} all-gather(%x), dimensions={0}
+}
+"""
+    beside_a, beside_b = 4 * (100 + 8), 4 * (10 + 8)
+    by_bytes = {128: 100.0, 256: 1000.0}
+    found = overlapped(text, BYTES_ONLY, lambda one: by_bytes[one.num_bytes])
+    assert found == beside_a + beside_b, "the second is longer than all that runs beside it"
+    by_bytes[256] = 350.0
+    found = overlapped(text, BYTES_ONLY, lambda one: by_bytes[one.num_bytes])
+    assert found == 100 + 350, "both are over before their ends are asked for"

@@ -90,6 +90,7 @@ def test_forecast_by_the_compiler_of_nvidia_cards(workplace):
         assert found["compiled_for"] == "NVIDIA H100 80GB HBM3, ahead of time"
         assert found["kernels"].keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
         assert 0 < found["mfu_exposed"] <= found["mfu"] < 0.66
+        assert found["step_seconds"] <= found["step_seconds_scheduled"] <= found["step_seconds_exposed"]
     assert one["communication_seconds"] == 0 < sixteen["communication_seconds"]
     assert sixteen["memory_bytes"] < one["memory_bytes"] < 16 * 4 * 1024 * 1024 * 4 + (1 << 30)
 

@@ -51,7 +51,7 @@ def collectives(hlo: str) -> Counter[Collective]:
     """How often each collective stands in the text of a compiled program; a loop's body counts once."""
     found: Counter[Collective] = Counter()
     for line in hlo.splitlines():
-        found.update(_collectives_of(line))
+        found.update(collectives_of(line))
     return found
 
 
@@ -62,7 +62,7 @@ def collectives_a_run(hlo: str) -> Counter[Collective]:
     """
     found: Counter[Collective] = Counter()
     bodies, entry = computations(hlo)
-    for name, times in _executed(bodies, entry):
+    for name, times in executed(bodies, entry):
         lines = bodies[name]
         if name.startswith(_SUMMED_AND_CUT):
             root = next(_SHAPE.search(line) for line in lines if line.lstrip().startswith("ROOT"))
@@ -70,7 +70,7 @@ def collectives_a_run(hlo: str) -> Counter[Collective]:
             found[Collective("reduce-scatter", root["dtype"], _dims(root))] += times
             continue
         for line in lines:
-            for collective in _collectives_of(line):
+            for collective in collectives_of(line):
                 found[collective] += times
     return found
 
@@ -79,7 +79,7 @@ def kernels(hlo: str) -> Counter[str]:
     """How often the program calls each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) when it runs."""
     found: Counter[str] = Counter()
     bodies, entry = computations(hlo)
-    for name, times in _executed(bodies, entry):
+    for name, times in executed(bodies, entry):
         for line in bodies[name]:
             if (kernel := LIBRARY_CALL.search(line)) and kernel["name"] not in _NO_KERNELS:
                 found[kernel["name"]] += times
@@ -91,7 +91,8 @@ def is_squeezed(hlo: str) -> bool:
     return _AGAIN.search(hlo) is not None
 
 
-def _collectives_of(line: str) -> Iterator[Collective]:
+def collectives_of(line: str) -> Iterator[Collective]:
+    """The arrays of an instruction, if it is a collective or the start of one."""
     instruction = _COLLECTIVE.search(line)
     if instruction is None:
         return
@@ -110,7 +111,7 @@ def _dims(shape: re.Match[str]) -> tuple[int, ...]:
     return tuple(int(d) for d in shape["dims"].split(",") if d)
 
 
-def _executed(bodies: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
+def executed(bodies: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
     """Every computation that runs, once for each place that calls it, and how often from there."""
     pending = [(entry, 1)] if entry else []
     while pending:

@@ -9,10 +9,19 @@ Programs for NVIDIA cards are read as XLA prints them: one instruction outside o
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jaxlm.core.programs import COLLECTIVES, DTYPE_BYTES, called_by, computations, turns
+from jaxlm.core.programs import (
+    COLLECTIVES,
+    DTYPE_BYTES,
+    Collective,
+    called_by,
+    collectives_of,
+    computations,
+    executed,
+    turns,
+)
 
 _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)"
@@ -116,8 +125,20 @@ def roofline(hlo: str, speed: Speed) -> Seconds:
     loop over as many documents as there are. Other loops whose turns cannot be read off count once.
     """
     bodies, entry = computations(hlo)
-    parsed = {name: _parsed(lines) for name, lines in bodies.items()}
-    return _Walk(bodies, parsed, speed).seconds(entry) if entry else Seconds()
+    return _Walk.of(bodies, speed).seconds(entry) if entry else Seconds()
+
+
+def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -> float:
+    """Seconds that collectives run beside kernels, in the order that the compiler has scheduled both in.
+
+    Args:
+        seconds: that a collective takes.
+    """
+    bodies, entry = computations(hlo)
+    walk = _Walk.of(bodies, speed)
+    if entry is None:
+        return 0.0
+    return sum(times * walk.overlapped(name, seconds) for name, times in executed(bodies, entry))
 
 
 @dataclass(frozen=True)
@@ -132,6 +153,25 @@ class _Walk:
     bodies: dict[str, list[str]]
     parsed: dict[str, _Computation]
     speed: Speed
+
+    @staticmethod
+    def of(bodies: dict[str, list[str]], speed: Speed) -> "_Walk":
+        return _Walk(bodies, {name: _parsed(lines) for name, lines in bodies.items()}, speed)
+
+    def overlapped(self, name: str, seconds: Callable[[Collective], float]) -> float:
+        """Of the collectives that begin and end in a computation: one after another, while kernels run."""
+        hidden, flying = 0.0, dict[str, float]()  # what is left of each, in the order that they began in
+        for one in self.parsed[name].values():
+            if one.op.endswith("-start") and (started := [*collectives_of(one.line)]):
+                flying[one.name] = sum(map(seconds, started))
+            elif one.op.endswith("-done"):
+                flying.pop(one.operands[0], None)
+            elif flying:
+                left = self._of(one, self.parsed[name]).total
+                for other, rest in flying.items():
+                    flying[other] = rest - (now := min(left, rest))
+                    left, hidden = left - now, hidden + now
+        return hidden
 
     def seconds(self, name: str) -> Seconds:
         """Of one run of a computation."""
