@@ -144,9 +144,9 @@ def describe_profile(profile: Profile, title: str) -> str:
         f"# {title}",
         "",
         f"{profile.num_steps} steps on {profile.num_devices} device(s), {step_ms:.3f} ms a step,",
-        f"in which a device was idle {profile.idle:.1%} of the time. Below: ms a step and device; what runs at once, as threads",
-        "of a CPU do, is added up. Recording slows a step down (a CPU's to about half), so go by the shares; how long steps take",
-        "without it is `throughput/duration`.",
+        f"in which a device was idle {profile.idle:.1%} of the time. Below: ms a step and device; what runs at",
+        "once, as threads of a CPU do, is added up. Recording slows a step down (a CPU's to about half), so go by",
+        "the shares; how long steps take without it is `throughput/duration`.",
         *(
             [f"Not among it: {profile.paused:.3f} s of evaluations and saves between the steps."]
             if profile.paused
