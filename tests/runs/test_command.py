@@ -144,24 +144,16 @@ def test_a_cache_of_another_tokenizer_is_refused(again):
     assert "vocab_size" in result.err
 
 
-def test_a_folder_that_cannot_be_written_is_said_at_the_start(workplace):
+@pytest.mark.parametrize(
+    ("folder", "code", "said"), [("checkpoints", 1, "cannot be written to"), ("logs", 2, "trainer.log_dir")]
+)
+def test_a_folder_that_cannot_be_written_is_said_before_compiling(workplace, folder, code, said):
     place = workplace()
     place.write()
-    (place.folder / "checkpoints").write_text("a file where the folder should be")
+    (place.folder / folder).write_text("a file where the folder should be")
     result = place.run(*RUN)
-    assert result.code == 1
-    assert "cannot be written to" in result.err
-    assert "compiling" not in result.out
-    assert "Traceback" not in result.err
-
-
-def test_a_log_folder_that_cannot_be_written_is_said_before_compiling(workplace):
-    place = workplace()
-    place.write()
-    (place.folder / "logs").write_text("a file where the folder should be")
-    result = place.run(*RUN)
-    assert result.code == 2
-    assert "trainer.log_dir" in result.err
+    assert result.code == code
+    assert said in result.err
     assert "compiling" not in result.out
     assert "Traceback" not in result.err
 

@@ -2,7 +2,7 @@
 
 from jaxlm.core.collector import resting
 
-with resting():
+with resting():  # the two that bring the most with them; every part of jaxlm needs both
     import haliax as haliax
     import optax as optax
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 def resting() -> Iterator[None]:
     """Has the collector rest, as a context or a decorator: for imports, plans and compiled programs.
 
-    It would search all that is there again each time that there is a quarter more: 0.4 of a start's 2.4 s (`docs/log.md`).
+    It would search all that is there again each time that there is a quarter more: 0.5 of a start's 3.4 s of CPU
+    (`docs/log.md`).
     What is there at the end counts as old, as if searched; garbage among it waits for the next full collection.
     """
     was_enabled = gc.isenabled()

@@ -27,7 +27,7 @@ def reaching(
         yield
     except (ConfigError, *told):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the store's client library raises, each its own kinds
         if here is not None and is_local_failure(error, here):
             raise
         cause: BaseException = error

@@ -7,7 +7,6 @@ down here makes them again from the input.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -35,31 +34,21 @@ def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return _gated(name, gate, up)
 
 
-@functools.partial(OwnBackward, nondiff_argnums=(0,))
-def _activated(name: str, x: jax.Array) -> Any:
+def _keeping_what_it_is_given(definition: Callable[..., jax.Array]) -> OwnBackward:
+    """A kernel of (name, *arrays) whose backward pass differentiates the definition at the arrays, which alone are kept."""
+    kernel = OwnBackward(definition, nondiff_argnums=(0,))
+    kernel.defvjp(
+        lambda name, *given: (definition(name, *given), given),
+        lambda name, given, d_out: jax.vjp(functools.partial(definition, name), *given)[1](d_out),
+    )
+    return kernel
+
+
+@_keeping_what_it_is_given
+def _activated(name: str, x: jax.Array) -> jax.Array:
     return ACTIVATIONS[name](x)
 
 
-@functools.partial(OwnBackward, nondiff_argnums=(0,))
-def _gated(name: str, gate: jax.Array, up: jax.Array) -> Any:
+@_keeping_what_it_is_given
+def _gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return ACTIVATIONS[name](gate) * up
-
-
-def _activated_forward(name: str, x: jax.Array):
-    return ACTIVATIONS[name](x), x
-
-
-def _activated_backward(name: str, x: jax.Array, d_out: jax.Array):
-    return jax.vjp(ACTIVATIONS[name], x)[1](d_out)
-
-
-def _gated_forward(name: str, gate: jax.Array, up: jax.Array):
-    return ACTIVATIONS[name](gate) * up, (gate, up)
-
-
-def _gated_backward(name: str, kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
-    return jax.vjp(lambda gate, up: ACTIVATIONS[name](gate) * up, *kept)[1](d_out)
-
-
-_activated.defvjp(_activated_forward, _activated_backward)
-_gated.defvjp(_gated_forward, _gated_backward)
