@@ -27,17 +27,17 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from jaxlm.data.bpe import train_bpe
-from jaxlm.data.cache import TokenCache
-from jaxlm.data.cache_building import open_or_build
+from jaxlm.data.cache.build import open_or_build
+from jaxlm.data.cache.cache_key import cache_recipe
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.packing import Windows
-from jaxlm.data.recipe import cache_recipe
-from jaxlm.data.records.text import TextFormat
-from jaxlm.data.sources import find_files
-from jaxlm.data.text_file import TextFile
-from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.data.weights import block_counts
+from jaxlm.data.sources.files import find_files
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.data.tokenizer.train_bpe import train_bpe
+from jaxlm.data.train_weights import block_counts
 
 SEQ_LEN, BATCH = 1024, 64
 CACHE_TOKENS, DOCUMENT_TOKENS = 100_000_000, 600

@@ -30,22 +30,22 @@ import jax
 import numpy as np
 
 from jaxlm.bench import random_batch
-from jaxlm.compiling import compile_step
-from jaxlm.config import load_config
-from jaxlm.core.decode import choice_name, dump, encode
+from jaxlm.config.decode import choice_name, dump, encode
+from jaxlm.config.load import load_config
 from jaxlm.core.types import StepInfo
-from jaxlm.dry_run import assumed_vocabulary
-from jaxlm.engine.agreement import Ballot, Wishes
-from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import ProgressListener, TrackerListener
+from jaxlm.engine.metrics import Listener, Reports, Workload
 from jaxlm.engine.phases import entering
-from jaxlm.engine.reports import Listener, Reports, Workload
-from jaxlm.engine.trackers import JsonlTracker
-from jaxlm.engine.trackers.base import RunFacts, Tracker
-from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
-from jaxlm.engine.trackers.tensorboard import TensorboardConfig
-from jaxlm.engine.trackers.wandb import WandbConfig
-from jaxlm.plan import Plan, make_plan
+from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.observe.console import Console
+from jaxlm.observe.hooks import ProgressListener, TrackerListener
+from jaxlm.observe.trackers import JsonlTracker
+from jaxlm.observe.trackers.base import RunFacts, Tracker
+from jaxlm.observe.trackers.guarded import GuardedTracker, Patience
+from jaxlm.observe.trackers.tensorboard import TensorboardConfig
+from jaxlm.observe.trackers.wandb import WandbConfig
+from jaxlm.run.compile import compile_step
+from jaxlm.run.dry_run import assumed_vocabulary
+from jaxlm.run.plan import Plan, make_plan
 
 _TRIMMED, _BOOTSTRAPS = 0.1, 2000
 _SETTLE_S = Patience().gather_s + 0.2  # a tracker's thread is done with what came before

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from jaxlm.config import RunConfig
-from jaxlm.core.keys import Key, Section, sections
+from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import Key, Section, sections
 
 GUIDE = Path(__file__).parent / "guide.md"
 FIRST = "## Top level\n"

@@ -10,25 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.adapters import check_adapters, export_adapters, given_adapters, with_adapters, without_adapters
-from jaxlm.config import decode_run
+from jaxlm.config.decode import encode
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import Source
 from jaxlm.core import tree
-from jaxlm.core.decode import encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
 from jaxlm.data.loader import train_batches
 from jaxlm.engine.phases import entering
 from jaxlm.engine.state import create
-from jaxlm.engine.trackers import read_jsonl
-from jaxlm.interop.peft_import import lora_keys, read_adapters
-from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
-from jaxlm.models.mixtral import MixtralConfig
-from jaxlm.models.qwen3_moe import Qwen3MoeConfig
-from jaxlm.named_model import open_model
-from jaxlm.plan import make_plan
+from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
+from jaxlm.observe.trackers import read_jsonl
+from jaxlm.run.adapters import check_adapters, export_adapters, given_adapters, with_adapters, without_adapters
+from jaxlm.run.load_model import open_model, open_trained
+from jaxlm.run.plan import make_plan
 from jaxlm.train import train
-from jaxlm.trained import open_trained
 from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
 
 SIZES = {"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -324,7 +323,7 @@ def test_lora_on_instructions(tmp_path, real):
 
 def plan_base(folder, plan):
     """The imported model as it was."""
-    from jaxlm.interop.folder import load_model
+    from jaxlm.interop.hf.folder import load_model
 
     return load_model(folder, jax.eval_shape(plan.recipe.first_model), plan.config.model, plan.layout)
 

@@ -7,13 +7,13 @@ import pytest
 
 from jaxlm import chat, sample
 from jaxlm.chat import Conversation, turn_ends
-from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.interop.folder import save_folder
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.decode import Decoding, generate
-from jaxlm.models.kept import Kept
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.named_model import open_model
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.inference.generate import Decoding, generate
+from jaxlm.models.inference.prefix_cache import Kept
+from jaxlm.run.load_model import open_model
 from tests.answers import SPECIAL, write_tokenizer
 from tests.engine.helpers import one_device
 

@@ -5,12 +5,12 @@ from unittest import mock
 import jax
 import pytest
 
-from jaxlm.compiling import CompiledStep, StepPrograms, compile_step
-from jaxlm.config import decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.models.recompute import CANDIDATES
-from jaxlm.plan import make_plan
+from jaxlm.models.remat import CANDIDATES
+from jaxlm.run.compile import CompiledStep, StepPrograms, compile_step
+from jaxlm.run.plan import make_plan
 
 SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4}
 
@@ -51,7 +51,7 @@ def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, 
         return CompiledStep(mock.Mock(), mock.Mock(), keep, 1.0, 900, limit, squeezed=keep in squeezed), ""
 
     monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
-    monkeypatch.setattr("jaxlm.compiling._attempt", attempt)
+    monkeypatch.setattr("jaxlm.run.compile._attempt", attempt)
     assert compiled(plan_of(), limit=1000)[0].keep == chosen
 
 
@@ -73,7 +73,7 @@ def test_a_compiler_without_memory_is_a_message(monkeypatch):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
-    monkeypatch.setattr("jaxlm.compiling.trace_step", refuse)
+    monkeypatch.setattr("jaxlm.run.compile.trace_step", refuse)
     with pytest.raises(ConfigError, match="does not fit into a device's memory: RESOURCE_EXHAUSTED"):
         compiled(plan)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from jaxlm import __main__, train
-from jaxlm.config import decode_run, read_config, run_id_of
-from jaxlm.core.decode import dump
-from jaxlm.core.yaml_source import Source, load_yaml
+from jaxlm.config.decode import dump
+from jaxlm.config.load import decode_run, read_config, run_id_of
+from jaxlm.config.yaml import Source, load_yaml
 
 GOOD = """
 data: {train_urls: ["text.txt"], vocab_size: 300}

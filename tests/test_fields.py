@@ -21,31 +21,32 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.compiling import trace_step
-from jaxlm.config import PhaseConfig, RunConfig, decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.run import PhaseConfig, RunConfig
+from jaxlm.config.trainer import TrainerConfig
+from jaxlm.config.yaml import Source
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import MeshConfig
-from jaxlm.core.program_cache import keep_compiled_programs
-from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import train_batches
-from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
-from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule
-from jaxlm.engine.trackers import RunFacts, TrackerConfig, environment
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.decoder import DecoderConfig
-from jaxlm.models.rotary import RotaryConfig
+from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
+from jaxlm.observe.trackers import RunFacts, TrackerConfig, environment
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.plan import make_plan
-from jaxlm.startup import check_performance, describe
+from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.compile import trace_step
+from jaxlm.run.plan import make_plan
+from jaxlm.run.startup import check_performance, describe
 from jaxlm.surgery.base import SurgeryConfig
-from jaxlm.trainer_config import TrainerConfig
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {**SIZES, "intermediate_dim": 32, "num_kv_heads": 4}

@@ -12,13 +12,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from jaxlm.config import RunConfig, decode_run
-from jaxlm.core.keys import Section, sections
-from jaxlm.core.plugins import is_import_path
-from jaxlm.core.yaml_source import Source, load_yaml, parse_value
-from jaxlm.interop.family import config_to_json, family_of_config
-from jaxlm.interop.safetensors_file import TensorInfo, write_safetensors
-from jaxlm.models.qwen3 import Qwen3Config
+from jaxlm.config.load import decode_run
+from jaxlm.config.plugins import is_import_path
+from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import Section, sections
+from jaxlm.config.yaml import Source, load_yaml, parse_value
+from jaxlm.interop.hf.family import config_to_json, family_of_config
+from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.models.families.qwen3 import Qwen3Config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,6 +35,11 @@ def script(name: str) -> ModuleType:
 def test_the_guide_is_up_to_date():
     written = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     assert written == script("generate_guide").guide(), "run `python docs/generate_guide.py`"
+
+
+def test_the_list_of_modules_is_up_to_date():
+    written = (ROOT / "docs" / "reference" / "modules.md").read_text(encoding="utf-8")
+    assert written == script("generate_reference").modules(), "run `python docs/generate_reference.py`"
 
 
 def test_the_pictures_are_up_to_date():

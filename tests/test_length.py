@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxlm.config import decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import Source
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.length import check_length, with_length_of_data
-from jaxlm.plan import plan_phases
+from jaxlm.run.num_steps import check_length, with_length_of_data
+from jaxlm.run.plan import plan_phases
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 

@@ -12,19 +12,20 @@ from unittest import mock
 import pytest
 import yaml
 
-from jaxlm.config import RunConfig, decode_run, read_config, run_id_of
+from jaxlm.config.load import decode_run, read_config, run_id_of
+from jaxlm.config.run import RunConfig
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.data.records.chat import ChatFormat
-from jaxlm.engine.save_policy import KeepRule
-from jaxlm.engine.trackers import RunFacts, environment
-from jaxlm.engine.trackers.tensorboard import TensorboardConfig
-from jaxlm.engine.trackers.wandb import WandbConfig
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.models.mpt import MptConfig
+from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.engine.checkpoint.policy import KeepRule
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.mpt import MptConfig
+from jaxlm.observe.trackers import RunFacts, environment
+from jaxlm.observe.trackers.tensorboard import TensorboardConfig
+from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.optim.adam import AdamConfig
-from jaxlm.plan import make_plan
+from jaxlm.run.plan import make_plan
 
 GUIDE = Path(__file__).parents[2] / "shared" / "seeds" / "levanter-configuration-guide.txt"
 NUM_BLOCKS = 10  # in the guide; two of them are one file each of a pair

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from jaxlm import lineage
-from jaxlm.config import decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.engine.cursor import Cursor
-from jaxlm.lineage import check_same_data, moved_stages
-from jaxlm.plan import make_plan
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.run import resume_checks as lineage
+from jaxlm.run.plan import make_plan
+from jaxlm.run.resume_checks import check_same_data, moved_stages
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]

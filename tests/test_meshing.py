@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.batching import plan_batches
-from jaxlm.config import decode_run
+from jaxlm.config.decode import decode
+from jaxlm.config.load import decode_run
+from jaxlm.config.trainer import TrainerConfig
+from jaxlm.config.yaml import Source
 from jaxlm.core import tree
-from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import mesh_shape
-from jaxlm.core.yaml_source import Source
-from jaxlm.meshing import plan_mesh
-from jaxlm.plan import Plan, make_plan
-from jaxlm.trainer_config import TrainerConfig
+from jaxlm.run.batch_plan import plan_batches
+from jaxlm.run.mesh_plan import plan_mesh
+from jaxlm.run.plan import Plan, make_plan
 from tests.engine import helpers
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "intermediate_dim": 32}

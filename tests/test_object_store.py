@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.remote import RemoteFolder
+from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.gcs import BUCKET
 from tests.test_origin import Trainings
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.config import decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import Source
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.engine.console import Console
-from jaxlm.engine.naming import find_checkpoints
+from jaxlm.engine.checkpoint.manifest import find_checkpoints
+from jaxlm.observe.console import Console
 from jaxlm.train import train
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4, "intermediate_dim": 32}

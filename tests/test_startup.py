@@ -5,7 +5,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
-from jaxlm.startup import check_accelerator
+from jaxlm.run.startup import check_accelerator
 from tests.test_meshing import plan_of
 
 

@@ -3,10 +3,9 @@
 import contextlib
 from dataclasses import dataclass
 
+from jaxlm.data.cache.ray_workers import RayConfig, tokenize_on_ray
+from jaxlm.data.cache.workers import HERE
 from jaxlm.data.config import DataConfig
-from jaxlm.data.ray_cluster import RayConfig
-from jaxlm.data.workers import HERE
-from jaxlm.tokenizing import tokenize_on_ray
 from tests.data.helpers import write_corpus
 
 

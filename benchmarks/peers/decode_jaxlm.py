@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from jaxlm.models.apart import Writer
-from jaxlm.models.decode import Decoding, continued
-from jaxlm.named_model import open_model
+from jaxlm.models.inference.generate import Decoding, continued
+from jaxlm.models.inference.unstacked import Writer
+from jaxlm.run.load_model import open_model
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ from haliax import Axis
 
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_platform
-from jaxlm.models.attention import Visibility, attention
-from jaxlm.models.backends.choice import AttentionTask, choose_attention
+from jaxlm.models.attention.api import Visibility, attention
+from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.base import Inputs
-from jaxlm.models.kernels import next_token_sums
+from jaxlm.models.loss import next_token_sums
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 TOKENS_OF_REFERENCE = 4096

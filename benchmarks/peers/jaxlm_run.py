@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.collector import resting
+from jaxlm.core.imports import resting
 
 with resting():
     from jaxlm.bench import random_batch
-    from jaxlm.compiling import compile_step
-    from jaxlm.config import decode_run
+    from jaxlm.config.load import decode_run
+    from jaxlm.config.yaml import Source
     from jaxlm.core import tree
-    from jaxlm.core.program_cache import keep_compiled_programs
-    from jaxlm.core.yaml_source import Source
-    from jaxlm.engine.agreement import Ballot, Wishes
     from jaxlm.engine.phases import entering
-    from jaxlm.plan import make_plan
+    from jaxlm.engine.sync import Ballot, Wishes
+    from jaxlm.run.compilation_cache import keep_compiled_programs
+    from jaxlm.run.compile import compile_step
+    from jaxlm.run.plan import make_plan
 
 
 def config(micro: int, folder: str):

@@ -20,23 +20,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.commands import run_command
-from jaxlm.compiling import CompiledStep, abstract_batch, compile_step, gib
-from jaxlm.config import load_config, refuse_dry_run, run_id_of
+from jaxlm.config.load import load_config, refuse_dry_run, run_id_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
-from jaxlm.core.program_cache import keep_compiled_programs
-from jaxlm.core.programs import collectives_a_run, kernels
 from jaxlm.core.runtime import configure_jax
-from jaxlm.core.topologies import parse_topology
 from jaxlm.core.types import TokenBatch
-from jaxlm.dry_run import assumed_vocabulary
-from jaxlm.engine.agreement import Ballot, Wishes
-from jaxlm.engine.console import Console, table
 from jaxlm.engine.phases import entering
-from jaxlm.forecast import forecast_all, simulate_devices
-from jaxlm.plan import Plan, make_plan
-from jaxlm.startup import check_performance, describe
+from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.forecast.forecast import forecast_all, simulate_devices
+from jaxlm.forecast.hlo import collectives_a_run, kernels
+from jaxlm.forecast.topologies import parse_topology
+from jaxlm.observe.console import Console, table
+from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.compile import CompiledStep, abstract_batch, compile_step, gib
+from jaxlm.run.dry_run import assumed_vocabulary
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.plan import Plan, make_plan
+from jaxlm.run.startup import check_performance, describe
 
 _STEPS, _WARMUP = 20, 3
 _GEMM = 2048  # large enough for a full-speed matrix product on anything

@@ -14,17 +14,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxlm.commands import run_command
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.chat_template import ChatTemplate
-from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.decoding_options import add_decoding_options, decoding_of
-from jaxlm.models.apart import Writer
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.decode import Decoding, stream
-from jaxlm.models.kept import Kept
-from jaxlm.named_model import open_model
-from jaxlm.trained import checkpoint_parser, parse_with_keys
+from jaxlm.models.inference.generate import Decoding, stream
+from jaxlm.models.inference.prefix_cache import Kept
+from jaxlm.models.inference.unstacked import Writer
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.generation_options import add_decoding_options, decoding_of
+from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 _EVERY = 4  # tokens that are shown at once
 _HALF_A_CHARACTER = "\ufffd"

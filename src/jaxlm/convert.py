@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 
-from jaxlm.adapters import export_adapters, without_adapters
-from jaxlm.commands import run_command
-from jaxlm.exporting import export_model
-from jaxlm.interop.folder import DTYPES, parse_dtype
-from jaxlm.interop.verify import verify_folder
-from jaxlm.trained import add_checkpoint_options, open_trained
+from jaxlm.interop.hf.folder import DTYPES, parse_dtype
+from jaxlm.interop.hf.verify import verify_folder
+from jaxlm.run.adapters import export_adapters, without_adapters
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.export import export_model
+from jaxlm.run.load_model import add_checkpoint_options, open_trained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

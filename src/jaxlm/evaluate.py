@@ -21,25 +21,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.commands import run_command
+from jaxlm.config.decode import decode, encode
+from jaxlm.config.overrides import override
+from jaxlm.config.yaml import Source
 from jaxlm.core.axes import BATCH
-from jaxlm.core.cli import override
-from jaxlm.core.decode import decode, encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.program_cache import keep_compiled_programs
 from jaxlm.core.types import TokenBatch
-from jaxlm.core.yaml_source import Source
+from jaxlm.data.cache.token_cache import Origins
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import eval_batches
-from jaxlm.data.named_source import VALIDATION
-from jaxlm.data.origins import Origins
 from jaxlm.data.packing import Windows
-from jaxlm.data.token_data import ValidationData
+from jaxlm.data.sources.named import VALIDATION
+from jaxlm.data.tokens import ValidationData
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
-from jaxlm.plan import Plan
-from jaxlm.tasks import add_task_options, check_task_options, evaluate_tasks
-from jaxlm.trained import AS_TRAINED, Trained, checkpoint_parser, open_trained, parse_with_keys
+from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks
+from jaxlm.run.load_model import AS_TRAINED, Trained, checkpoint_parser, open_trained, parse_with_keys
+from jaxlm.run.plan import Plan
 
 _DATA = "data."
 # Keys that say how much is read at once and in all, and where programs are kept.

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxlm.batching import batch_sizes
-from jaxlm.commands import run_command
-from jaxlm.config import RunConfig, load_config, refuse_dry_run
+from jaxlm.config.load import load_config, refuse_dry_run
+from jaxlm.config.run import RunConfig
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache import TokenCache
+from jaxlm.data.cache.ray_workers import tokenize_on_ray
+from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.packing import Windows
-from jaxlm.data.token_data import TokenData
-from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.engine.console import Console, table
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.data.tokens import TokenData
 from jaxlm.engine.phases import Phase
-from jaxlm.length import check_length, with_length_of_data
-from jaxlm.plan import plan_phases
-from jaxlm.tokenizing import tokenize_on_ray
+from jaxlm.observe.console import Console, table
+from jaxlm.run.batch_plan import batch_sizes
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.num_steps import check_length, with_length_of_data
+from jaxlm.run.plan import plan_phases
 
 _NO_TARGET = ("⟦", "⟧")
 

@@ -4,10 +4,10 @@ import gzip
 import lzma
 from collections.abc import Iterable
 
-from jaxlm.engine.console import Console, table
-from jaxlm.engine.pictures import Records, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.engine.trackers import read_jsonl
-from jaxlm.plan import Plan
+from jaxlm.observe.console import Console, table
+from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.observe.trackers import read_jsonl
+from jaxlm.run.plan import Plan
 
 _MAX_COMPRESSED_BYTES = 64 << 20
 

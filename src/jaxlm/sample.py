@@ -8,15 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxlm.commands import run_command
 from jaxlm.core.errors import ConfigError
-from jaxlm.decoding_options import add_decoding_options, decoding_of
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.models.apart import Writer
-from jaxlm.models.decode import continued
-from jaxlm.models.stops import StopTexts
-from jaxlm.named_model import open_model
-from jaxlm.trained import checkpoint_parser, parse_with_keys
+from jaxlm.models.inference.generate import continued
+from jaxlm.models.inference.stop_strings import StopTexts
+from jaxlm.models.inference.unstacked import Writer
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.generation_options import add_decoding_options, decoding_of
+from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

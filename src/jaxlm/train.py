@@ -12,36 +12,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlm.core.collector import resting
-
-with resting():
-    from jaxlm.adapters import given_adapters
-    from jaxlm.commands import run_command
-    from jaxlm.compiling import compile_steps
-    from jaxlm.config import RunConfig, load_config, run_id_of
-    from jaxlm.core.errors import ConfigError
-    from jaxlm.core.program_cache import keep_compiled_programs
-    from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
-    from jaxlm.data.loader import train_batches
-    from jaxlm.dry_run import assumed_vocabulary, dry_run
-    from jaxlm.engine.console import Console, table
-    from jaxlm.engine.loop import run_phase
-    from jaxlm.engine.outcome import Done, Interrupted, Outcome
-    from jaxlm.engine.phases import Phase, entering
-    from jaxlm.engine.reports import Reports
-    from jaxlm.engine.restore import Found
-    from jaxlm.engine.signals import stop_on_signals
-    from jaxlm.engine.state import RunState
-    from jaxlm.engine.trackers import check_trackers
-    from jaxlm.length import check_length, with_length_of_data
-    from jaxlm.lineage import changes, check_cursor, check_same_data, check_same_run, moved_stages
-    from jaxlm.models.base import LanguageModel
-    from jaxlm.origin import Origin, check_origin, check_tokenizer, find_origin
-    from jaxlm.plan import Plan, make_plan
-    from jaxlm.report import final_report
-    from jaxlm.run import Run, open_run
-    from jaxlm.startup import check_accelerator, check_performance, describe, group_rows
-    from jaxlm.tokenizing import tokenize_on_ray
+from jaxlm.config.load import load_config, run_id_of
+from jaxlm.config.run import RunConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
+from jaxlm.data.cache.ray_workers import tokenize_on_ray
+from jaxlm.data.loader import train_batches
+from jaxlm.engine.checkpoint.restore import Found
+from jaxlm.engine.loop import Done, Interrupted, Outcome, run_phase
+from jaxlm.engine.metrics import Reports
+from jaxlm.engine.phases import Phase, entering
+from jaxlm.engine.signals import stop_on_signals
+from jaxlm.engine.state import RunState
+from jaxlm.models.base import LanguageModel
+from jaxlm.observe.console import Console, table
+from jaxlm.observe.trackers import check_trackers
+from jaxlm.report import final_report
+from jaxlm.run.adapters import given_adapters
+from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.compile import compile_steps
+from jaxlm.run.dry_run import assumed_vocabulary, dry_run
+from jaxlm.run.exit_codes import run_command
+from jaxlm.run.init_from import Origin, check_origin, check_tokenizer, find_origin
+from jaxlm.run.num_steps import check_length, with_length_of_data
+from jaxlm.run.plan import Plan, make_plan
+from jaxlm.run.resources import Run, open_run
+from jaxlm.run.resume_checks import changes, check_cursor, check_same_data, check_same_run, moved_stages
+from jaxlm.run.startup import check_accelerator, check_performance, describe, group_rows
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jaxlm.core.cli import help_text, option_tree, override, parse_arguments
+from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
 
 
 def test_takes_a_command_line_apart():

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from jaxlm.core.collector import resting
+from jaxlm.core.imports import resting
 
 
 class Cycle:

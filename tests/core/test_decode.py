@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlm.core.decode import decode, drop_stale_keys, dump, encode
+from jaxlm.config.decode import decode, drop_stale_keys, dump, encode
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
 
 
 @dataclass(frozen=True)

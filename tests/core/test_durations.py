@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlm.core.durations import format_duration, parse_duration
+from jaxlm.config.durations import format_duration, parse_duration
 from jaxlm.core.errors import ConfigError
 
 

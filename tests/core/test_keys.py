@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import draccus
 
-from jaxlm.core.keys import Key, attribute_docs, sections
+from jaxlm.config.schema import Key, attribute_docs, sections
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.core.operations import (
+from jaxlm.forecast.hlo import (
     ATTENTION,
     COLLECTIVE,
     CONTAINERS,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlm.core.program_cache import keep_compiled_programs
+from jaxlm.run.compilation_cache import keep_compiled_programs
 
 
 def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.core.programs import Collective, collectives, collectives_a_run, is_squeezed, kernels
+from jaxlm.forecast.hlo import Collective, collectives, collectives_a_run, is_squeezed, kernels
 
 
 def program(turns: int) -> str:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.core.roofline import Seconds, Speed, overlapped, roofline
+from jaxlm.forecast.roofline import Seconds, Speed, overlapped, roofline
 
 FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))
 BYTES_ONLY = Speed(products=float("inf"), attention=float("inf"), memory=1.0)

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from jaxlm.core.cycles import low_points
-from jaxlm.core.decays import Cosine, InvSqrt, Polynomial, Power
-from jaxlm.core.decode import decode, encode
+from jaxlm.config.decode import decode, encode
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.schedules import Shape, make_schedule
-from jaxlm.core.yaml_source import Source
+from jaxlm.core.lr_shapes import Cosine, InvSqrt, Polynomial, Power
+from jaxlm.core.schedules import Shape, low_points, make_schedule
 from jaxlm.optim.adam import AdamConfig
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "lr_schedules.json").read_text())

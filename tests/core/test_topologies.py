@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.topologies import CHIPS, parse_topology, torus
+from jaxlm.forecast.topologies import CHIPS, parse_topology, torus
 
 
 @pytest.mark.parametrize(

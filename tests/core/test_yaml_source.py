@@ -1,7 +1,7 @@
 import pytest
 
+from jaxlm.config.yaml import load_yaml, parse_value
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import load_yaml, parse_value
 
 
 def write(folder, **files):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.bpe import train_bpe
-from jaxlm.data.cache import TokenCache
-from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.data.tokenizer.train_bpe import train_bpe
 
 WORDS = [
     "def",

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxlm.core import atomic_io as durable
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import cache_building, durable
-from jaxlm.data.cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
-from jaxlm.data.cache_building import open_or_build
-from jaxlm.data.recipe import cache_recipe
-from jaxlm.data.records.text import TextFormat
-from jaxlm.data.sources import find_files
+from jaxlm.data.cache import build as cache_building
+from jaxlm.data.cache.build import open_or_build
+from jaxlm.data.cache.cache_key import cache_recipe
+from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
+from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.sources.files import find_files
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.chat_template import ChatTemplate
 from jaxlm.data.config import DataConfig
-from jaxlm.data.records.chat import ChatEncoder, ChatFormat
-from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.formats.chat import ChatEncoder, ChatFormat
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.data.helpers import small_tokenizer, some_text
 
 PLAIN = """{%- for m in messages %}

@@ -5,9 +5,11 @@ import os
 
 import pytest
 
+from jaxlm.core import atomic_io as durable
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import bpe, durable, mirror
 from jaxlm.data.config import DataConfig
+from jaxlm.data.sources import mirror
+from jaxlm.data.tokenizer import train_bpe as bpe
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.core.decode import decode, encode
+from jaxlm.config.decode import decode, encode
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
-from jaxlm.data.corpus import CorpusConfig
+from jaxlm.data.sources.corpus import CorpusConfig
 
 PLACE = "corpus:Sums"
 

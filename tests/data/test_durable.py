@@ -5,7 +5,7 @@ import platform
 
 import pytest
 
-from jaxlm.data import durable
+from jaxlm.core import atomic_io as durable
 
 
 def test_no_two_hosts_write_under_one_name(tmp_path, monkeypatch):

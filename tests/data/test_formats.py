@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import formats
-from jaxlm.data.sources import find_files
+from jaxlm.data.sources import document_files as formats
+from jaxlm.data.sources.files import find_files
 from tests.data.helpers import refused, some_text
 
 TEXTS = [some_text(seed, 30) for seed in range(40)]

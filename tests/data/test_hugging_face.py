@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.sources import find_files, list_sources
+from jaxlm.data.sources.files import find_files, list_sources
 from tests.data.helpers import some_text
 
 TEXTS = [some_text(seed, 20) for seed in range(50)]

@@ -16,7 +16,7 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
-from jaxlm.data.cache import DamagedCacheError
+from jaxlm.data.cache.token_cache import DamagedCacheError
 from jaxlm.data.loader import WindowBatches, eval_batches, train_batches
 from jaxlm.data.mixture import Mixture, Stage
 from jaxlm.data.packing import Windows

@@ -14,9 +14,9 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import mirror
 from jaxlm.data.config import DataConfig
-from jaxlm.data.sources import find_files, list_sources
+from jaxlm.data.sources import mirror
+from jaxlm.data.sources.files import find_files, list_sources
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):

@@ -10,16 +10,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import Source
 from jaxlm.core.batch_schedule import BatchSchedule
-from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
 from jaxlm.data.config import DataConfig
 from jaxlm.data.mixture import Mixture, Stage
-from jaxlm.data.named_source import SourceConfig
 from jaxlm.data.packing import Windows
-from jaxlm.data.shuffle_config import EraShuffle
-from jaxlm.data.weights import block_counts, weight_stages
+from jaxlm.data.shuffle import EraShuffle
+from jaxlm.data.sources.named import SourceConfig
+from jaxlm.data.train_weights import block_counts, weight_stages
 from tests.data.helpers import cache_of, small_tokenizer, write_corpus
 
 SEQ_LEN = 4

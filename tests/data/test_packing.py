@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.data.cache import DamagedCacheError
+from jaxlm.data.cache.token_cache import DamagedCacheError
 from jaxlm.data.packing import Windows, whole_documents
 from tests.data.helpers import cache_of, numbered_cache
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import cache_building
-from jaxlm.data.cache_building import open_or_build
-from jaxlm.data.ray_cluster import RayConfig, joined
-from jaxlm.data.recipe import cache_recipe
-from jaxlm.data.records.base import Encoder
-from jaxlm.data.records.text import TextFormat
-from jaxlm.data.sources import find_files
-from jaxlm.data.workers import HERE
+from jaxlm.data.cache import build as cache_building
+from jaxlm.data.cache.build import open_or_build
+from jaxlm.data.cache.cache_key import cache_recipe
+from jaxlm.data.cache.ray_workers import RayConfig, joined
+from jaxlm.data.cache.workers import HERE
+from jaxlm.data.formats.base import Encoder
+from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.sources.files import find_files
 from tests.data.helpers import small_tokenizer, write_corpus
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.records.base import FormatConfig
-from jaxlm.data.records.chat import ChatFormat
-from jaxlm.data.records.pretokenized import PretokenizedFormat
-from jaxlm.data.records.supervised import SupervisedFormat
-from jaxlm.data.records.text import TextFormat
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.data.formats.pretokenized import PretokenizedFormat
+from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.text import TextFormat
 from tests.data.helpers import small_tokenizer, some_text
 
 PAIRS = [(f"Say {some_text(n, 3)}\n", f" {some_text(50 + n, 1 + n)}") for n in range(6)]

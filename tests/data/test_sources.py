@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources import find_files
+from jaxlm.data.sources.files import find_files
 from tests.data.helpers import refused
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import tokenizer as tokenizer_module
-from jaxlm.data.bpe import train_bpe
-from jaxlm.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer import tokenizer as tokenizer_module
+from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer.train_bpe import train_bpe
 from tests.data.helpers import small_tokenizer, some_text
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2_tokenizer"

@@ -16,12 +16,12 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
-from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Phase, Recipe, entering
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
+from jaxlm.engine.sync import Ballot, Wishes
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 

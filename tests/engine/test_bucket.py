@@ -17,15 +17,15 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.bucket import BucketFolder
-from jaxlm.engine.checkpoint import CheckpointWriter
-from jaxlm.engine.cursor import Cursor
-from jaxlm.engine.folder import CURSOR, SaveError
-from jaxlm.engine.integrity import DamagedError, seal, verify
-from jaxlm.engine.local_folder import LocalFolder
-from jaxlm.engine.places import checkpoints_at, folder_at
-from jaxlm.engine.restore import NothingUsableError, newest_good, newest_whole, restore
-from jaxlm.engine.staging import StagedFolder
+from jaxlm.engine.checkpoint.bucket import BucketFolder
+from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manager import CheckpointWriter
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.resolve import checkpoints_at, folder_at
+from jaxlm.engine.checkpoint.restore import NothingUsableError, newest_good, newest_whole, restore
+from jaxlm.engine.checkpoint.staging import StagedFolder
+from jaxlm.engine.checkpoint.store import CURSOR, SaveError
 from tests.engine.helpers import layout
 from tests.gcs import BUCKET
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.core.programs import Collective, collectives
+from jaxlm.forecast.hlo import Collective, collectives
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, TinyRun, arrays, layout
 
 

@@ -1,7 +1,7 @@
 import io
 
 from jaxlm.core.hardware import peak_flops
-from jaxlm.engine.console import Console, duration, table
+from jaxlm.observe.console import Console, duration, table
 
 
 class Terminal(io.StringIO):

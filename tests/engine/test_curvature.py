@@ -13,10 +13,10 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.precision import parse_precision
-from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Recipe
 from jaxlm.engine.state import step_key
 from jaxlm.engine.step import make_train_step
+from jaxlm.engine.sync import Ballot, Wishes
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig

@@ -4,8 +4,9 @@ import math
 import pytest
 
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import CrashListener, NonFiniteError, ProgressListener
+from jaxlm.engine.metrics import CrashListener, NonFiniteError
+from jaxlm.observe.console import Console
+from jaxlm.observe.hooks import ProgressListener
 from tests.engine.helpers import phase
 
 

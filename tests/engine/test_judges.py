@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import Source
 from jaxlm.core import tree
-from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.judge import Signs
-from jaxlm.core.loss_scale import DynamicLossScale
-from jaxlm.core.precision import parse_precision
-from jaxlm.core.yaml_source import Source
+from jaxlm.core.guards import Signs
+from jaxlm.core.precision import DynamicLossScale, parse_precision
 from jaxlm.engine.phases import Recipe
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.adam import AdamConfig

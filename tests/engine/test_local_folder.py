@@ -5,13 +5,13 @@ import os
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine import local_folder
-from jaxlm.engine.cursor import Cursor
-from jaxlm.engine.folder import CURSOR
-from jaxlm.engine.local_folder import LocalFolder
-from jaxlm.engine.places import checkpoints_at
-from jaxlm.engine.restore import newest_good
-from jaxlm.engine.staging import StagedFolder
+from jaxlm.engine.checkpoint import local as local_folder
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.resolve import checkpoints_at
+from jaxlm.engine.checkpoint.restore import newest_good
+from jaxlm.engine.checkpoint.staging import StagedFolder
+from jaxlm.engine.checkpoint.store import CURSOR
 
 
 def save(folder: LocalFolder, step: int, *, temporary: bool, entering: str | None = None) -> str:

@@ -13,12 +13,11 @@ import pytest
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.engine.agreement import Ballot
-from jaxlm.engine.loop import run_phase
-from jaxlm.engine.outcome import Done
-from jaxlm.engine.reports import MAX_IN_FLIGHT, Reports, Workload
+from jaxlm.engine.loop import Done, run_phase
+from jaxlm.engine.metrics import MAX_IN_FLIGHT, Reports, Workload
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.step import Report
+from jaxlm.engine.sync import Ballot
 from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
 
 WORKLOAD = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxlm.engine import pictures
-from jaxlm.engine.pictures import loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.observe import plots as pictures
+from jaxlm.observe.plots import loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import phase
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
-from jaxlm.core.operations import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
 from jaxlm.engine import loop
-from jaxlm.engine.profile import Event, describe_profile, pause, sum_up
-from jaxlm.engine.profiler import ProfileHook, ProfilerConfig
+from jaxlm.engine.loop import pause
+from jaxlm.forecast.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
+from jaxlm.observe.profile_summary import Event, describe_profile, sum_up
+from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase
 
 OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}

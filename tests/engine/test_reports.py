@@ -9,11 +9,11 @@ import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.console import Console
-from jaxlm.engine.hooks import ProgressListener
-from jaxlm.engine.reports import Reports, Totals, Workload
+from jaxlm.engine.metrics import Reports, Totals, Workload
 from jaxlm.engine.step import Report
-from jaxlm.run import totals_at
+from jaxlm.observe.console import Console
+from jaxlm.observe.hooks import ProgressListener
+from jaxlm.run.resources import totals_at
 from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 

@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from jaxlm.core import runtime
-from jaxlm.engine.cursor import Cursor
-from jaxlm.engine.folder import CURSOR
-from jaxlm.engine.local_folder import LocalCheckpoint, LocalFolder
-from jaxlm.engine.restore import newest_good
+from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.restore import newest_good
+from jaxlm.engine.checkpoint.store import CURSOR
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@ from datetime import timedelta
 import pytest
 import yaml
 
-from jaxlm.core.decode import decode
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.engine.save_policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
 
 RULES = [KeepRule(2, 10), KeepRule(5, 20), KeepRule(10)]
 

@@ -9,14 +9,13 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.copies import staged, staging_folder
-from jaxlm.engine.cursor import Cursor
-from jaxlm.engine.folder import CURSOR
-from jaxlm.engine.integrity import DamagedError
-from jaxlm.engine.places import checkpoints_at
-from jaxlm.engine.remote import RemoteFolder, is_url
-from jaxlm.engine.restore import newest_good
-from jaxlm.engine.staging import StagedFolder
+from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.remote import RemoteFolder, is_url
+from jaxlm.engine.checkpoint.resolve import checkpoints_at
+from jaxlm.engine.checkpoint.restore import newest_good
+from jaxlm.engine.checkpoint.staging import StagedFolder, staged, staging_folder
+from jaxlm.engine.checkpoint.store import CURSOR
 
 URL = "memory://store/run"
 

@@ -12,15 +12,15 @@ from unittest import mock
 
 import pytest
 
-from jaxlm.config import load_config
+from jaxlm.config.load import load_config
+from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
-from jaxlm.engine.trackers import JsonlTracker, RunFacts, TrackerConfig, check_trackers, environment, read_jsonl
-from jaxlm.engine.trackers.guarded import GuardedTracker, Patience
-from jaxlm.engine.trackers.tensorboard import TensorboardConfig
-from jaxlm.engine.trackers.trackio import TrackioConfig
-from jaxlm.engine.trackers.wandb import WandbConfig, WandbTracker
-from jaxlm.trainer_config import TrainerConfig
+from jaxlm.observe.trackers import JsonlTracker, RunFacts, TrackerConfig, check_trackers, environment, read_jsonl
+from jaxlm.observe.trackers.guarded import GuardedTracker, Patience
+from jaxlm.observe.trackers.tensorboard import TensorboardConfig
+from jaxlm.observe.trackers.trackio import TrackioConfig
+from jaxlm.observe.trackers.wandb import WandbConfig, WandbTracker
 from tests.engine.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"

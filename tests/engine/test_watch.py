@@ -6,9 +6,9 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.agreement import Ballot, Wishes
 from jaxlm.engine.phases import Recipe, entering
 from jaxlm.engine.step import make_train_step
+from jaxlm.engine.sync import Ballot, Wishes
 from jaxlm.engine.watch import NUM_BINS, WatchConfig, arrived, batch_hash
 from tests.engine import helpers
 

@@ -21,8 +21,8 @@ from jaxlm.evals.base import EvalContext
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.named_model import open_model
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.run.load_model import open_model
 from tests.answers import CAPITALS, instructions, write_model
 from tests.engine.helpers import layout
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options
 def test_a_zero_on_the_command_line_is_no_default(monkeypatch, capsys, name):
     harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
     named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
-    monkeypatch.setattr("jaxlm.tasks.open_model", lambda *options: named)
+    monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
     assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
     assert f"{name}: 0 given, 1 or more expected" in capsys.readouterr().err
 

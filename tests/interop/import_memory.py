@@ -43,7 +43,7 @@ def with_jaxlm(folder: Path) -> dict[str, float]:
     import jax.numpy as jnp
 
     from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
-    from jaxlm.interop.folder import open_folder
+    from jaxlm.interop.hf.folder import open_folder
     from jaxlm.models.base import vocab_axis
 
     opened = open_folder(folder)

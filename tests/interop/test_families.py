@@ -12,14 +12,14 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
-from jaxlm.core.derivatives import twice_differentiable
+from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.types import TokenBatch
-from jaxlm.interop.family import all_families
-from jaxlm.interop.folder import open_folder, save_folder
-from jaxlm.interop.load import load_weights
-from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo
+from jaxlm.interop.hf.family import all_families
+from jaxlm.interop.hf.folder import open_folder, save_folder
+from jaxlm.interop.hf.load import load_weights
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.decode import generate
+from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import parameter_groups

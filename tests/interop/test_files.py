@@ -14,13 +14,13 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.folder import load_model, open_folder, save_folder
-from jaxlm.interop.peft import Adapter, save_adapters
-from jaxlm.interop.renamed import Renamed
-from jaxlm.interop.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.sources import open_tensors
+from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.peft.write import Adapter, save_adapters
+from jaxlm.interop.torch.renamed import Renamed
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
 from tests.engine.helpers import layout, one_device
 

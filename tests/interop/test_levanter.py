@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from jaxlm.config import RunConfig, decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.run import RunConfig
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.interop.levanter import from_levanter
+from jaxlm.interop.levanter.config import from_levanter
 
 
 def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:

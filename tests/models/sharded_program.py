@@ -16,10 +16,10 @@ from haliax import Axis
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.decode import generate
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.kernels import token_losses
-from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.inference.generate import generate
+from jaxlm.models.loss import token_losses
 from jaxlm.objectives.next_token import NextToken
 
 VOCAB, ROWS, LENGTH = 64, 16, 16

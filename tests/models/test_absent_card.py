@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from jaxlm.models.backends.absent_card import absent_card
-from jaxlm.models.backends.choice import AttentionTask, choose_attention
+from jaxlm.models.attention.absent_card import absent_card
+from jaxlm.models.attention.choose import AttentionTask, choose_attention
 
 HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capability=(9, 0))
 

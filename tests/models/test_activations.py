@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.derivatives import twice_differentiable
+from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.models.activations import ACTIVATIONS, activated, gated
 
 FORMULAS = {

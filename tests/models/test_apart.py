@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.models import apart as apart_module
-from jaxlm.models import decode
-from jaxlm.models.apart import Writer, apart, together
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.decode import CACHE_DTYPES, Decoding, continued
-from jaxlm.models.gemma2 import Gemma2Config
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.models.mixtral import MixtralConfig
-from jaxlm.models.padding import left_padded
-from jaxlm.models.sampling import Sampling
+from jaxlm.models.families.gemma2 import Gemma2Config
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.inference import generate as decode
+from jaxlm.models.inference import unstacked as apart_module
+from jaxlm.models.inference.generate import CACHE_DTYPES, Decoding, continued
+from jaxlm.models.inference.padding import left_padded
+from jaxlm.models.inference.sampling import Sampling
+from jaxlm.models.inference.unstacked import Writer, apart, together
 
 SIZES = {"seq_len": 32, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
 MODELS = {

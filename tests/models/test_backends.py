@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.derivatives import twice_differentiable
+from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.backends.blocks import block_attention, blocks_of
-from jaxlm.models.backends.choice import AttentionTask, choose_attention
-from jaxlm.models.backends.plain import plain_attention
-from jaxlm.models.backends.scores import ScoreRule
-from jaxlm.models.backends.splash import splash_attention
-from jaxlm.models.placement import HeadPlacement
+from jaxlm.models.attention.backends.blockwise import block_attention, blocks_of
+from jaxlm.models.attention.backends.reference import plain_attention
+from jaxlm.models.attention.backends.splash import splash_attention
+from jaxlm.models.attention.choose import AttentionTask, choose_attention
+from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.token_sharding import HeadPlacement
 
 B, K, G, H = 2, 2, 2, 8
 SCALE = 0.3

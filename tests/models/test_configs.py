@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.backends.blocks import blocks_of
+from jaxlm.models.attention.backends.blockwise import blocks_of
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.kernels import next_token_sums
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.models.rotary import DefaultRotary, Llama3Rotary
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.loss import next_token_sums
+from jaxlm.models.rope import DefaultRotary, Llama3Rotary
 
 
 def num_parameters(config, vocab):

@@ -14,23 +14,24 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.hardware import cuda_capability
-from jaxlm.models.attention import Visibility, attention
-from jaxlm.models.backends import choice, selftest
-from jaxlm.models.backends.blocks import block_attention
-from jaxlm.models.backends.choice import AttentionChoice, AttentionTask, choose_attention
-from jaxlm.models.backends.cudnn import (
+from jaxlm.models.attention import choose as choice
+from jaxlm.models.attention import selftest
+from jaxlm.models.attention.api import Visibility, attention
+from jaxlm.models.attention.backends.blockwise import block_attention
+from jaxlm.models.attention.backends.cudnn import (
     DOCUMENTS_A_CALL,
     are_whole,
     cudnn_attention,
     documents_of,
     lengths_and_offsets,
 )
-from jaxlm.models.backends.selftest import Shape, disagreement, packed_rows, verdict, whole_rows
+from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
+from jaxlm.models.attention.selftest import Shape, disagreement, packed_rows, verdict, whole_rows
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.models.transformer import Transformer
+from jaxlm.models.stacks import Transformer
 from tests.engine.helpers import layout
 
 fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -73,7 +74,7 @@ def test_the_program_calls_the_kernels(for_cuda, packed, window):
 
 
 def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
-    monkeypatch.setattr("jaxlm.models.attention.choose_attention", lambda *_: AttentionChoice("cudnn", ""))
+    monkeypatch.setattr("jaxlm.models.attention.api.choose_attention", lambda *_: AttentionChoice("cudnn", ""))
 
     def attend(q, k, segments):
         rows = hax.named(segments, ("batch", "position"))

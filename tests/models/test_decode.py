@@ -11,12 +11,12 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models import decode
-from jaxlm.models.apart import Writer
 from jaxlm.models.base import Inputs
-from jaxlm.models.cache import quantized
-from jaxlm.models.decode import CACHE_DTYPES, Decoding, continued, generate, stream
-from jaxlm.models.sampling import Sampling
+from jaxlm.models.inference import generate as decode
+from jaxlm.models.inference.generate import CACHE_DTYPES, Decoding, continued, generate, stream
+from jaxlm.models.inference.kv_cache import quantized
+from jaxlm.models.inference.sampling import Sampling
+from jaxlm.models.inference.unstacked import Writer
 from tests.engine.helpers import layout
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]

@@ -12,9 +12,8 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.experts import RouterSums, num_active
-from jaxlm.models.grouped import Grouping
-from jaxlm.models.mixtral import MixtralConfig
+from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.moe import Grouping, RouterSums, num_active
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
 

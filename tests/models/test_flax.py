@@ -16,9 +16,9 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.decode import generate
-from jaxlm.models.flax_bridge import FlaxConfig
-from jaxlm.models.kernels import next_token_sums, token_losses
+from jaxlm.models.families.flax import FlaxConfig
+from jaxlm.models.inference.generate import generate
+from jaxlm.models.loss import next_token_sums, token_losses
 from tests.engine.helpers import VOCAB, TinyRun, arrays, layout, one_device
 
 LINEN_AXES = {

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from jaxlm.models import kept as kept_module
-from jaxlm.models.apart import Writer
-from jaxlm.models.decode import Decoding, continued, stream
-from jaxlm.models.gemma3 import Gemma3Config
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.kept import Kept
-from jaxlm.models.llama import LlamaConfig
-from jaxlm.models.mistral import MistralConfig
-from jaxlm.models.mpt import MptConfig
+from jaxlm.models.families.gemma3 import Gemma3Config
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.mistral import MistralConfig
+from jaxlm.models.families.mpt import MptConfig
+from jaxlm.models.inference import prefix_cache as kept_module
+from jaxlm.models.inference.generate import Decoding, continued, stream
+from jaxlm.models.inference.prefix_cache import Kept
+from jaxlm.models.inference.unstacked import Writer
 from tests.engine.helpers import layout
 
 SIZES = {"seq_len": 512, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}

@@ -11,8 +11,8 @@ from haliax import Axis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.core.derivatives import twice_differentiable
-from jaxlm.models.kernels import next_token_sums, token_losses
+from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.models.loss import next_token_sums, token_losses
 
 
 def problem(batch, position, embed, vocab, *, seed=0, mask=0.7):

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.recompute import CANDIDATES, auto_is, parse_keep
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.remat import CANDIDATES, auto_is, parse_keep
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.gpt2 import Gpt2Config
+from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.linear import Linear
 
 SCANNED = [(True, keep) for keep in ("none", "cheap", "full", ("query", "attention", "mlp"))]

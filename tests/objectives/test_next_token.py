@@ -12,7 +12,7 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 

@@ -10,8 +10,8 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.gpt2 import Gpt2Config
-from jaxlm.models.llama import LlamaConfig
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import parameter_groups
 

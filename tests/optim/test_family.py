@@ -13,10 +13,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import Source
 from jaxlm.core import tree
-from jaxlm.core.decode import decode
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
 from jaxlm.models.linear import Linear
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig, parameter_groups

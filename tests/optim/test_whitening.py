@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlm.optim.whitening import first_factor, whiten
+from jaxlm.optim.preconditioner import first_factor, whiten
 from tests.engine.helpers import layout
 
 ROWS, COLUMNS = hax.make_axes(rows=6, columns=4)

@@ -5,9 +5,9 @@ import signal
 import sys
 
 from jaxlm import train
-from jaxlm.engine import reports
-from jaxlm.engine.local_folder import LocalFolder
-from jaxlm.engine.saver import Saver
+from jaxlm.engine import metrics as reports
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manager import Saver
 
 
 def die(*_args, **_kwargs):

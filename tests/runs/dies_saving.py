@@ -9,9 +9,9 @@ import sys
 import jax
 
 from jaxlm import train
-from jaxlm.engine.checkpoint import CheckpointWriter
-from jaxlm.engine.integrity import CHECKSUMS
-from jaxlm.engine.remote import RemoteFolder
+from jaxlm.engine.checkpoint.integrity import CHECKSUMS
+from jaxlm.engine.checkpoint.manager import CheckpointWriter
+from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.runs.dies import die
 
 PROCESS, NAME = os.environ["JAXLM_TEST_DIES_SAVING"].split(":")

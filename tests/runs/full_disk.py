@@ -7,7 +7,8 @@ import signal
 import sys
 
 from jaxlm import train
-from jaxlm.engine import checkpoint, local_folder
+from jaxlm.engine.checkpoint import local as local_folder
+from jaxlm.engine.checkpoint import manager as checkpoint
 
 
 def while_sealing() -> None:

@@ -6,7 +6,7 @@ import sys
 import jax
 
 from jaxlm import train
-from jaxlm.engine import reports
+from jaxlm.engine import metrics as reports
 
 NUMBER, PROCESS, STEP, *TWICE = os.environ["JAXLM_TEST_SIGNAL"].split(":")
 

@@ -4,8 +4,8 @@ import sys
 import time
 
 from jaxlm import train
-from jaxlm.config import load_config
-from jaxlm.engine.local_folder import LocalFolder
+from jaxlm.config.load import load_config
+from jaxlm.engine.checkpoint.local import LocalFolder
 
 
 def committing(self, name, commit=LocalFolder.commit):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlm.bench import main
-from jaxlm.core.absent_devices import CUDA_PLUGINS, is_installed
+from jaxlm.forecast.aot_devices import CUDA_PLUGINS, is_installed
 
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
 

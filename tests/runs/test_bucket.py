@@ -12,8 +12,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxlm.engine.integrity import CHECKSUMS
-from jaxlm.engine.remote import RemoteFolder
+from jaxlm.engine.checkpoint.integrity import CHECKSUMS
+from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.gcs import BUCKET
 from tests.runs.commands import Workplace
 from tests.runs.test_signals import process_end

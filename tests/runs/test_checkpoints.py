@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.engine.integrity import DamagedError, verify
+from jaxlm.engine.checkpoint.integrity import DamagedError, verify
 from tests.runs.commands import Workplace
 
 RUN = ("--config_path", "run.yaml")

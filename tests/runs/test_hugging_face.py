@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from jaxlm.config import decode_run
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import Source
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.yaml_source import Source
-from jaxlm.interop.folder import open_folder, save_folder
-from jaxlm.interop.safetensors_file import SafetensorsFile
+from jaxlm.interop.hf.folder import open_folder, save_folder
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.qwen3 import Qwen3Config
-from jaxlm.plan import make_plan
+from jaxlm.models.families.qwen3 import Qwen3Config
+from jaxlm.run.plan import make_plan
 from tests.engine.helpers import one_device
 
 MODEL = Qwen3Config(

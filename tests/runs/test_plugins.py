@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jaxlm.config import load_config
+from jaxlm.config.load import load_config
 from jaxlm.core.errors import ConfigError
 from tests.runs.commands import REPOSITORY, Workplace
 

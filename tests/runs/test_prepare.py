@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxlm.config import read_config
+from jaxlm.config.load import read_config
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
 from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.sharding import Layout
 from jaxlm.data.loader import train_batches
-from jaxlm.engine.console import Console
+from jaxlm.observe.console import Console
 from jaxlm.prepare import batch_as_text, main, prepare
 from tests.data.helpers import some_text, write_corpus
 

@@ -12,10 +12,9 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.dropping import with_keys
-from jaxlm.models.layers import dropout
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.layers import dropout, with_keys
 from jaxlm.models.linear import Linear
-from jaxlm.models.llama import LlamaConfig
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 

@@ -1,4 +1,6 @@
-"""Exceptions that a command turns into one message."""
+"""Exceptions that a command prints as one message, and the checks of configuration values that raise them."""
+
+from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
@@ -13,3 +15,38 @@ class PeerError(Exception):
 
     Commands print its text without a traceback and exit with code 1.
     """
+
+
+def check_at_least(path: str, given: float, least: float) -> None:
+    """`given` is `least` or more."""
+    if not given >= least:
+        raise ConfigError(f"{path}: {given} given, {least} or more expected")
+
+
+def check_positive(path: str, given: float) -> None:
+    """`given` is more than 0."""
+    if not given > 0:
+        raise ConfigError(f"{path}: {given} given, a number above 0 expected")
+
+
+def check_probability(path: str, given: float) -> None:
+    """`given` lies in [0, 1)."""
+    if not 0 <= given < 1:
+        raise ConfigError(f"{path}: {given} given, a probability from 0 up to, but not, 1 expected")
+
+
+def check_choice(path: str, given: str, allowed: Iterable[str]) -> None:
+    """`given` is one of `allowed`."""
+    if given not in (names := sorted(allowed)):
+        raise ConfigError(f"{path}: '{given}' given. Allowed: {', '.join(names)}")
+
+
+def check_divides(path: str, given: int, whole_path: str, whole: int) -> None:
+    """`given` divides `whole`."""
+    if whole % given:
+        divisors = [str(d) for d in range(1, whole + 1) if whole % d == 0]
+        shown = ", ".join(divisors if len(divisors) <= 24 else [*divisors[:24], "..."])
+        raise ConfigError(
+            f"{path}: {given} given, which does not divide {whole_path} = {whole}. Allowed: {shown};"
+            f" or change {whole_path}"
+        )

@@ -19,7 +19,7 @@ from haliax.partitioning import ResourceMapping
 from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlm.core.derivatives import is_twice_differentiable
+from jaxlm.core.custom_vjp import is_twice_differentiable
 
 T = TypeVar("T")
 

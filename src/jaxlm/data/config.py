@@ -6,18 +6,18 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.decode import encode
+from jaxlm.config.decode import encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Show
-from jaxlm.data.bpe import SMALLEST_VOCABULARY, trained_tokenizer
-from jaxlm.data.named_source import NamedSource
-from jaxlm.data.shuffle_config import EraShuffle
-from jaxlm.data.source_config import TRAIN, VALIDATION, SourceConfig
-from jaxlm.data.text_file import TextFile
-from jaxlm.data.token_data import StopStrategy, TokenData, ValidationData
-from jaxlm.data.tokenizer import Tokenizer, document_ends, load_tokenizer
-from jaxlm.data.weights import block_counts, weight_stages
-from jaxlm.data.workers import HERE, Workers
+from jaxlm.data.cache.workers import HERE, Workers
+from jaxlm.data.shuffle import EraShuffle
+from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
+from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends, load_tokenizer
+from jaxlm.data.tokenizer.train_bpe import SMALLEST_VOCABULARY, trained_tokenizer
+from jaxlm.data.tokens import StopStrategy, TokenData, ValidationData
+from jaxlm.data.train_weights import block_counts, weight_stages
 
 TRAIN_BPE = "bpe"
 _DEFAULT_VOCABULARY = 8192

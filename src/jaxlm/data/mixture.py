@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlm.data.packing import Windows
-from jaxlm.data.shuffle import permuted, shuffled, shuffled_in_eras
-from jaxlm.data.shuffle_config import EraShuffle, Shuffle
+from jaxlm.data.shuffle import EraShuffle, Shuffle, permuted, shuffled, shuffled_in_eras
 
 Columns = dict[str, np.ndarray]
 _KEPT_BLOCKS = 64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlm.data.cache import TokenCache
+from jaxlm.data.cache.token_cache import TokenCache
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,12 @@ sent through again until they do not ("cycle walking"; Black and Rogaway 2002, C
 """
 
 import functools
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+from jaxlm.core.errors import ConfigError
 
 _BLOCK = 4096  # examples whose places are found together: numpy's cost a call is far above that of one number
 _ROUNDS = 10  # with 6, where an index of a very small set lands is measurably uneven over many epochs
@@ -72,3 +76,23 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class EraShuffle:
+    """Windows shuffled within stretches of equal length, which follow each other as the data stands.
+
+    Attributes:
+        type: `era`.
+        era_length: windows in a stretch.
+    """
+
+    era_length: int
+    type: Literal["era"] = "era"
+
+    def __post_init__(self):
+        if self.era_length < 1:
+            raise ConfigError(f"data.shuffle.era_length: {self.era_length} given, 1 or more windows expected")
+
+
+Shuffle = bool | EraShuffle

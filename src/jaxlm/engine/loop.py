@@ -3,19 +3,37 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
 from jaxlm.data.base import Batches
-from jaxlm.engine.agreement import Ballot, Wishes
-from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.engine.metrics import Reports
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.profile import pause
-from jaxlm.engine.reports import Reports
-from jaxlm.engine.saver import Saver
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
+from jaxlm.engine.sync import Ballot, Wishes
+
+
+@dataclass(frozen=True)
+class Done:
+    """All steps of the phase are done."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A signal asked to stop; the state was saved first.
+
+    Attributes:
+        signal: its number; the process exits with 128 + this.
+    """
+
+    signal: int
+
+
+Outcome = Done | Interrupted
 
 
 class Hook(Protocol):
@@ -28,6 +46,14 @@ class Hook(Protocol):
     def run(self, step: int, state: RunState) -> None:
         """Looks. All steps up to this one have been logged."""
         ...
+
+
+PAUSE = "jaxlm.pause"
+
+
+def pause() -> jax.profiler.TraceAnnotation:
+    """Around what the loop stands still for, once the devices are done: a profile then tells it from idle time."""
+    return jax.profiler.TraceAnnotation(PAUSE)
 
 
 def run_phase(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
-from jaxlm.core.collector import resting
-from jaxlm.core.judge import Judge
+from jaxlm.core.guards import Judge
+from jaxlm.core.imports import resting
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import RunState, creating, first_guard

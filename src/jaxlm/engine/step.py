@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.derivatives import twice_differentiable
-from jaxlm.core.judge import Judge, Judgement, Signs
+from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.core.guards import Judge, Judgement, Signs
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import Sum
-from jaxlm.engine.agreement import tally
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import Guard, RunState, shardings, step_key
+from jaxlm.engine.sync import tally
 from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature

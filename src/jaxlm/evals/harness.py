@@ -14,10 +14,10 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
-from jaxlm.models.apart import Writer
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.decode import Decoding, continued
-from jaxlm.models.stops import StopTexts
+from jaxlm.models.inference.generate import Decoding, continued
+from jaxlm.models.inference.stop_strings import StopTexts
+from jaxlm.models.inference.unstacked import Writer
 
 _USUAL_NEW_TOKENS = 256  # where a task does not say; as in the backend `hf`
 _NAME = "tasks: lm-evaluation-harness"
@@ -84,7 +84,7 @@ class OpenTasks:
         """Task -> metric -> value, as the harness names them (`acc,none`). Call it inside `layout.use()`.
 
         Args:
-            tokenizer: `jaxlm.data.tokenizer.Tokenizer`.
+            tokenizer: `jaxlm.data.tokenizer.tokenizer.Tokenizer`.
         """
         results = self.evaluate(
             model=_backend(model, tokenizer, self.config.batch_size),

@@ -14,9 +14,9 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.types import TokenBatch
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.kernels import token_losses
+from jaxlm.models.loss import token_losses
 
-# Queued batches; see engine/reports.py for why the queue must be short.
+# Queued batches; see engine/metrics.py for why the queue must be short.
 _MAX_IN_FLIGHT = 4
 
 

@@ -8,7 +8,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.decode import generate
+from jaxlm.models.inference.generate import generate
 
 
 @EvalConfig.register_subclass("samples")

@@ -13,8 +13,8 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.types import Sum
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.kernels import soft_capped
-from jaxlm.models.recompute import AUTO, parse_keep
+from jaxlm.models.loss import soft_capped
+from jaxlm.models.remat import AUTO, parse_keep
 
 
 class Inputs(eqx.Module):
@@ -136,7 +136,7 @@ class LanguageModel(eqx.Module):
 
 
 @dataclass(frozen=True)
-class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models"):
+class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models.families"):
     """What all model families share. `type:` in YAML picks the family.
 
     Attributes:

@@ -12,17 +12,17 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
+from jaxlm.core.errors import check_at_least, check_choice, check_divides
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
-from jaxlm.models.cache import empty_cache
-from jaxlm.models.checks import check_at_least, check_choice, check_divides
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Context, ForCache, GatedMlp, Mlp, Past, SelfAttention, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.recompute import parse_keep
-from jaxlm.models.transformer import Block, LayerKind, Transformer, shortest_period
+from jaxlm.models.remat import parse_keep
+from jaxlm.models.stacks import Block, LayerKind, Transformer, shortest_period
 
 Norm = LayerNorm | RMSNorm
 

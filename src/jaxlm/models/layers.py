@@ -4,6 +4,11 @@ Every part takes and returns named arrays and says its parameters' axes in its `
 computation happens in whatever dtype they arrive in, except where float32 is said.
 """
 
+import abc
+import itertools
+import zlib
+from typing import TypeVar
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -11,19 +16,20 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.activations import activated, gated
-from jaxlm.models.attention import Visibility, as_keys, attention
-from jaxlm.models.backends.blocks import PLAIN_SCORES
-from jaxlm.models.backends.choice import AUTO, AttentionTask
-from jaxlm.models.backends.scores import ScoreRule
+from jaxlm.models.attention.api import Visibility, as_keys, attention
+from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES
+from jaxlm.models.attention.choose import AUTO, AttentionTask
+from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import Column
-from jaxlm.models.cache import column_with
-from jaxlm.models.cached_attention import cached_attention
+from jaxlm.models.inference.cached_attention import cached_attention
+from jaxlm.models.inference.kv_cache import column_with
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
-from jaxlm.models.recompute import KEY, MLP, QUERY, VALUE, named
-from jaxlm.models.rotary import Rotation
+from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, named
+from jaxlm.models.rope import Rotation
 
 
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
@@ -189,3 +195,30 @@ class SelfAttention(eqx.Module):
                 q, k, v, past.keys, past.values, seen, scale=scale, window=context.window, rule=self.rule
             )
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
+
+
+T = TypeVar("T")
+# Blocks split their key for what they draw themselves; folded with this, it gives other keys than those.
+_APART = zlib.crc32(b"layers that drop")
+
+
+class Dropping(eqx.Module):
+    """A layer that drops nothing until it has a key.
+
+    Whoever calls such a layer knows nothing of it: the body of a model gives each its own key before it runs a block, and
+    none where nothing is learned. So a layer that drops something can stand wherever one that does not stood.
+    """
+
+    @abc.abstractmethod
+    def with_key(self, key: jax.Array) -> "Dropping":
+        """The same layer, drawing by this key."""
+
+
+def with_keys(block: T, key: jax.Array | None) -> T:
+    """The block with a key of its own in every layer that drops something; without a key, the block as it is."""
+    if key is None or not tree.modules(block, Dropping):
+        return block
+    apart, number = jax.random.fold_in(key, _APART), itertools.count()
+    return tree.map_modules(
+        block, Dropping, ".*", lambda layer: layer.with_key(jax.random.fold_in(apart, next(number)))
+    )

@@ -68,7 +68,7 @@ class MatrixLinear(eqx.Module):
 
 
 class ExpertLinear(eqx.Module):
-    """A linear map for each expert; `jaxlm.models.grouped` takes rows through them.
+    """A linear map for each expert; `jaxlm.models.moe` takes rows through them.
 
     Attributes:
         weight: {experts, In, Out}, as grouped products read it.

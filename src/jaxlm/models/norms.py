@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.core.derivatives import OwnBackward
+from jaxlm.core.custom_vjp import OwnBackward
 
 NORM = "norm"
 """Mean and scale of each row, by the name that recomputation policies know."""

@@ -1,7 +1,7 @@
 """Predicting the next token: pretraining, and instruction tuning with a mask.
 
 Source: negative log-likelihood of each token given those before it (Radford et al. 2018, "Improving Language
-Understanding by Generative Pre-Training", equation 1); z-loss and label smoothing as in `jaxlm.models.kernels`.
+Understanding by Generative Pre-Training", equation 1); z-loss and label smoothing as in `jaxlm.models.loss`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Sum, TokenBatch
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.kernels import next_token_sums
+from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.judge import Judge, Judgement, Signs
-from jaxlm.core.rolling import Rolling
+from jaxlm.core.guards import Judge, Judgement, Signs
+from jaxlm.optim.rolling import Rolling
 
 # A window of nearly equal values would make an outlier of the next small change.
 _SMALLEST_SPREAD = 0.02

@@ -10,9 +10,9 @@ import draccus
 import optax
 
 from jaxlm.core import tree
-from jaxlm.core.decays import Decay
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.judge import Judge
+from jaxlm.core.guards import Judge
+from jaxlm.core.lr_shapes import Decay
 from jaxlm.core.schedules import Schedule, Shape, make_schedule
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_steps
 from jaxlm.optim.matrices import matrix_paths

@@ -11,7 +11,7 @@ import optax
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.rolling import Rolling
+from jaxlm.optim.rolling import Rolling
 
 _SMALLEST_SPREAD = 1e-6
 

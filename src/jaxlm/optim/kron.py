@@ -1,7 +1,7 @@
 """PSGD Kron: momentum of hidden matrices, whitened from both sides; everything else by Adam.
 
 Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202); github.com/lixilinx/psgd_torch, whose
-whitening of the momentum by Kronecker products this is. `jaxlm.optim.whitening` says what is done differently.
+whitening of the momentum by Kronecker products this is. `jaxlm.optim.preconditioner` says what is done differently.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from haliax import NamedArray
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
-from jaxlm.optim.beside_adam import beside_adam
 from jaxlm.optim.clipping import clip_by_rms
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
-from jaxlm.optim.whitening import Factor, first_factor, whiten
+from jaxlm.optim.preconditioner import Factor, first_factor, whiten
+from jaxlm.optim.with_adam_fallback import beside_adam
 
 
 @OptimizerConfig.register_subclass("kron")

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
-from jaxlm.optim.beside_adam import beside_adam
 from jaxlm.optim.matrices import map_matrices
+from jaxlm.optim.with_adam_fallback import beside_adam
 
 # Of the odd polynomial of degree 5 that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -23,11 +23,9 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_probability
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.checks import check_probability
-from jaxlm.models.dropping import Dropping
-from jaxlm.models.layers import dropout
+from jaxlm.models.layers import Dropping, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.base import SurgeryConfig
 

@@ -3,8 +3,9 @@
 import sys
 from dataclasses import dataclass
 
-from jaxlm.commands import run_command
-from jaxlm.config import RunConfig, load_config
+from jaxlm.config.load import load_config
+from jaxlm.config.run import RunConfig
+from jaxlm.run.exit_codes import run_command
 from jaxlm.train import train
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.trackers import RunFacts, Tracker, TrackerConfig
+from jaxlm.observe.trackers import RunFacts, Tracker, TrackerConfig
 
 
 @TrackerConfig.register_subclass("acme_csv")

@@ -1,0 +1,275 @@
+"""Plain values into configuration dataclasses, and back.
+
+The registries (`type: llama` picks the class) are Draccus's. The reading is stricter than Draccus's own, which takes null
+for an int, turns a list into text where a union has `str` first, and reports with a traceback: here every mistake is one
+sentence with the file, the line, the dotted path, what was given and what is allowed.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import yaml
+from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
+
+from jaxlm.config.durations import format_duration, parse_duration
+from jaxlm.config.plugins import import_choice, is_import_path
+from jaxlm.config.yaml import KeyPath, Source
+from jaxlm.core.errors import ConfigError
+
+T = TypeVar("T")
+_SIMPLE = {bool: "true or false", int: "a whole number", float: "a number", str: "text", timedelta: "a duration (15m)"}
+
+
+def decode(kind: type[T], source: Source) -> T:
+    """The dataclass that a tree describes.
+
+    Raises:
+        ConfigError: the first mistake in it.
+    """
+    return _Decoder(source).dataclass(kind, source.tree, ())
+
+
+def encode(value: Any) -> Any:
+    """A dataclass as plain values; classes from a registry carry their `type`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kind: Any = type(value)
+        return {CHOICE_TYPE_KEY: choice_name(kind), **fields} if is_choice(kind) else fields
+    if isinstance(value, timedelta):
+        return format_duration(value)
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def dump(value: Any) -> str:
+    """YAML text that `decode` reads back to an equal dataclass."""
+    return yaml.safe_dump(encode(value), sort_keys=False, width=100)
+
+
+def is_choice(kind: Any) -> bool:
+    """Whether a class belongs to a registry, so that `type:` picks the subclass."""
+    return isinstance(kind, type) and issubclass(kind, ChoiceType)
+
+
+def choice_name(kind: Any) -> str:
+    """The `type` of a class: its place where it was named by that, for its own name is known only once it is imported."""
+    names = [name for name, member in kind.get_known_choices().items() if member is kind]
+    return max(names, key=is_import_path)
+
+
+def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
+    """The class that a section means: by its `type`, else the default's, else the registry's own default.
+
+    Raises:
+        ConfigError: the type is the place of a class that cannot be imported.
+    """
+    name = tree.get(CHOICE_TYPE_KEY)
+    if name is None and is_choice(type(default)):
+        return type(default)
+    name = name or kind.default_choice_name()
+    known = kind.get_known_choices().get(name)
+    return import_choice(kind, name) if known is None and is_import_path(name) else known
+
+
+def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
+    """Removes from `file`, in place, what only makes sense for a `type` that the command line replaces.
+
+    Returns:
+        The dotted paths that were removed.
+    """
+    dropped: list[str] = []
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        section, over = file.get(field.name), overrides.get(field.name)
+        if not isinstance(section, dict) or not isinstance(over, Mapping):
+            continue
+        base: Any = _section_of(hints[field.name])
+        if is_choice(base):
+            old = chosen_class(base, section, _default_of(field))
+            new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
+            if new is not None and new is not old:
+                valid = {CHOICE_TYPE_KEY, *(f.name for f in dataclasses.fields(new))}
+                for key in [key for key in section if key not in valid]:
+                    del section[key]
+                    dropped.append(f"{field.name}.{key}")
+        elif dataclasses.is_dataclass(base):
+            inside: Any = base
+            dropped += [f"{field.name}.{path}" for path in drop_stale_keys(inside, section, over)]
+    return dropped
+
+
+def _section_of(hint: Any) -> Any:
+    """The registry among the types that a key may have, as in `TrackerConfig | list[TrackerConfig]`; else the hint itself."""
+    return next((kind for kind in typing.get_args(hint) if is_choice(kind)), hint)
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+
+
+class _MismatchError(Exception):
+    """A value does not fit a type; another member of a union may still take it."""
+
+
+class _Decoder:
+    def __init__(self, source: Source):
+        self._source = source
+
+    def dataclass(self, kind: Any, tree: Any, path: KeyPath, default: Any = None) -> Any:
+        if not isinstance(tree, Mapping):
+            keys = (
+                ", ".join(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else "type, ..."
+            )
+            raise self._error(path, f"{_shown(tree)} given, a section with keys expected ({keys})")
+        if is_choice(kind):
+            kind = self._choice(kind, tree, path, default)
+            tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        hints = typing.get_type_hints(kind)
+        for key in tree:
+            if key not in fields:
+                raise self._unknown_key(kind, key, path, fields)
+        values = {
+            key: self.value(hints[key], value, (*path, key), _default_of(fields[key])) for key, value in tree.items()
+        }
+        missing = [name for name, f in fields.items() if name not in values and _required(f)]
+        if missing:
+            raise self._error(path, f"the key '{missing[0]}' is missing; it has no default")
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise self._error(path, str(error)) from error
+
+    def value(self, kind: Any, value: Any, path: KeyPath, default: Any = None) -> Any:
+        for lenient in (False, True):
+            try:
+                return self._fit(kind, value, path, default, lenient)
+            except _MismatchError:
+                continue
+        raise self._error(path, f"{_shown(value)} given, {_expected(kind)} expected")
+
+    def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if kind is Any:
+            return value
+        if origin in (typing.Union, types.UnionType):
+            return self._fit_union(arguments, value, path, default, lenient)
+        if origin is typing.Literal:
+            return _accept(value in arguments and not isinstance(value, bool), value)
+        if origin is list:
+            _accept(isinstance(value, list), value)
+            return [self.value(arguments[0], item, (*path, i)) for i, item in enumerate(value)]
+        if origin is dict:
+            _accept(isinstance(value, Mapping), value)
+            return {str(key): self.value(arguments[1], item, (*path, key)) for key, item in value.items()}
+        if is_choice(kind) or dataclasses.is_dataclass(kind):
+            return self.dataclass(kind, value, path, default)
+        if kind is timedelta:
+            return self._duration(value, path)
+        return _fit_simple(kind, value, lenient)
+
+    def _fit_union(self, kinds: tuple[Any, ...], value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
+        for kind in kinds:
+            is_section = is_choice(kind) or dataclasses.is_dataclass(kind)
+            if is_section and not isinstance(value, Mapping):
+                continue
+            try:
+                return self._fit(kind, value, path, default, lenient)
+            except _MismatchError:
+                continue
+        raise _MismatchError
+
+    def _duration(self, value: Any, path: KeyPath) -> timedelta:
+        if value is None:
+            raise _MismatchError
+        try:
+            return parse_duration(value)
+        except ConfigError as error:
+            raise self._error(path, str(error)) from error
+
+    def _choice(self, kind: Any, tree: Mapping[str, Any], path: KeyPath, default: Any) -> type:
+        try:
+            chosen = chosen_class(kind, tree, default)
+        except ConfigError as error:
+            raise self._error((*path, CHOICE_TYPE_KEY), str(error)) from error
+        if chosen is None:
+            known = sorted(kind.get_known_choices())
+            given = tree.get(CHOICE_TYPE_KEY)
+            near = _nearest(str(given), known)
+            hint = f". Did you mean '{near}'?" if near else ""
+            problem = "no type given" if given is None else f"{_shown(given)} given"
+            raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
+        return chosen
+
+    def _unknown_key(self, kind: type, key: str, path: KeyPath, fields: Mapping[str, Any]) -> ConfigError:
+        near = _nearest(key, fields)
+        hint = f" Did you mean '{near}'?" if near else ""
+        section = ".".join(map(str, path)) or "the top level"
+        named = f"{section} (type {choice_name(kind)})" if is_choice(kind) else section
+        return self._error((*path, key), f"no such key in {named}.{hint} Allowed: {', '.join(fields)}")
+
+    def _error(self, path: KeyPath, problem: str) -> ConfigError:
+        where = self._source.where(path)
+        return ConfigError(f"{where + ': ' if where else ''}{'.'.join(map(str, path)) or 'configuration'}: {problem}")
+
+
+def _nearest(given: str, known: Collection[str]) -> str | None:
+    """The name that is meant: the same words in another order, or nearly the same letters."""
+    words = sorted(given.split("_"))
+    reordered = (name for name in known if sorted(name.split("_")) == words)
+    return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _accept(condition: bool, value: Any) -> Any:
+    if not condition:
+        raise _MismatchError
+    return value
+
+
+def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
+    """bool, int, float, str or None, where only these conversions are made: 512.0 to an int, 1 to a float."""
+    if kind is type(None):
+        return _accept(value is None, value)
+    if type(value) is kind:
+        return value
+    if lenient and kind is int and isinstance(value, float) and value == int(value):
+        return int(value)
+    if lenient and kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    raise _MismatchError
+
+
+def _expected(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_expected(argument) for argument in arguments)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is list:
+        return f"a list (each entry {_expected(arguments[0])})"
+    if origin is dict:
+        return f"a mapping (each value {_expected(arguments[1])})"
+    if kind is type(None):
+        return "null"
+    return _SIMPLE.get(kind, "a section with keys")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,121 @@
+"""The command line over the file: overrides by dotted path, and the help text."""
+
+import difflib
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxlm.config.schema import Section, sections
+from jaxlm.config.yaml import KeyPath, Source, merge, parse_value
+from jaxlm.core.errors import ConfigError
+
+_WIDTH = 118
+_CONFIG_OPTIONS = ("config_path", "config")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, taken apart.
+
+    Attributes:
+        config_path: the file, if one was named.
+        options: dotted path -> value, in the order given.
+        help: whether `--help` was asked for.
+    """
+
+    config_path: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    help: bool = False
+
+
+def parse_arguments(arguments: Sequence[str]) -> Arguments:
+    """Reads `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML.
+
+    Raises:
+        ConfigError: something that is not an option, an option without a value, or one given twice.
+    """
+    if any(argument in ("--help", "-h") for argument in arguments):
+        return Arguments(help=True)
+    given: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        option = rest.pop(0)
+        if not option.startswith("--") or option == "--":
+            raise ConfigError(f"command line: '{option}' is not an option. Write --section.key value")
+        name, equals, text = option[2:].partition("=")
+        if not equals:
+            if not rest or re.match(r"--[A-Za-z_]", rest[0]):
+                raise ConfigError(f"command line: --{name} needs a value (--{name} true, for a switch)")
+            text = rest.pop(0)
+        if name in given:
+            raise ConfigError(f"command line: --{name} is given twice")
+        given[name] = text
+    for name in given:
+        if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
+            raise ConfigError(f"command line: --{name} is no option. Did you mean --config_path?")
+    named = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
+    if len(named) > 1:
+        raise ConfigError("command line: --config_path and --config are the same; give one of them")
+    return Arguments(named[0] if named else None, {name: parse_value(text) for name, text in given.items()})
+
+
+def override(source: Source, options: dict[str, Any]) -> Source:
+    """The tree with each option laid over it: sections are merged, lists replaced, `phases.1.name` reaches into a list.
+
+    Raises:
+        ConfigError: a path goes through something that is neither a section nor a list.
+    """
+    tree, marks = source.tree, dict(source.marks)
+    for name, value in options.items():
+        path: KeyPath = tuple(name.split("."))
+        tree = _set(tree, path, value, name)
+        marks[tuple(int(p) if str(p).isdigit() else p for p in path)] = f"command line --{name}"
+    return Source(tree, marks)
+
+
+def option_tree(options: dict[str, Any]) -> dict[str, Any]:
+    """The options alone, as a tree."""
+    tree: dict[str, Any] = {}
+    for name, value in options.items():
+        tree = _set(tree, tuple(name.split(".")), value, name)
+    return tree
+
+
+def _set(node: Any, path: KeyPath, value: Any, name: str) -> Any:
+    if not path:
+        return merge(node, value) if isinstance(node, dict) and isinstance(value, dict) else value
+    key, rest = path[0], path[1:]
+    if node is None:
+        node = {}
+    if isinstance(node, dict):
+        return {**node, key: _set(node.get(key), rest, value, name)}
+    if isinstance(node, list):
+        if not str(key).isdigit() or int(key) >= len(node):
+            raise ConfigError(f"command line: --{name}: '{key}' is no place in a list of {len(node)}")
+        return [_set(item, rest, value, name) if i == int(key) else item for i, item in enumerate(node)]
+    raise ConfigError(f"command line: --{name}: there is no '{key}' inside of {node!r}")
+
+
+def help_text(kind: type, command: str) -> str:
+    """Every key of a configuration with its type, default and meaning."""
+    lines = [
+        f"usage: python -m {command} [--config_path FILE] [--section.key VALUE ...]",
+        "",
+        "Keys of the YAML file, which are options of the command line too (values are read as YAML):",
+        *(line for section in sections(kind) for line in _describe(section)),
+    ]
+    return "\n".join(lines)
+
+
+def _describe(section: Section) -> Iterator[str]:
+    if section.choice is not None:
+        yield f"\n {section.path}.type: {section.choice}{' (the default)' if section.is_default else ''}"
+    elif section.path:
+        yield f"\n{section.path}: {section.meaning}"
+    prefix = f"{section.path}." if section.path else ""
+    for key in section.keys:
+        if key.default is not None:
+            yield f"  --{prefix}{key.name}  ({key.type}, {key.default})"
+            yield textwrap.fill(key.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -1,0 +1,43 @@
+"""Who tokenizes the parts of a cache."""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from jaxlm.data.formats.base import Encoder, Tokens
+
+
+class Encoding(NamedTuple):
+    """Workers that know an encoder.
+
+    Attributes:
+        submit: documents -> what `Encoder.encode` makes of them, in time.
+        at_once: how many parts they should have in hand.
+    """
+
+    submit: Callable[[Sequence[Any]], Future[list[Tokens | None]]]
+    at_once: int
+
+
+class Workers(abc.ABC):
+    """Tokenize what they are given; the result does not depend on who they are, or how many."""
+
+    @abc.abstractmethod
+    def encoding(self, encoder: Encoder) -> contextlib.AbstractContextManager[Encoding]:
+        """Hands them an encoder, until the block ends."""
+
+
+class LocalWorkers(Workers):
+    """Threads of this process: the tokenizer's own work is done outside of Python, on all cores."""
+
+    @contextlib.contextmanager
+    def encoding(self, encoder: Encoder) -> Iterator[Encoding]:
+        """See `Workers.encoding`."""
+        # Two, so that no core waits for the last long document of one part, or for reading and writing.
+        with ThreadPoolExecutor(2) as pool:
+            yield Encoding(lambda contents: pool.submit(encoder.encode, contents), at_once=2)
+
+
+HERE = LocalWorkers()

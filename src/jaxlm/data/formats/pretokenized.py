@@ -1,0 +1,109 @@
+"""Token ids that somebody has made already."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.base import Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.sources.document_files import ARRAYS, has_records
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+
+
+@FormatConfig.register_subclass("pretokenized")
+@dataclass(frozen=True)
+class PretokenizedFormat(FormatConfig):
+    """Token ids of `data.tokenizer`, taken as they are: nothing is put before or behind them. A .npy file of one dimension
+    is one document, and of two, one a row; other files hold lists of ids under a key.
+
+    Attributes:
+        input_ids_key: the key, or column, of the ids; .npy files have none.
+    """
+
+    input_ids_key: str = "input_ids"
+
+    @property
+    def marks_targets(self) -> bool:
+        """See `FormatConfig.marks_targets`."""
+        return False
+
+    @property
+    def adds_ends(self) -> bool:
+        """See `FormatConfig.adds_ends`."""
+        return False
+
+    @property
+    def documents_a_window(self) -> int | None:
+        """See `FormatConfig.documents_a_window`."""
+        return None
+
+    def can_read(self, name: str) -> bool:
+        """See `FormatConfig.can_read`."""
+        return has_records(name) or name.endswith(ARRAYS)
+
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+        """See `FormatConfig.encoder`."""
+        del bos, eos
+        return PretokenizedEncoder(self.input_ids_key, tokenizer, key)
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        """See `FormatConfig.texts`."""
+        raise ConfigError(
+            f"data.tokenizer: {file.name} holds token ids and no text to train one on. Name the tokenizer that made them"
+        )
+
+
+@dataclass(frozen=True)
+class PretokenizedEncoder(Encoder):
+    """Checks ids and hands them on."""
+
+    input_ids_key: str
+    tokenizer: Tokenizer
+    key: str
+
+    def read(self, file: TextFile) -> Iterator[Content]:
+        """See `Encoder.read`."""
+        token_bytes = self.tokenizer.token_bytes()
+        for where, found, position in self._arrays(file):
+            ids = np.asarray(found)
+            if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+                raise ConfigError(
+                    f"{where}: token ids expected, a list of whole numbers; {ids.dtype} {ids.shape} given"
+                )
+            if not len(ids):
+                continue
+            if ids.min() < 0 or ids.max() >= self.tokenizer.vocab_size:
+                wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)][0]
+                raise ConfigError(
+                    f"{where}: the token id {wrong}, but the tokenizer has {self.tokenizer.vocab_size}. Name the one that"
+                    " made them under data.tokenizer"
+                )
+            yield Content(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
+
+    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+        """See `Encoder.encode`."""
+        return [Tokens(ids) for ids in contents]
+
+    def recipe(self) -> dict[str, Any]:
+        """See `Encoder.recipe`."""
+        return {}
+
+    def nothing_to_learn(self) -> str:
+        """See `Encoder.nothing_to_learn`."""
+        return f"{self.key}: the files hold no token ids"
+
+    def _arrays(self, file: TextFile) -> Iterator[tuple[str, Any, int]]:
+        if not file.path.name.endswith(ARRAYS):
+            for record in file.records((self.input_ids_key,)):
+                yield record.where, record.values.get(self.input_ids_key) or [], record.position
+            return
+        try:
+            array = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise ConfigError(f"{file.path}: not an array that numpy.save has written ({error})") from error
+        rows = array if array.ndim == 2 else array[None]
+        for number, row in enumerate(rows, start=1):
+            yield f"{file.path}: row {number}", row, file.size * number // len(rows)

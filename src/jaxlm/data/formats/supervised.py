@@ -1,0 +1,96 @@
+"""A prompt and its completion: the completion alone is asked for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.base import AnsweredFormat, Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.sources.record_files import Record
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
+
+
+@FormatConfig.register_subclass("supervised")
+@dataclass(frozen=True)
+class SupervisedFormat(AnsweredFormat):
+    """Records of a prompt and a completion. Each is tokenized for itself, so that the prompt has the tokens that it has
+    when a model is asked; the token that ends the document is asked for.
+
+    Attributes:
+        input_field: the key of the prompt.
+        output_field: the key of the completion.
+        separate_with: text between the two, which belongs to the prompt; null means none.
+        mask_inputs: ask for the completion only; false asks for the prompt too.
+    """
+
+    input_field: str = "prompt"
+    output_field: str = "response"
+    separate_with: str | None = None
+    mask_inputs: bool = True
+
+    @property
+    def adds_ends(self) -> bool:
+        """See `FormatConfig.adds_ends`."""
+        return True
+
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+        """See `FormatConfig.encoder`."""
+        return SupervisedEncoder(self, key, tokenizer, *document_ends(tokenizer, bos=bos, eos=eos))
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        """See `FormatConfig.texts`."""
+        return (prompt + completion for (prompt, completion), _ in self.pairs(file))
+
+    def pairs(self, file: TextFile) -> Iterator[tuple[tuple[str, str], int]]:
+        """Prompt, with what separates it, and completion; and the position in the file."""
+        keys = (self.input_field, self.output_field)
+        for record in file.records(keys):
+            prompt, completion = (_text(record, key) for key in keys)
+            yield (prompt + (self.separate_with or ""), completion), record.position
+
+
+def _text(record: Record, key: str) -> str:
+    value = record.values.get(key)
+    if not isinstance(value, str):
+        found = f"it is {value!r:.80}" if key in record.values else f"its keys: {', '.join(record.values)}"
+        raise ConfigError(f"{record.where}: no text under '{key}': {found}")
+    return value
+
+
+@dataclass(frozen=True)
+class SupervisedEncoder(Encoder):
+    """Prompts and completions into tokens."""
+
+    config: SupervisedFormat
+    key: str
+    tokenizer: Tokenizer
+    before: np.ndarray
+    after: np.ndarray
+
+    def read(self, file: TextFile) -> Iterator[Content]:
+        """See `Encoder.read`."""
+        for pair, position in self.config.pairs(file):
+            yield Content(pair, sum(map(len, pair)), sum(len(text.encode()) for text in pair), position)
+
+    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+        """See `Encoder.encode`."""
+        ids = self.tokenizer.encode_arrays([text for pair in contents for text in pair])
+        return [self._tokens(prompt, completion) for prompt, completion in zip(ids[::2], ids[1::2], strict=True)]
+
+    def recipe(self) -> dict[str, Any]:
+        """See `Encoder.recipe`."""
+        return {}
+
+    def nothing_to_learn(self) -> str:
+        """See `Encoder.nothing_to_learn`."""
+        return f"{self.key}: every completion under '{self.config.output_field}' is empty: there is nothing to learn"
+
+    def _tokens(self, prompt: np.ndarray, completion: np.ndarray) -> Tokens | None:
+        if not len(completion):
+            return None
+        prompt, completion = np.concatenate([self.before, prompt]), np.concatenate([completion, self.after])
+        asked = np.arange(len(prompt) + len(completion)) >= (len(prompt) if self.config.mask_inputs else 0)
+        return Tokens(np.concatenate([prompt, completion]), asked)

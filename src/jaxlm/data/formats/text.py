@@ -1,0 +1,80 @@
+"""Plain text: every token is asked for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxlm.data.formats.base import Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.sources.document_files import format_of
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
+
+
+@FormatConfig.register_subclass("text")
+@dataclass(frozen=True)
+class TextFormat(FormatConfig):
+    """Documents of text, cut into windows wherever those end.
+
+    Attributes:
+        text_key: the key of the text; null takes the source's `text_key`.
+    """
+
+    text_key: str | None = None
+
+    @property
+    def marks_targets(self) -> bool:
+        """See `FormatConfig.marks_targets`."""
+        return False
+
+    @property
+    def adds_ends(self) -> bool:
+        """See `FormatConfig.adds_ends`."""
+        return True
+
+    @property
+    def documents_a_window(self) -> int | None:
+        """See `FormatConfig.documents_a_window`."""
+        return None
+
+    def can_read(self, name: str) -> bool:
+        """See `FormatConfig.can_read`."""
+        return format_of(name) is not None
+
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+        """See `FormatConfig.encoder`."""
+        del key
+        return TextEncoder(tokenizer, *document_ends(tokenizer, bos=bos, eos=eos))
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        """See `FormatConfig.texts`."""
+        return file.documents()
+
+
+@dataclass(frozen=True)
+class TextEncoder(Encoder):
+    """Texts between the ids that begin and end a document; as ids, with no text in between."""
+
+    tokenizer: Tokenizer
+    before: np.ndarray
+    after: np.ndarray
+
+    def read(self, file: TextFile) -> Iterator[Content]:
+        """See `Encoder.read`."""
+        for document in file.read():
+            yield Content(document.text, len(document.text), len(document.text.encode()), document.position)
+
+    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+        """See `Encoder.encode`."""
+        return [
+            Tokens(np.concatenate([self.before, ids, self.after])) for ids in self.tokenizer.encode_arrays(contents)
+        ]
+
+    def recipe(self) -> dict[str, Any]:
+        """See `Encoder.recipe`."""
+        return {}
+
+    def nothing_to_learn(self) -> str:
+        """See `Encoder.nothing_to_learn`."""
+        return "the data holds no text at all"

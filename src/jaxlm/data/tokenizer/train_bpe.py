@@ -1,0 +1,115 @@
+"""A byte-level BPE tokenizer trained on the run's own text."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.atomic_io import locked, replacing_folder
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.cache.cache_dir import needing_space, prepared
+from jaxlm.data.cache.cache_key import Recipe, check_same, tokenizer_recipe
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+
+SMALLEST_VOCABULARY = 257  # every byte and the end of text
+_MADE_FROM = "made_from.json"
+_MOST_CHARACTERS = 1 << 30  # of training text; more changes a vocabulary little and takes memory
+
+# Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the split of cl100k,
+# written out again for code, where indentation is most of the white space.
+_PIECES = "|".join(
+    (
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+[ \t]*",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` tokens, or fewer where the texts do not give so many.
+
+    Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1, over bytes as in GPT-2.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    end = backend.token_to_id(END_OF_TEXT)
+    return Tokenizer(backend, bos_id=end, eos_id=end)
+
+
+def trained_tokenizer(
+    folder: Path,
+    files: Sequence[TextFile],
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    show: Callable[[str], None],
+    formats: Mapping[str, Any],
+) -> Tokenizer:
+    """The tokenizer kept in `folder`, trained first where there is none.
+
+    Args:
+        files: that the texts are from.
+        formats: how the texts are made from them, where that is not by a text key: plain JSON.
+
+    Raises:
+        ConfigError: the one that is there was trained on something else; says on what.
+    """
+    made_from = tokenizer_recipe(files, vocab_size) | ({"formats": dict(formats)} if formats else {})
+    if not folder.exists():
+        with locked(prepared(folder.parent), show):
+            if not folder.exists():  # another process may have been faster
+                show(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
+                _train(folder, texts(), vocab_size, json.dumps(made_from), show)
+    check_same("tokenizer", folder, _made_from(folder), made_from)
+    return load_tokenizer(str(folder))
+
+
+def _made_from(folder: Path) -> Recipe:
+    path = folder / _MADE_FROM
+    try:
+        recipe = json.loads(path.read_text())
+        if isinstance(recipe, dict) and isinstance(recipe.get("files"), dict):
+            return recipe
+    except (OSError, ValueError):
+        pass
+    raise ConfigError(
+        f"data.cache_dir: {folder} is not a tokenizer that was trained here, or is damaged: {path} is missing or not"
+        " readable. Choose another data.cache_dir, or delete this folder to train the tokenizer anew"
+    )
+
+
+def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, show: Callable[[str], None]) -> None:
+    tokenizer = train_bpe(_up_to(texts, _MOST_CHARACTERS, show), vocab_size)
+    if tokenizer.vocab_size < vocab_size:
+        show(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
+    with needing_space(folder), replacing_folder(folder) as unfinished:
+        tokenizer.save(unfinished)
+        (unfinished / _MADE_FROM).write_text(made_from)
+
+
+def _up_to(texts: Iterable[str], most_characters: int, show: Callable[[str], None]) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        if seen > most_characters:
+            show(f"the tokenizer is trained on the first {seen:,} characters of the text")
+            return
+        yield text
+        seen += len(text)

@@ -1,0 +1,174 @@
+"""Saving states in the background, to wherever their checkpoints lie (`CheckpointFolder`)."""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.runtime import is_main_process, main_only
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig, SaveClock, is_permanent
+from jaxlm.engine.checkpoint.store import CURSOR, CheckpointFolder, SaveError
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import RunState
+
+
+def flat_arrays(state: Any) -> dict[str, Any]:
+    """Every array of a state by its dotted path: the form in which Orbax saves it."""
+    return {path: tree.raw(leaf) for path, leaf in tree.leaves(state)}
+
+
+def manifest(state: Any) -> dict[str, dict[str, Any]]:
+    """Path -> shape and dtype of every array: what a rebuilt tree must match."""
+    return {p: {"shape": list(a.shape), "dtype": str(a.dtype)} for p, a in flat_arrays(state).items()}
+
+
+class CheckpointWriter:
+    """Saves states of one run in the background."""
+
+    def __init__(self, folder: CheckpointFolder, run_files: Mapping[str, bytes]):
+        """Args:
+        folder: where the checkpoints of the run go.
+        run_files: what goes into `run/` of every checkpoint (resolved config, tokenizer), by relative path.
+        """
+        import orbax.checkpoint as ocp
+
+        self._folder = folder
+        self._run_files = dict(run_files)
+        silence_repeated_errors()
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
+        self._save_args = ocp.args.PyTreeSave
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def prepare(self) -> None:
+        """See `CheckpointFolder.prepare`."""
+        self._folder.prepare()
+
+    def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        """Copies the state off the devices and returns; the rest happens in the background.
+
+        Every process calls this at the same step. A save that is still running is waited for first.
+
+        Args:
+            position: of the data, as `Batches.state()` says.
+
+        Raises:
+            SaveError: this save or the one before failed.
+        """
+        self.wait()
+        name = cursor.folder_name
+        try:
+            main_only(lambda: self._folder.begin(name, self._small_files(state, cursor, position)))
+            self._orbax.save(self._folder.arrays(name), args=self._save_args(flat_arrays(state)))
+        except self._folder.failures as error:
+            raise SaveError.because(self._folder.place, error) from error
+        self._thread = threading.Thread(target=self._commit, args=(name,), name="checkpoint-commit")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Blocks until the last save is finished. Raises what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise SaveError.because(self._folder.place, error) from error
+
+    def check(self) -> None:
+        """Raises what went wrong in a save that has ended; does not wait for one that has not."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def _small_files(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> dict[str, bytes]:
+        versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
+        return {f"run/{name}": content for name, content in self._run_files.items()} | {
+            CURSOR: cursor.to_json(),
+            "run/manifest.json": json.dumps({"leaves": manifest(state), **versions}).encode(),
+            "data/position.json": json.dumps(dict(position)).encode(),
+        }
+
+    def _commit(self, name: str) -> None:
+        # What fails here must reach the training loop, whatever it is: `wait` and `check` raise it there.
+        try:
+            self._orbax.wait_until_finished()
+            if is_main_process():
+                self._folder.commit(name)
+        except BaseException as error:
+            self._error = error
+
+
+class Saver:
+    """Decides which checkpoints are saved in a phase, and has them written."""
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        policy: CheckpointerConfig,
+        phase: Phase,
+        before_save: Sequence[Callable[[], None]],
+    ):
+        """Args: before_save: called before each save; what they flush is on disk before the checkpoint is visible."""
+        self._writer = writer
+        self._policy = policy
+        self._phase = phase
+        self._before_save = before_save
+        self._clock = SaveClock(policy.save_interval)
+        self._last_saved: int | None = None
+
+    def due_by_clock(self) -> bool:
+        """Whether process 0's clock asks for a temporary checkpoint; False on every other process."""
+        self._writer.check()
+        return is_main_process() and self._clock.due()
+
+    def due_by_step(self, step: int) -> bool:
+        """Whether the rules keep this step's checkpoint."""
+        return is_permanent(self._policy.keep, step)
+
+    def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
+        """Starts saving the state after `step`, unless that was just done.
+
+        Args:
+            forced: the phase or the run ends here: kept for good where the phase is complete.
+        """
+        if step == self._last_saved:
+            return
+        kept = self.due_by_step(step) or (forced and step == self._phase.end)
+        self._write(state, step, position, entering=False, temporary=not kept)
+
+    def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
+        """Saves the state at the start of the phase, and waits until that is done."""
+        self._write(state, self._phase.start, position, entering=True, temporary=True)
+        self._writer.wait()
+
+    def _write(
+        self, state: RunState, step: int, position: Mapping[str, Any], *, entering: bool, temporary: bool
+    ) -> None:
+        for flush in self._before_save:
+            flush()
+        cursor = Cursor(step, self._phase.index, self._phase.name, entering, temporary)
+        self._writer.save(state, cursor, position)
+        self._last_saved = step
+        self._clock.reset()
+
+
+def silence_repeated_errors() -> None:
+    """Drops the tracebacks of Orbax's threads, and those of writes that end after a failed save has closed its loop."""
+    logging.getLogger("absl").addFilter(_is_news)
+    if sys.unraisablehook is not _unraisable:
+        sys.unraisablehook = _unraisable
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _unraisable(unraisable: Any) -> None:
+    if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
+        sys.__unraisablehook__(unraisable)

@@ -1,6 +1,0 @@
-"""Where numbers go: `metrics.jsonl` always, and what `trainer.tracker` lists beside it."""
-
-from jaxlm.engine.trackers.base import RunFacts, Tracker, TrackerConfig, check_trackers
-from jaxlm.engine.trackers.jsonl import JsonlTracker, read_jsonl
-
-__all__ = ["JsonlTracker", "RunFacts", "Tracker", "TrackerConfig", "check_trackers", "read_jsonl"]

@@ -1,0 +1,102 @@
+"""Devices to compile for that are not here, as the real compilers of TPUs and NVIDIA cards describe them.
+
+Neither needs a device: TPUs need `libtpu`, cards jax's CUDA plugin with its libraries (`pip install 'jaxlm[gpu]'`).
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.forecast.topologies import Cuda, Topology
+
+CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+@dataclass(frozen=True)
+class AbsentDevices:
+    """What can be compiled for and not run on.
+
+    Attributes:
+        devices: jax's, as many as the topology has.
+        compiler: which compiler that is, in words.
+    """
+
+    devices: Sequence[Any]
+    compiler: str
+
+
+def has_compiler(topology: Topology) -> bool:
+    """Whether the compiler for these devices is installed. Nothing of jax's is asked."""
+    if topology.chip.platform == "tpu":
+        return is_installed("libtpu")
+    return topology.chip.cuda is not None and any(map(is_installed, CUDA_PLUGINS))
+
+
+def absent_devices(topology: Topology) -> AbsentDevices:
+    """The devices of a topology whose compiler is installed.
+
+    Raises:
+        ConfigError: the compiler does not start, or knows no such devices.
+    """
+    from jax.experimental import topologies
+
+    cuda = topology.chip.cuda
+    try:
+        if cuda is None:
+            name, what = topology.compiler_name, {"platform": "tpu", "topology_name": topology.compiler_name}
+        else:
+            hosts, cards = topology.hosts
+            name, target = cuda.name, _target(topology, cuda)
+            what = {"platform": "cuda", "target_config": target, "topology": f"1x{hosts}x{cards}"}
+        described = topologies.get_topology_desc(**what)
+    except (RuntimeError, ImportError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--topology {topology.name}: the compiler that is installed for it does not start ({why})."
+            " Install it whole, or not at all: devices are simulated then"
+        ) from error
+    return AbsentDevices(described.devices, f"{name}, ahead of time")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; nothing but its package is."""
+    package = module.partition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
+
+
+def _target(topology: Topology, cuda: Cuda) -> str:
+    """A card as XLA's `GpuTargetConfigProto`, in the text form of protocol buffers."""
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:
+        raise ImportError("jax finds none of the CUDA plugin's modules")
+    cudnn, runtime = cuda_versions.cudnn_get_version(), cuda_versions.cuda_runtime_get_version()
+    major, minor = cuda.capability
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          threads_per_core_limit: 2048
+          shared_memory_per_block: 49152
+          shared_memory_per_core: {cuda.shared_memory << 10}
+          shared_memory_per_block_optin: {(cuda.shared_memory - 1) << 10}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          core_count: {cuda.processors}
+          fpus_per_core: {cuda.lanes}
+          clock_rate_ghz: {cuda.clock_ghz}
+          memory_bandwidth: {topology.chip.memory_bandwidth:.0f}
+          device_memory_size: {topology.chip.memory:.0f}
+          l2_cache_size: {cuda.l2_cache << 20}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: {cudnn // 10000} minor: {cudnn // 100 % 100} patch: {cudnn % 100} }}
+        runtime_version {{ major: {runtime // 1000} minor: {runtime % 1000 // 10} }}
+        device_description_str: "{cuda.name}"
+    """

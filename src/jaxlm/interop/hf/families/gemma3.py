@@ -1,0 +1,40 @@
+"""Gemma 3's text models in config.json and in their files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
+from jaxlm.interop.hf.family import Family, Group, Json
+from jaxlm.interop.hf.shared_keys import rope_from_json, rope_to_json
+from jaxlm.interop.hf.shared_weights import head_norms
+from jaxlm.models.families.gemma3 import Gemma3Config
+
+
+def _ropes_to_ours(theirs: Mapping[str, Any]) -> Json:
+    given = theirs.get("rope_parameters") or {}
+    whole = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
+    local = dict(given.get("sliding_attention") or {})
+    whole.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
+    local.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
+    for one in (whole, local):
+        one.setdefault("partial_rotary_factor", 1.0)
+    return {"rope": rope_from_json(whole, theirs), "local_rope": rope_from_json(local, theirs)}
+
+
+def _ropes_to_theirs(config: Gemma3Config) -> Json:
+    ropes = {"full_attention": rope_to_json(config.rope), "sliding_attention": rope_to_json(config.local_rope)}
+    return {"rope_parameters": ropes}
+
+
+_ROPES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+
+FAMILY = Family(
+    model_types=("gemma3_text",),
+    architecture="Gemma3ForCausalLM",
+    config=Gemma3Config,
+    keys=(
+        *gemma_keys(length=131072, pattern=6, attn_cap=None, final_cap=None, one_way=False),
+        Group(_ROPES, _ropes_to_ours, _ropes_to_theirs),
+    ),
+    tensors=lambda config: (*gemma_tensors(config), *head_norms()),
+)

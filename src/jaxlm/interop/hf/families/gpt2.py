@@ -1,0 +1,75 @@
+"""GPT-2 in config.json and in its files, whose linear maps are written {in, out}."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import Family, Fixed, Group, Json, Key
+from jaxlm.interop.hf.shared_keys import activation
+from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
+from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.models.families.gpt2 import Gpt2Config
+
+_LAYER = "transformer.h.{layer}."
+_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of a classifier
+
+
+def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
+    if not config.use_bias:
+        raise ConfigError("model.use_bias: false, but GPT-2 at Hugging Face always has biases")
+    yield one("transformer.wte.weight", "tokens.weight", "vocab | embed")
+    yield one("transformer.wpe.weight", "positions.weight", "position | embed")
+    norms = {f"{_LAYER}ln_1": f"{BLOCK}attn_norm", f"{_LAYER}ln_2": f"{BLOCK}mlp_norm"}
+    for theirs, ours in {"transformer.ln_f": "body.final_norm", **norms}.items():
+        for part in ("weight", "bias"):
+            yield one(f"{theirs}.{part}", f"{ours}.{part}", "embed")
+    weights = {f"{BLOCK}attn.{name}.weight": f"embed | {out}" for name, out in HEADS.items()}
+    yield fused(f"{_LAYER}attn.c_attn.weight", weights, along=1)
+    yield fused(f"{_LAYER}attn.c_attn.bias", {f"{BLOCK}attn.{name}.bias": out for name, out in HEADS.items()})
+    maps = {
+        "attn.c_proj": ("attn.o_proj", "heads head_size", "embed"),
+        "mlp.c_fc": ("mlp.up_proj", "embed", "mlp"),
+        "mlp.c_proj": ("mlp.down_proj", "mlp", "embed"),
+    }
+    for theirs, (ours, inputs, outputs) in maps.items():
+        yield one(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{inputs} | {outputs}")
+        yield one(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
+
+
+def _scale_from_theirs(theirs: Mapping[str, Any]) -> Json:
+    inner = theirs.get("n_inner")
+    if inner is not None and inner % theirs["n_embd"]:
+        raise ConfigError(f"n_inner: {inner} given, a multiple of n_embd ({theirs['n_embd']}) expected")
+    return {"mlp_scale": 4 if inner is None else inner // theirs["n_embd"]}
+
+
+def _inner_to_theirs(config: Gpt2Config) -> Json:
+    return {"n_inner": None if config.mlp_scale == 4 else config.Mlp.size}
+
+
+FAMILY = Family(
+    model_types=("gpt2",),
+    architecture="GPT2LMHeadModel",
+    config=Gpt2Config,
+    keys=(
+        Key("n_positions", "seq_len", 1024),
+        Key("n_embd", "hidden_dim", 768),
+        Key("n_layer", "num_layers", 12),
+        Key("n_head", "num_heads", 12),
+        Group(("n_inner",), _scale_from_theirs, _inner_to_theirs),
+        activation("activation_function", "gelu_new"),
+        Key("embd_pdrop", "embed_pdrop", 0.1),
+        Key("resid_pdrop", "resid_pdrop", 0.1),
+        Key("attn_pdrop", "attn_pdrop", 0.1),
+        Key("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+        Key("initializer_range", "initializer_range", 0.02),
+        Key("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
+        Key("reorder_and_upcast_attn", "upcast_attn", False),
+        Fixed("scale_attn_weights", True),
+        Fixed("tie_word_embeddings", True),
+        Group(("n_ctx", *(f"summary_{x}" for x in _SUMMARY)), lambda _: {}, lambda _: {}),
+    ),
+    tensors=lambda config: tuple(_tensors(config)),
+    prefix="transformer.",
+    unused=(r"attn\.(masked_)?bias$",),
+)

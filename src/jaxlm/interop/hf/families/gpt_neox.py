@@ -1,0 +1,58 @@
+"""GPT-NeoX and Pythia in config.json and in their files, where every head has its query, key and value together."""
+
+from collections.abc import Iterator
+
+from jaxlm.interop.hf.family import Family, Fixed, Key
+from jaxlm.interop.hf.shared_keys import activation, rope, sizes
+from jaxlm.interop.hf.shared_weights import BLOCK
+from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.models.families.gpt_neox import GptNeoxConfig
+
+_LAYER = "gpt_neox.layers.{layer}."
+_HEADS = {"q_proj": "heads | head_size", "k_proj": "kv_heads | head_size", "v_proj": "kv_heads | head_size"}
+
+
+def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
+    yield one("gpt_neox.embed_in.weight", "tokens.weight", "vocab | embed")
+    if not config.tie_word_embeddings:
+        yield one("embed_out.weight", "head.weight", "vocab | embed")
+    norms = {
+        "gpt_neox.final_layer_norm": "body.final_norm",
+        f"{_LAYER}input_layernorm": f"{BLOCK}attn_norm",
+        f"{_LAYER}post_attention_layernorm": f"{BLOCK}mlp_norm",
+    }
+    for theirs, ours in norms.items():
+        for part in ("weight", "bias"):
+            yield one(f"{theirs}.{part}", f"{ours}.{part}", "embed")
+    weights = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in _HEADS.items()}
+    biases = {f"{BLOCK}attn.{name}.bias": out for name, out in _HEADS.items()}
+    yield fused(f"{_LAYER}attention.query_key_value.weight", weights, along=1, merged=2)
+    yield fused(f"{_LAYER}attention.query_key_value.bias", biases, along=1, merged=2)
+    maps = {
+        "attention.dense": ("attn.o_proj", "embed", "heads head_size"),
+        "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp", "embed"),
+        "mlp.dense_4h_to_h": ("mlp.down_proj", "embed", "mlp"),
+    }
+    for theirs, (ours, outputs, inputs) in maps.items():
+        yield one(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{outputs} | {inputs}")
+        yield one(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
+
+
+FAMILY = Family(
+    model_types=("gpt_neox",),
+    architecture="GPTNeoXForCausalLM",
+    config=GptNeoxConfig,
+    keys=(
+        *sizes(length=2048, eps="layer_norm_eps", eps_default=1e-5),
+        rope(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"),
+        activation("hidden_act", "gelu"),
+        Key("use_parallel_residual", "use_parallel_residual", True),
+        Fixed("attention_bias", True),
+        Fixed("attention_dropout", 0.0),
+        Fixed("hidden_dropout", 0.0),
+        Fixed("classifier_dropout", 0.1, others=(0.0, None)),
+    ),
+    tensors=lambda config: tuple(_tensors(config)),
+    prefix="gpt_neox.",
+    unused=(r"attention\.(masked_)?bias$", r"rotary_emb\.inv_freq$"),
+)

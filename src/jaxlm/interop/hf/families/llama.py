@@ -1,0 +1,28 @@
+"""Llama in config.json and in its files."""
+
+from jaxlm.interop.hf.family import Family, Fixed, Key
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, sizes
+from jaxlm.interop.hf.shared_weights import biased_attention, ends, gated_mlp, pre_norms
+from jaxlm.models.families.llama import LlamaConfig
+
+FAMILY = Family(
+    model_types=("llama",),
+    architecture="LlamaForCausalLM",
+    config=LlamaConfig,
+    keys=(
+        *sizes(length=2048),
+        kv_heads(),
+        head_dim(),
+        rope(),
+        activation("hidden_act", "silu"),
+        Key("attention_bias", "attention_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+        Fixed("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *ends(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *gated_mlp(use_bias=config.mlp_bias),
+    ),
+)

@@ -1,0 +1,91 @@
+"""MPT in config.json and in its files, where queries, keys and values are one matrix."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import IRRELEVANT, Family, Fixed, Group, Json, Key
+from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
+from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.models.families.mpt import MptConfig
+
+_RATIO = 4
+_LAYER = "transformer.blocks.{layer}."
+# Values of attn_config with which attention is what is built here. Of the slopes' range transformers knows no other.
+_PLAIN = {
+    "attn_type": ("multihead_attention",),
+    "attn_pdrop": (0, 0.0),
+    "clip_qkv": (None,),
+    "softmax_scale": (None,),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+    "attn_uses_sequence_id": (False,),
+    "alibi": (True,),
+    "alibi_bias_max": (8,),
+}
+_IRRELEVANT = {"attn_impl", "base_config_key", *IRRELEVANT}
+
+
+def _tensors(config: MptConfig) -> Iterator[Tensor]:
+    yield one("transformer.wte.weight", "tokens.weight", "vocab | embed")
+    if not config.tie_word_embeddings:
+        yield one("lm_head.weight", "head.weight", "vocab | embed")
+    yield one("transformer.norm_f.weight", "body.final_norm.weight", "embed")
+    for theirs, ours in {"norm_1": "attn_norm", "norm_2": "mlp_norm"}.items():
+        yield one(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
+    qkv = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in HEADS.items()}
+    yield fused(f"{_LAYER}attn.Wqkv.weight", qkv)
+    yield one(f"{_LAYER}attn.out_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    yield one(f"{_LAYER}ffn.up_proj.weight", f"{BLOCK}mlp.up_proj.weight", "mlp | embed")
+    yield one(f"{_LAYER}ffn.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+
+
+def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
+    given = theirs.get("attn_config") or {}
+    for key, allowed in _PLAIN.items():
+        if given.get(key, allowed[0]) not in allowed:
+            raise ConfigError(f"attn_config.{key}: {given[key]} given, which cannot be imported; {allowed[0]} can")
+    unknown = sorted(set(given) - set(_PLAIN) - _IRRELEVANT)
+    if unknown:
+        raise ConfigError(f"attn_config: {', '.join(unknown)} given; it is not known what this means for the model")
+    return {"alibi_bias_max": 8.0}
+
+
+def _attention_to_theirs(config: MptConfig) -> Json:
+    return {"attn_config": {key: allowed[0] for key, allowed in _PLAIN.items()}}
+
+
+def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
+    ratio = theirs.get("expansion_ratio", _RATIO)
+    if ratio != _RATIO:  # transformers builds 4 whatever is written
+        raise ConfigError(f"expansion_ratio: {ratio} given, which cannot be imported; {_RATIO} can")
+    return {"intermediate_dim": _RATIO * theirs["d_model"]}
+
+
+FAMILY = Family(
+    model_types=("mpt",),
+    architecture="MptForCausalLM",
+    config=MptConfig,
+    keys=(
+        Key("max_seq_len", "seq_len", 2048),
+        Key("d_model", "hidden_dim"),
+        Key("n_layers", "num_layers"),
+        Key("n_heads", "num_heads"),
+        Group(("expansion_ratio",), _width_to_ours, lambda _: {"expansion_ratio": _RATIO}),
+        Key("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+        Key("initializer_range", "initializer_range", 0.02),
+        Key("tie_word_embeddings", "tie_word_embeddings", True),
+        Group(("attn_config",), _attention_to_ours, _attention_to_theirs),
+        Fixed("no_bias", True),
+        Fixed("logit_scale", None),
+        Fixed("resid_pdrop", 0.0, others=(0,)),
+        Fixed("emb_pdrop", 0.0, others=(0,)),
+        Fixed("norm_type", "low_precision_layernorm"),
+        Fixed("learned_pos_emb", True, others=(False,)),  # with ALiBi there is no table of positions either way
+        Fixed("embedding_fraction", 1.0),
+        Fixed("init_device", "cpu", others=("meta",)),
+        Fixed("verbose", 0),
+    ),
+    tensors=lambda config: tuple(_tensors(config)),
+    prefix="transformer.",
+)

@@ -1,0 +1,27 @@
+"""OLMo 2 in config.json and in its files."""
+
+from jaxlm.interop.hf.family import Family, Fixed
+from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, sizes
+from jaxlm.interop.hf.shared_weights import attention, ends, gated_mlp, norms, whole_norms
+from jaxlm.models.families.olmo2 import Olmo2Config
+
+FAMILY = Family(
+    model_types=("olmo2",),
+    architecture="Olmo2ForCausalLM",
+    config=Olmo2Config,
+    keys=(
+        *sizes(length=2048, eps_default=1e-5),
+        kv_heads(),
+        rope(),
+        activation("hidden_act", "silu"),
+        Fixed("attention_bias", False),
+        Fixed("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *ends(config),
+        *norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+        *attention(),
+        *whole_norms(),
+        *gated_mlp(),
+    ),
+)

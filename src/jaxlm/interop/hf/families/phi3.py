@@ -1,0 +1,54 @@
+"""Phi-3 and Phi-4 in config.json and in their files, where queries, keys and values are one matrix, and gate and up too."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxlm.interop.hf.family import Family, Fixed, Group, Json, Key
+from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, sizes
+from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, ends, pre_norms
+from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.models.families.phi3 import Phi3Config
+from jaxlm.models.rope import LongRotary
+
+_LAYER = "model.layers.{layer}."
+
+
+def _tensors(config: Phi3Config) -> Iterator[Tensor]:
+    yield from ends(config)
+    yield from pre_norms()
+    qkv = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in HEADS.items()}
+    yield fused(f"{_LAYER}self_attn.qkv_proj.weight", qkv)
+    yield one(f"{_LAYER}self_attn.o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    gate_up = {f"{BLOCK}mlp.{name}.weight": "mlp | embed" for name in ("gate_proj", "up_proj")}
+    yield fused(f"{_LAYER}mlp.gate_up_proj.weight", gate_up)
+    yield one(f"{_LAYER}mlp.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+
+
+def _original_to_theirs(config: Any) -> Json:
+    if not isinstance(config.rope, LongRotary):
+        return {}
+    return {"original_max_position_embeddings": config.rope.original_max_position_embeddings}
+
+
+def _original_to_ours(theirs: Mapping[str, Any]) -> Json:
+    return {}  # `rope` reads it
+
+
+FAMILY = Family(
+    model_types=("phi3",),
+    architecture="Phi3ForCausalLM",
+    config=Phi3Config,
+    keys=(
+        *sizes(length=4096, eps_default=1e-5),
+        kv_heads(),
+        rope(),
+        Group(("original_max_position_embeddings",), _original_to_ours, _original_to_theirs),
+        activation("hidden_act", "silu"),
+        Key("sliding_window", "sliding_window", None),
+        Fixed("attention_dropout", 0.0),
+        Fixed("resid_pdrop", 0.0),
+        Fixed("embd_pdrop", 0.0),
+        Fixed("attention_bias", False),
+    ),
+    tensors=lambda config: tuple(_tensors(config)),
+)

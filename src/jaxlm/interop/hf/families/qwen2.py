@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5 in config.json and in their files."""
+
+from jaxlm.interop.hf.family import Family, Fixed
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, sizes
+from jaxlm.interop.hf.shared_weights import attention, ends, gated_mlp, pre_norms
+from jaxlm.models.families.qwen2 import Qwen2Config
+
+FAMILY = Family(
+    model_types=("qwen2",),
+    architecture="Qwen2ForCausalLM",
+    config=Qwen2Config,
+    keys=(
+        *sizes(length=32768),
+        kv_heads(),
+        head_dim(),
+        rope(),
+        activation("hidden_act", "silu"),
+        late_window(28),
+        Fixed("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (*ends(config), *pre_norms(), *attention(qkv_bias=True), *gated_mlp()),
+)

@@ -1,0 +1,29 @@
+"""Qwen3 in config.json and in its files."""
+
+from jaxlm.interop.hf.family import Family, Fixed, Key
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, sizes
+from jaxlm.interop.hf.shared_weights import biased_attention, ends, gated_mlp, head_norms, pre_norms
+from jaxlm.models.families.qwen3 import Qwen3Config
+
+FAMILY = Family(
+    model_types=("qwen3",),
+    architecture="Qwen3ForCausalLM",
+    config=Qwen3Config,
+    keys=(
+        *sizes(length=32768),
+        kv_heads(),
+        head_dim(128),
+        rope(),
+        activation("hidden_act", "silu"),
+        late_window(28),
+        Key("attention_bias", "attention_bias", False),
+        Fixed("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *ends(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *head_norms(),
+        *gated_mlp(),
+    ),
+)

@@ -1,0 +1,55 @@
+"""Qwen3's mixtures of experts in config.json and in their files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.interop.hf.family import Family, Fixed, Group, Json, Key
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, sizes
+from jaxlm.interop.hf.shared_weights import biased_attention, ends, experts, head_norms, pre_norms
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
+
+
+def _window_to_ours(theirs: Mapping[str, Any]) -> Json:
+    return {"sliding_window": theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None}
+
+
+def _window_to_theirs(config: Qwen3MoeConfig) -> Json:
+    return {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+
+
+def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
+    return {"intermediate_dim": theirs.get("moe_intermediate_size", 768)}
+
+
+def _width_to_theirs(config: Qwen3MoeConfig) -> Json:
+    # The first is of layers without experts, of which there are none.
+    return {"intermediate_size": config.intermediate_dim, "moe_intermediate_size": config.intermediate_dim}
+
+
+FAMILY = Family(
+    model_types=("qwen3_moe",),
+    architecture="Qwen3MoeForCausalLM",
+    config=Qwen3MoeConfig,
+    keys=(
+        *(key for key in sizes(length=32768) if key.theirs != "intermediate_size"),
+        Group(("intermediate_size", "moe_intermediate_size"), _width_to_ours, _width_to_theirs),
+        kv_heads(),
+        head_dim(),
+        rope(),
+        activation("hidden_act", "silu"),
+        Group(("use_sliding_window", "sliding_window", "max_window_layers"), _window_to_ours, _window_to_theirs),
+        *router("num_experts", "num_local_experts", num_experts=128, chosen=8),
+        Key("norm_topk_prob", "norm_topk_prob", False),
+        Key("attention_bias", "attention_bias", False),
+        Fixed("decoder_sparse_step", 1),
+        Fixed("mlp_only_layers", [], others=(None,)),
+        Fixed("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *ends(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *head_norms(),
+        *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    ),
+)

@@ -1,0 +1,212 @@
+"""A model in a folder as Hugging Face writes it: read it, and write it."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core import tree
+from jaxlm.core.atomic_io import check_free, publishing
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
+from jaxlm.interop.hf.load import load_weights
+from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
+from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
+from jaxlm.interop.torch.renamed import Renamed
+from jaxlm.models.base import LanguageModel, ModelConfig
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+"""What numbers in files may be."""
+LARGEST_FILE = 5_000_000_000
+"""Bytes after which another file of weights begins."""
+
+
+def parse_dtype(name: str, key: str) -> Any:
+    """The dtype of a name. Raises `ConfigError` for one that files are not written in."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A folder with config.json and weights.
+
+    Attributes:
+        family: what it holds.
+        config: the model, by our names.
+        vocab_size: rows of its embedding, some of which may be no tokens.
+    """
+
+    path: Path
+    family: Family
+    config: ModelConfig
+    vocab_size: int
+
+    def check_holds(self, config: ModelConfig) -> None:
+        """Raises `ConfigError` where a configuration is of another family."""
+        if not isinstance(config, self.family.config):
+            raise ConfigError(
+                f"model.type: {type(config).__name__} given, but {self.path} holds a {self.family.model_types[0]}."
+                " Set use_hf_model_config: true, or the type"
+            )
+
+    def load(self, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
+        """`load_model` of this folder."""
+        return load_model(self.path, abstract, config, layout)
+
+
+def load_model(
+    path: Path,
+    abstract: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    rules: Mapping[str, str] | None = None,
+) -> LanguageModel:
+    """The weights in a folder or file, in the shapes, dtypes and places of `abstract`, a model of `config`.
+
+    Args:
+        rules: for files of other programs: `Renamed`'s, from their names to those of the family at Hugging Face.
+
+    Raises:
+        ConfigError: they are not those of this model; names every tensor that is missing or does not fit.
+    """
+    if not rules:
+        open_folder(path).check_holds(config)
+    family, source = family_of_config(config), open_tensors(path)
+    return load_weights(
+        abstract,
+        family.tensors(config),
+        Renamed(source, rules) if rules else source,
+        layout,
+        where=str(path),
+        prefix=family.prefix,
+        unused=family.unused,
+    )
+
+
+def open_folder(path: Path) -> HfFolder:
+    """Reads config.json.
+
+    Raises:
+        ConfigError: there is none, or it describes what cannot be imported.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path}: no config.json there, so it is not known what the weights belong to")
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    family = family_of_json(content, str(file))
+    if not isinstance(content.get("vocab_size"), int):
+        raise ConfigError(f"{file}: vocab_size is missing")
+    return HfFolder(path, family, config_from_json(family, content, str(file)), content["vocab_size"])
+
+
+def save_folder(
+    folder: Path,
+    model: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    dtype: Any,
+    files: Mapping[str, bytes],
+    special_ids: Mapping[str, int | None],
+    largest_file: int = LARGEST_FILE,
+) -> None:
+    """Writes a model for transformers and whatever else reads its folders. Every process calls this; process 0 writes.
+
+    The folder is complete or not there. No more than one tensor at a time is in host memory.
+
+    Args:
+        model: without adapters, of `config`.
+        dtype: of the numbers in the files.
+        files: further files: the tokenizer's.
+        special_ids: `bos_token_id` and `eos_token_id`.
+        largest_file: bytes after which another file of weights begins.
+
+    Raises:
+        ConfigError: config.json cannot say what the model is, or the folder is there already.
+    """
+    check_free(folder)
+    family = family_of_config(config)
+    # Written even where there are none: some classes have defaults for them that lie beyond a small vocabulary.
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
+    described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
+    described.setdefault("use_cache", True)
+    writer = _Writer(model, family.tensors(config), layout, np.dtype(dtype))
+    if not is_main_process():
+        for _ in writer.arrays(list(writer.infos)):
+            pass
+        return
+    with publishing(folder) as unfinished:
+        for name, content in files.items():
+            (unfinished / name).write_bytes(content)
+        _write_json(unfinished / "config.json", described)
+        _write_json(unfinished / "generation_config.json", {"_from_model_config": True, **special_ids})
+        writer.write(unfinished, largest_file)
+
+
+class _Writer:
+    """The tensors of a model, as they go into files."""
+
+    def __init__(self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype):
+        leaves = tree.leaves(model)
+        self._leaves = dict(leaves)
+        self._sizes = axis_sizes(leaves)
+        self._layout = layout
+        self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+            name: (tensor, numbers) for name, tensor, numbers in expanded(tensors, self._sizes)
+        }
+        written = {part.path for tensor in tensors for part in tensor.parts}
+        assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
+        self.infos = {name: TensorInfo(tensor.shape(self._sizes), dtype) for name, (tensor, _) in self._places.items()}
+        # One program for each shape: what is one tensor of theirs, whole on every device.
+        self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
+
+    def arrays(self, names: list[str]) -> Iterator[np.ndarray]:
+        """Each tensor when it is asked for."""
+        for name in names:
+            tensor, numbers = self._places[name]
+            leaves = [self._leaves[part.path] for part in tensor.parts]
+            hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
+            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
+
+    def write(self, folder: Path, largest_file: int) -> None:
+        """The files of weights, and their index where there are several."""
+        shards = list(in_shards(self.infos, largest_file))
+        files = shard_names(len(shards))
+        for file, infos in zip(files, shards, strict=True):
+            write_safetensors(folder / file, infos, self.arrays(list(infos)))
+        if len(shards) > 1:
+            total = sum(info.num_bytes for info in self.infos.values())
+            where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            _write_json(folder / "model.safetensors.index.json", index)
+
+    def _on_host(self, leaf: hax.NamedArray, stacked: Sequence[str], numbers: tuple[int, ...]) -> np.ndarray:
+        names = [axis.name for axis in leaf.axes]
+        return np.asarray(self._whole(leaf.array, numbers, tuple(names.index(axis) for axis in stacked)))
+
+
+def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...]) -> jax.Array:
+    """The array at one number of each of these axes."""
+    for number, axis in sorted(zip(numbers, axes, strict=True), key=lambda pair: -pair[1]):
+        array = jax.lax.dynamic_index_in_dim(array, number, axis, keepdims=False)
+    return array
+
+
+def _write_json(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,214 @@
+"""Keys of config.json that several families share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import REQUIRED, Fixed, Group, Json, Key
+from jaxlm.models.activations import ACTIVATIONS
+from jaxlm.models.rope import DefaultRotary, LinearRotary, Llama3Rotary, LongRotary, RotaryConfig, YarnRotary
+
+# Their names of activation functions -> ours, where the two differ or several are the same.
+_SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+_TYPES: dict[str, type[RotaryConfig]] = {
+    "default": DefaultRotary,
+    "linear": LinearRotary,
+    "llama3": Llama3Rotary,
+    "yarn": YarnRotary,
+    "longrope": LongRotary,
+}
+_NAMES = {kind: name for name, kind in _TYPES.items()}
+
+
+def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, str] | None = None) -> Key:
+    """The activation function. Args: written: ours -> theirs, where the family wants a name of its own."""
+
+    def to_ours(name: str) -> str:
+        ours = _SYNONYMS.get(name, name)
+        if ours not in ACTIVATIONS:
+            raise ConfigError(f"{theirs}: '{name}' given. Known: {', '.join((*ACTIVATIONS, *_SYNONYMS))}")
+        return ours
+
+    return Key(theirs, "activation_function", default, to_ours, lambda ours: (written or {}).get(ours, ours))
+
+
+def sizes(*, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False) -> tuple[Key, ...]:
+    """Widths and depths by the names that most families use.
+
+    Args:
+        length, eps_default, tied: what is meant where nothing is written.
+        eps: their name of what norms add.
+    """
+    return (
+        Key("max_position_embeddings", "seq_len", length),
+        Key("hidden_size", "hidden_dim"),
+        Key("intermediate_size", "intermediate_dim"),
+        Key("num_hidden_layers", "num_layers"),
+        Key("num_attention_heads", "num_heads"),
+        Key("initializer_range", "initializer_range", 0.02),
+        Key(eps, "layer_norm_epsilon", eps_default),
+        Key("tie_word_embeddings", "tie_word_embeddings", tied),
+    )
+
+
+def kv_heads() -> Group:
+    """Heads of keys and values: as many as query heads where nothing is written."""
+
+    def to_theirs(config: Any) -> Json:
+        return {"num_key_value_heads": config.KVHeads.size}
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = theirs.get("num_key_value_heads")
+        return {"num_kv_heads": theirs.get("num_attention_heads") if given is None else given}
+
+    return Group(("num_key_value_heads",), to_ours, to_theirs)
+
+
+def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[Key | Fixed | Group, ...]:
+    """Experts and their choice.
+
+    Args:
+        theirs, others: names of the number of experts; the first is written.
+        num_experts, chosen: what is meant where nothing is written.
+    """
+
+    def to_ours(given: Mapping[str, Any]) -> Json:
+        return {"num_experts": next((given[name] for name in (theirs, *others) if name in given), num_experts)}
+
+    return (
+        Group((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
+        Key("num_experts_per_tok", "num_experts_per_token", chosen),
+        Key("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
+        Fixed("output_router_logits", False, others=(True,)),  # of what is returned, not of what is computed
+    )
+
+
+def head_dim(default: int | None = None) -> Group:
+    """Features of a head: by division where nothing is written. Args: default: what is meant then instead."""
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = theirs.get("head_dim", default)
+        even = theirs["hidden_size"] // theirs["num_attention_heads"]
+        return {"head_dim": None if given == even else given}
+
+    return Group(("head_dim",), to_ours, lambda config: {"head_dim": config.HeadSize.size})
+
+
+def rope(
+    theta: float = 10000.0, *, partial: float = 1.0, theta_key: str = "rope_theta", partial_key="partial_rotary_factor"
+):
+    """The rotation: `rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones, which are written.
+
+    Args:
+        theta, partial: what is meant where nothing is written.
+        theta_key, partial_key: names of the family's own.
+    """
+    keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        given.setdefault("rope_theta", theirs.get(theta_key, theta))
+        given.setdefault("partial_rotary_factor", theirs.get(partial_key, partial))
+        return {"rope": rope_from_json(given, theirs)}
+
+    def to_theirs(config: Any) -> Json:
+        written = rope_to_json(config.rope)
+        own = {theta_key: written.pop("rope_theta"), "rope_scaling": written if len(written) > 1 else None}
+        share = config.rope.partial_rotary_factor
+        return own if share == partial and partial_key == "partial_rotary_factor" else {**own, partial_key: share}
+
+    return Group(keys, to_ours, to_theirs)
+
+
+def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
+    """A rotation of `rope_parameters`."""
+    rest = dict(given)
+    name = rest.pop("rope_type", None) or rest.pop("type", None) or "default"
+    rest.pop("type", None)
+    if name not in _TYPES:
+        raise ConfigError(f"rope_scaling: the type '{name}' is not known. Known: {', '.join(_TYPES)}")
+    fields: Json = {"theta": rest.pop("rope_theta"), "partial_rotary_factor": rest.pop("partial_rotary_factor")}
+    original = rest.pop("original_max_position_embeddings", None)
+    original = config.get("original_max_position_embeddings") if original is None else original
+    if name == "longrope":
+        stretched = rest.pop("factor", None)
+        whole = config["max_position_embeddings"]
+        fields["max_position_embeddings"] = (
+            whole if stretched is None or original is None else int(stretched * original)
+        )
+    if name in ("yarn", "longrope", "llama3"):
+        fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
+    allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}
+    # Vision models' and framework's keys that no text rotation reads.
+    for key in ("mrope_section", "attention_scaling"):
+        if key in rest:
+            raise ConfigError(f"rope_scaling.{key}: {rest[key]} given; only rotations by one position can be imported")
+    unknown = sorted(set(rest) - allowed - {"finetuned"})
+    if unknown:
+        raise ConfigError(f"rope_scaling: {', '.join(unknown)} given; it is not known what this means for '{name}'")
+    return _TYPES[name](**fields, **{k: v for k, v in rest.items() if k in allowed and v is not None})
+
+
+def rope_to_json(rope: RotaryConfig) -> Json:
+    """`rope_parameters` of a rotation, as `rope_from_json` reads it."""
+    fields = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
+    for key in ("partial_rotary_factor", "max_position_embeddings"):
+        fields.pop(key, None)
+    return {"rope_type": _NAMES[type(rope)], "rope_theta": fields.pop("theta"), **fields}
+
+
+def late_window(default_layers: int) -> Group:
+    """Qwen's windows: behind the first `max_window_layers` layers, where `use_sliding_window` says so."""
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None
+        first = theirs.get("max_window_layers", default_layers) if window is not None else 0
+        kinds = theirs.get("layer_types")
+        meant = [
+            "full_attention" if window is None or i < first else "sliding_attention"
+            for i in range(theirs["num_hidden_layers"])
+        ]
+        if kinds is not None and list(kinds) != meant:
+            raise ConfigError(
+                f"layer_types: {kinds} given; with use_sliding_window and max_window_layers as they are, {meant} expected"
+            )
+        return {"sliding_window": window, "max_window_layers": first}
+
+    def to_theirs(config: Any) -> Json:
+        on = config.sliding_window is not None
+        return {
+            "use_sliding_window": on,
+            "sliding_window": config.sliding_window,
+            "max_window_layers": config.max_window_layers if on else config.num_layers,
+        }
+
+    return Group(keys, to_ours, to_theirs)
+
+
+def window_pattern(default: int, *, window: int) -> Group:
+    """Gemma's windows: every so many layers the last sees everything. Args: default, window: where nothing is written."""
+    keys = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        kinds = theirs.get("layer_types")
+        pattern = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern")) or default
+        if kinds is not None and "full_attention" in kinds:  # newer files say it layer by layer, and may keep the other
+            pattern = list(kinds).index("full_attention") + 1
+        meant = _kinds(theirs["num_hidden_layers"], pattern)
+        if kinds is not None and list(kinds) != meant:
+            raise ConfigError(f"layer_types: {kinds} given; every so many layers the last must see everything: {meant}")
+        return {"sliding_window": theirs.get("sliding_window", window), "sliding_window_pattern": pattern}
+
+    def to_theirs(config: Any) -> Json:
+        return {
+            "sliding_window": config.sliding_window,
+            "layer_types": _kinds(config.num_layers, config.sliding_window_pattern),
+        }
+
+    return Group(keys, to_ours, to_theirs)
+
+
+def _kinds(num_layers: int, pattern: int) -> list[str]:
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]

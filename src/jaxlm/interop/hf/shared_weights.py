@@ -1,0 +1,91 @@
+"""Rows of the weight tables that several families share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxlm.interop.hf.weights import Tensor, one
+
+BLOCK = "body.layers.stacked."
+"""Where all layers' parameters stand."""
+HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": "kv_heads head_size"}
+"""Rows of the matrices that make queries, keys and values."""
+
+
+def ends(config: Any) -> Iterator[Tensor]:
+    """Embedding, last norm and head, by Llama's names."""
+    yield one("model.embed_tokens.weight", "tokens.weight", "vocab | embed")
+    yield one("model.norm.weight", "body.final_norm.weight", "embed")
+    if not config.tie_word_embeddings:
+        yield one("lm_head.weight", "head.weight", "vocab | embed")
+
+
+def biased_attention(config: Any) -> Iterator[Tensor]:
+    """`attention`, with biases everywhere where the configuration says so."""
+    return attention(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+
+
+def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Tensor]:
+    """Queries, keys, values and what follows, each a tensor of its own."""
+    layer = "model.layers.{layer}.self_attn."
+    for name, out in HEADS.items():
+        yield one(f"{layer}{name}.weight", f"{BLOCK}attn.{name}.weight", f"{out} | embed")
+        if qkv_bias:
+            yield one(f"{layer}{name}.bias", f"{BLOCK}attn.{name}.bias", out)
+    yield one(f"{layer}o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    if out_bias:
+        yield one(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
+
+
+def head_norms() -> Iterator[Tensor]:
+    """Norms of every head's queries and keys."""
+    for name in ("q_norm", "k_norm"):
+        yield one(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", "head_size")
+
+
+def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
+    """Gate, up and down."""
+    for name, out, into in (("gate_proj", "mlp", "embed"), ("up_proj", "mlp", "embed"), ("down_proj", "embed", "mlp")):
+        theirs, ours = f"model.layers.{{layer}}.mlp.{name}", f"{BLOCK}mlp.{name}"
+        yield one(f"{theirs}.weight", f"{ours}.weight", f"{out} | {into}")
+        if use_bias:
+            yield one(f"{theirs}.bias", f"{ours}.bias", out)
+
+
+def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
+    """A router and its experts. Args: module: its name in a layer; gate, up, down: of an expert's maps."""
+    layer = f"model.layers.{{layer}}.{module}."
+    yield one(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
+    for theirs, ours, layout in (
+        (gate, "gate", "mlp | embed"),
+        (up, "up", "mlp | embed"),
+        (down, "down", "embed | mlp"),
+    ):
+        yield one(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
+
+
+def norms(**names: str) -> Iterator[Tensor]:
+    """Norms of a block: ours=theirs."""
+    for ours, theirs in names.items():
+        yield one(f"model.layers.{{layer}}.{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
+
+
+def pre_norms() -> Iterator[Tensor]:
+    """The two norms of Llama's blocks."""
+    return norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+
+
+def four_norms() -> Iterator[Tensor]:
+    """The norms of Gemma's blocks: before and behind both parts."""
+    return norms(
+        attn_norm="input_layernorm",
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+
+
+def whole_norms() -> Iterator[Tensor]:
+    """Norms of all heads' queries and keys at once."""
+    for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
+        theirs, ours = f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight"
+        yield one(theirs, ours, f"{axis} head_size")

@@ -1,0 +1,98 @@
+"""Where tensors come from: a folder as Hugging Face writes it, or files of torch. Read in place, not loaded."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
+from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES, TorchFile
+
+
+class TensorSource(Protocol):
+    """Tensors by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name -> shape and dtype."""
+        ...
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor, which is not to be written to."""
+        ...
+
+
+class ManyFiles:
+    """The tensors of several files."""
+
+    def __init__(self, files: Mapping[str, TensorSource]):
+        """Args: files: tensor name -> the file that has it."""
+        self._files = files
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See `TensorSource`."""
+        return {name: file.tensors[name] for name, file in self._files.items()}
+
+    def view(self, name: str) -> np.ndarray:
+        """See `TensorSource`."""
+        return self._files[name].view(name)
+
+
+def open_tensors(path: Path) -> TensorSource:
+    """The tensors of a file, or of a folder: `model.safetensors`, the files of an index, else those of torch.
+
+    Raises:
+        ConfigError: there are none, or an index names files or tensors that are not there.
+    """
+    if not path.is_dir():
+        return _open_file(path)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            return _open_index(index)
+        if (path / name).is_file():
+            return _open_file(path / name)
+    found = sorted(p for p in path.glob("*.safetensors") if p.name != "adapter_model.safetensors")
+    if not found:
+        raise ConfigError(
+            f"{path}: no weights there. Looked for model.safetensors, model.safetensors.index.json, other .safetensors,"
+            " pytorch_model.bin and its index"
+        )
+    return _joined({file: _open_file(file) for file in found})
+
+
+def _open_file(path: Path) -> TensorSource:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder of weights")
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    if path.suffix in TORCH_SUFFIXES:
+        return TorchFile(path)
+    raise ConfigError(f"{path}: neither .safetensors nor {', '.join(TORCH_SUFFIXES)}")
+
+
+def _open_index(index: Path) -> TensorSource:
+    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise ConfigError(f"{index} names files that are not there: {', '.join(absent)}. Download them")
+    files = {name: _open_file(index.parent / name) for name in names}
+    lost = [f"{tensor} (in {file})" for tensor, file in weight_map.items() if tensor not in files[file].tensors]
+    if lost:
+        raise ConfigError(f"{index} names tensors that are not there:\n  " + "\n  ".join(lost))
+    return _joined({index.parent / name: file for name, file in files.items()})
+
+
+def _joined(files: Mapping[Path, TensorSource]) -> TensorSource:
+    owners: dict[str, TensorSource] = {}
+    for path, file in files.items():
+        for name in file.tensors:
+            if name in owners:
+                raise ConfigError(f"{path}: the tensor '{name}' is in another file too. Leave one of them")
+            owners[name] = file
+    return ManyFiles(owners)

@@ -1,0 +1,133 @@
+"""Low-rank adapters alone, in the files of PEFT.
+
+Source: PEFT's checkpoint format (github.com/huggingface/peft, docs/source/developer_guides/checkpoint.md):
+`adapter_config.json`, and in `adapter_model.safetensors` for every layer `lora_A` {rank, in} and `lora_B` {out, rank}.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+from haliax import NamedArray
+
+from jaxlm.core.atomic_io import check_free, publishing
+from jaxlm.core.axes import LAYERS, LORA, axes_of
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.interop.hf.weights import Tensor
+from jaxlm.models.base import ModelConfig
+
+PREFIX = "base_model.model."
+"""Of every module's name in their files."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter: scale * b a, beside a linear layer.
+
+    Attributes:
+        path: of the module.
+        a: {layers, lora_rank, *In}.
+        b: {layers, *Out, lora_rank}.
+        In, Out: axes of the layer.
+        dropout: of what `a` reads, in training.
+    """
+
+    path: str
+    a: NamedArray
+    b: NamedArray
+    In: Any
+    Out: Any
+    scale: float
+    dropout: float = 0.0
+
+
+def save_adapters(
+    folder: Path, adapters: Sequence[Adapter], config: ModelConfig, layout: Layout, *, dtype: Any, base: str
+) -> None:
+    """Writes the two files. Every process calls this; process 0 writes.
+
+    Args:
+        base: the model that they belong to, as a person would name it.
+
+    Raises:
+        ConfigError: a layer is a part of a larger matrix there, of which PEFT has no adapter; or they differ in rank, scale
+            or dropout.
+    """
+    check_free(folder)
+    owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
+    ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
+    scales = {adapter.scale for adapter in adapters}
+    dropouts = {adapter.dropout for adapter in adapters}
+    if max(map(len, (ranks, scales, dropouts))) > 1:
+        raise ConfigError(
+            f"adapters of several ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
+            " cannot be written as one PEFT adapter"
+        )
+    tensors: dict[str, np.ndarray] = {}
+    modules: set[str] = set()
+    for adapter in adapters:
+        owner = _owner(adapter, owners)
+        modules.add(owner.name.removesuffix(".weight").rpartition(".")[2])
+        tensors |= dict(_tensors(adapter, owner, layout, dtype))
+    if not is_main_process():
+        return
+    rank = ranks.pop()
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": scales.pop() * rank,
+        "lora_dropout": dropouts.pop(),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+    }
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
+    with publishing(folder) as unfinished:
+        (unfinished / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+        write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
+
+
+def _owner(adapter: Adapter, owners: dict[str, Tensor]) -> Tensor:
+    owner = owners[f"{adapter.path}.weight"]
+    if len(owner.parts) > 1:
+        raise ConfigError(
+            f"the adapter at {adapter.path} stands beside a part of '{owner.name}', and PEFT's would stand beside all of"
+            " it. Export the merged model: --adapters merge"
+        )
+    return owner
+
+
+def _tensors(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
+    inputs, outputs = _names(adapter.In), _names(adapter.Out)
+    a = adapter.a.rearrange((*_layers(adapter.a), LORA, *inputs))
+    b = adapter.b.rearrange((*_layers(adapter.b), *outputs, LORA))
+    rank = a.axis_size(LORA)
+    a_np, b_np = (np.asarray(whole(x.array)).astype(dtype) for x in (a, b))
+    name = PREFIX + owner.name.removesuffix(".weight")
+    if not owner.is_stacked:
+        a_np, b_np = a_np[None], b_np[None]
+    for layer, (low, high) in enumerate(zip(a_np, b_np, strict=True)):
+        place = name.format(layer=layer)
+        yield f"{place}.lora_A.weight", low.reshape(rank, -1)
+        yield f"{place}.lora_B.weight", high.reshape(-1, rank)
+
+
+def _layers(array: hax.NamedArray) -> tuple[str, ...]:
+    return tuple(axis.name for axis in array.axes if axis.name == LAYERS)
+
+
+def _names(spec: Any) -> tuple[str, ...]:
+    return tuple(axis.name for axis in axes_of(spec))

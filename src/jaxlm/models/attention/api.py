@@ -1,0 +1,151 @@
+"""Softmax attention over packed documents: one function, behind which the backends stand.
+
+Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped queries: Ainslie et al. 2023 (arXiv:2305.13245);
+windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, looking back only.
+"""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import AxisSelector, NamedArray
+
+from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.core.custom_vjp import is_twice_differentiable
+from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.sharding import current_device, current_platform
+from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES, block_attention
+from jaxlm.models.attention.backends.cudnn import cudnn_attention
+from jaxlm.models.attention.backends.reference import plain_attention
+from jaxlm.models.attention.backends.splash import splash_attention
+from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention
+from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.base import Inputs
+from jaxlm.models.token_sharding import HeadPlacement
+
+
+def as_keys(x: NamedArray) -> NamedArray:
+    """{position} renamed to {key_position}: the same tokens, as those that are looked at."""
+    renames: dict[AxisSelector, AxisSelector] = {POSITION: KEY_POSITION}
+    return x.rename(renames)
+
+
+class Visibility(eqx.Module):
+    """Who sees whom: a query sees the keys of its own segment at its own or an earlier position. Segment 0 sees nothing
+    and is seen by nothing.
+
+    Attributes:
+        positions, segment_ids: int32 {batch, position}, of the queries.
+        key_positions, key_segment_ids: int32 {batch, key_position}.
+        within_row: queries and keys are the same tokens, and positions rise along the row.
+    """
+
+    positions: NamedArray
+    segment_ids: NamedArray
+    key_positions: NamedArray
+    key_segment_ids: NamedArray
+    within_row: bool = eqx.field(static=True, default=False)
+
+    @staticmethod
+    def within(inputs: Inputs) -> "Visibility":
+        """The inputs among themselves."""
+        keys = map(as_keys, (inputs.positions, inputs.segment_ids))
+        return Visibility(inputs.positions, inputs.segment_ids, *keys, within_row=True)
+
+
+def _task(
+    q: NamedArray, group: int, window: int | None, within_row: bool, dropout: float, rule: ScoreRule
+) -> AttentionTask:
+    """What a backend must be able to do for these queries, on the devices of the current layout."""
+    return AttentionTask(
+        current_platform(),
+        q.dtype,
+        q.axis_size(POSITION),
+        head_size=q.axis_size(HEAD_SIZE),
+        group=group,
+        window=window,
+        capability=cuda_capability(current_device()),
+        within_row=within_row,
+        dropout=dropout,
+        rule=rule,
+        twice_differentiable=is_twice_differentiable(),
+    )
+
+
+@jax.named_scope("attention")  # by this name profiles know its operations
+def attention(
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    visibility: Visibility,
+    *,
+    scale: float | jax.Array | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+    backend: str = AUTO,
+    rule: ScoreRule = PLAIN_SCORES,
+) -> NamedArray:
+    """Each query's mean of the values that it sees, weighted by the softmax of its scores; 0 where it sees none.
+
+    Scores and softmax are float32; the weights are rounded to the values' dtype before they meet them.
+
+    Args:
+        q: {batch, position, heads, head_size}. Query head h reads key/value head h // (heads / kv_heads).
+        k, v: {batch, key_position, kv_heads, head_size}.
+        scale: what scores are multiplied by; None means 1 / sqrt(head_size).
+        window: how many tokens a query sees at the most, itself included; None means all before it.
+        dropout: the probability of dropping a weight; without `key` nothing is dropped.
+        backend: of `jaxlm.models.attention.choose`, for tokens that attend to themselves; with a cache, and for second
+            derivatives, it is chosen.
+        rule: what becomes of scaled scores before the softmax.
+
+    Returns:
+        {batch, position, heads, head_size} in the dtype of `v`.
+    """
+    q = q.rearrange((BATCH, POSITION, HEADS, HEAD_SIZE))
+    k, v = (a.rearrange((BATCH, KEY_POSITION, KV_HEADS, HEAD_SIZE)) for a in (k, v))
+    num_heads, num_kv_heads = q.axis_size(HEADS), k.axis_size(KV_HEADS)
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
+    q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
+    dropout = 0.0 if key is None else dropout
+    task = _task(q, num_heads // num_kv_heads, window, visibility.within_row, dropout, rule)
+    free = task.twice_differentiable or not visibility.within_row
+    choice = choose_attention(task, AUTO if free else backend)
+    segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
+    if choice.name == "blocks":
+        out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
+    elif choice.name == "splash":
+        kernel = functools.partial(splash_attention, window=window)
+        out = HeadPlacement.of(q, k).mapped(kernel)(
+            q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32)
+        )
+    elif choice.name in ("cudnn", "cudnn_rows"):
+        q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
+        kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
+        out = HeadPlacement.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
+    else:
+        mask_BTS, distance_BTS = mask_and_distance(visibility, window)
+        changed = functools.partial(rule, distance_BTS=distance_BTS)
+        out = plain_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, changed)
+    return NamedArray(out.reshape(q.array.shape), q.axes)
+
+
+def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
+    """Queries and a plain number whose product they are multiplied by `factor`: some kernels are compiled for one."""
+    if isinstance(factor, float):
+        return q_BTKGH, factor
+    return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
+
+
+def mask_and_distance(visibility: Visibility, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """[B, T, S]: true where a query may look, and how far back each key is."""
+    queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
+    t_BT, t_segment_BT = (a.rearrange(queries).array for a in (visibility.positions, visibility.segment_ids))
+    s_BS, s_segment_BS = (a.rearrange(keys).array for a in (visibility.key_positions, visibility.key_segment_ids))
+    same = (t_segment_BT[:, :, None] == s_segment_BS[:, None, :]) & (t_segment_BT != 0)[:, :, None]
+    distance_BTS = t_BT[:, :, None] - s_BS[:, None, :]
+    near = distance_BTS >= 0 if window is None else (distance_BTS >= 0) & (distance_BTS < window)
+    return same & near, distance_BTS

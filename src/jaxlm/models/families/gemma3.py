@@ -1,0 +1,40 @@
+"""Gemma 3: norms on every head's queries and keys, and a rotation of its own for layers with a window.
+
+Source: Gemma Team 2025 (arXiv:2503.19786), section 2, the text model.
+"""
+
+from dataclasses import dataclass, field
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.families.gemma import GemmaConfig, gemma_norm
+from jaxlm.models.norms import RMSNorm
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+
+
+@ModelConfig.register_subclass("gemma3")
+@dataclass(frozen=True)
+class Gemma3Config(GemmaConfig):
+    """Gemma 3's sizes; the defaults are Gemma 3 1B.
+
+    Attributes:
+        rope: how queries and keys are rotated in layers that see everything.
+        local_rope: how they are rotated in layers with a window.
+    """
+
+    hidden_dim: int = 1152
+    intermediate_dim: int = 6912
+    num_heads: int = 4
+    num_kv_heads: int | None = 1
+    sliding_window: int = 512
+    sliding_window_pattern: int = 6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+    local_rope: RotaryConfig = field(default_factory=DefaultRotary)
+
+    @property
+    def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
+        """See `GemmaConfig.rotations`."""
+        return self.local_rope, self.rope
+
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """See `GemmaConfig.head_norms`."""
+        return gemma_norm(self, self.HeadSize), gemma_norm(self, self.HeadSize)

@@ -1,0 +1,221 @@
+"""GPT-2: learned positions, pre-LayerNorm blocks with biases, a head tied to the token embedding.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3, and the code released
+with it (openai/gpt-2, `src/model.py`).
+"""
+
+import math
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax.nn as hnn
+import jax
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
+from jaxlm.core.errors import check_at_least, check_choice, check_divides, check_probability
+from jaxlm.core.sharding import for_compute, for_lookup
+from jaxlm.models.activations import ACTIVATIONS
+from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.inference.kv_cache import empty_cache
+from jaxlm.models.layers import Context, ForCache, Mlp, Past, SelfAttention, dropout, embedding
+from jaxlm.models.linear import Linear
+from jaxlm.models.norms import LayerNorm
+from jaxlm.models.remat import parse_keep
+from jaxlm.models.stacks import LayerKind, Transformer
+
+
+@ModelConfig.register_subclass("gpt2")
+@dataclass(frozen=True)
+class Gpt2Config(ModelConfig):
+    """GPT-2's sizes; the defaults are the 124M model.
+
+    Attributes:
+        hidden_dim: width of the residual stream.
+        num_layers: blocks.
+        num_heads: attention heads; they share hidden_dim evenly.
+        mlp_scale: the feed-forward width as a multiple of hidden_dim.
+        initializer_range: standard deviation of the weights; of the position table half of it (0.02 and 0.01 in the
+            released code); of the projections into the residual stream, it over sqrt(2 * num_layers).
+        layer_norm_epsilon: added to the variance.
+        activation_function: of the feed-forward network.
+        embed_pdrop, resid_pdrop, attn_pdrop: dropout after the embeddings, on what enters the residual stream, and on
+            attention weights.
+        scale_attn_by_inverse_layer_idx: divide the scores of layer i (from 0) by i + 1.
+        upcast_attn: multiply queries, keys, weights and values in float32 (scores and softmax are so in any case).
+        use_bias: biases in linear maps and norms.
+    """
+
+    hidden_dim: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    mlp_scale: int = 4
+    initializer_range: float = 0.02
+    layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"
+    embed_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    scale_attn_by_inverse_layer_idx: bool = False
+    upcast_attn: bool = False
+    use_bias: bool = True
+
+    @property
+    def Embed(self) -> Axis:
+        """The residual stream's axis."""
+        return Axis(EMBED, self.hidden_dim)
+
+    @property
+    def Layers(self) -> Axis:
+        """The axis of stacked blocks."""
+        return Axis(LAYERS, self.num_layers)
+
+    @property
+    def Heads(self) -> Axis:
+        """Query heads."""
+        return Axis(HEADS, self.num_heads)
+
+    @property
+    def KVHeads(self) -> Axis:
+        """Heads of keys and values: as many as query heads."""
+        return Axis(KV_HEADS, self.num_heads)
+
+    @property
+    def HeadSize(self) -> Axis:
+        """Features of one head."""
+        return Axis(HEAD_SIZE, self.hidden_dim // self.num_heads)
+
+    @property
+    def Mlp(self) -> Axis:
+        """Hidden features of the feed-forward network."""
+        return Axis(MLP, self.hidden_dim * self.mlp_scale)
+
+    def check(self) -> None:
+        """Raises `ConfigError` where the numbers cannot make a model."""
+        for name in ("seq_len", "hidden_dim", "num_layers", "num_heads", "mlp_scale"):
+            check_at_least(f"model.{name}", getattr(self, name), 1)
+        check_divides("model.num_heads", self.num_heads, "model.hidden_dim", self.hidden_dim)
+        check_choice("model.activation_function", self.activation_function, ACTIVATIONS)
+        for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
+            check_probability(f"model.{name}", getattr(self, name))
+        for name in ("initializer_range", "layer_norm_epsilon"):
+            check_at_least(f"model.{name}", getattr(self, name), 0)
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
+        """A freshly initialised model."""
+        return Gpt2.init(self, Vocab, key=key)
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """Floating-point operations of one training token."""
+        attention = 4 * self.hidden_dim * self.hidden_dim
+        mlp = 2 * self.hidden_dim * self.Mlp.size
+        weights = self.num_layers * (attention + mlp) + vocab_size * self.hidden_dim
+        return FlopsPerToken.of(
+            weights=weights, attention_dim=self.hidden_dim, seq_len=self.seq_len, windows=[None] * self.num_layers
+        )
+
+
+class Gpt2Block(eqx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    attn_norm: LayerNorm
+    attn: SelfAttention
+    mlp_norm: LayerNorm
+    mlp: Mlp
+    inverse_layer_scale: bool = eqx.field(static=True)
+    resid_pdrop: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Gpt2Config, *, key: jax.Array) -> "Gpt2Block":
+        """A block with GPT-2's initialisation."""
+        std, bias = config.initializer_range, config.use_bias
+        residual_std = std / math.sqrt(2 * config.num_layers)
+        Embed, Heads, KVHeads, HeadSize, Mlp_ = config.Embed, config.Heads, config.KVHeads, config.HeadSize, config.Mlp
+        k_q, k_k, k_v, k_o, k_up, k_down = jax.random.split(key, 6)
+        attn = SelfAttention(
+            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
+            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
+            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
+            o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
+            upcast=config.upcast_attn,
+            dropout=config.attn_pdrop,
+        )
+        mlp = Mlp(
+            up_proj=Linear.init(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
+            down_proj=Linear.init(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
+            activation=config.activation_function,
+        )
+        norms = [LayerNorm.init(Embed, config.layer_norm_epsilon, use_bias=bias) for _ in range(2)]
+        return Gpt2Block(norms[0], attn, norms[1], mlp, config.scale_attn_by_inverse_layer_idx, config.resid_pdrop)
+
+    def __call__(
+        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
+    ) -> tuple[NamedArray, ForCache, None]:
+        """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
+        k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)
+        scale = None
+        if self.inverse_layer_scale:
+            scale = self.attn.q_proj.weight.axis_size(HEAD_SIZE) ** -0.5 / (index.array + 1)
+        out, new = self.attn(self.attn_norm(x), context, past, scale=scale, key=k_attn)
+        x = x + dropout(out, self.resid_pdrop, k_attn_out)
+        out = self.mlp(self.mlp_norm(x))
+        return x + dropout(out, self.resid_pdrop, k_mlp_out), new, None
+
+
+class Gpt2(LanguageModel):
+    """Token and position embeddings, the blocks, and the token embedding again as the head."""
+
+    tokens: hnn.Embedding
+    positions: hnn.Embedding
+    body: Transformer
+    config: Gpt2Config = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Gpt2Config, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
+        """A model with GPT-2's initialisation."""
+        k_tokens, k_positions, k_layers = jax.random.split(key, 3)
+        layers = hnn.Stacked.init(config.Layers, Gpt2Block)(config, key=jax.random.split(k_layers, config.num_layers))
+        body = Transformer(
+            layers,
+            LayerNorm.init(config.Embed, config.layer_norm_epsilon, use_bias=config.use_bias),
+            kinds=(LayerKind(),),
+            HeadSize=config.HeadSize,
+            seq_len=config.seq_len,
+            scan=config.scan_layers,
+            keep=parse_keep(config.gradient_checkpointing),
+            attn_backend=config.attn_backend,
+        )
+        std = config.initializer_range
+        return Gpt2(
+            embedding(Vocab, config.Embed, std=std, key=k_tokens),
+            embedding(config.Pos, config.Embed, std=std / 2, key=k_positions),
+            body,
+            config,
+        )
+
+    @property
+    def Vocab(self) -> Axis:
+        """The vocabulary axis of the head."""
+        return self.tokens.Vocab
+
+    @property
+    def Pos(self) -> Axis:
+        """The position axis at full length."""
+        return self.config.Pos
+
+    def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
+        """Everything but the head."""
+        k_embed, k_body = (None, None) if key is None else jax.random.split(key)
+        tokens, positions = for_lookup((self.tokens, self.positions))
+        x = tokens(inputs.tokens) + positions(inputs.positions)
+        return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body)
+
+    def lm_head(self) -> NamedArray:
+        """The token embedding, {vocab, embed}."""
+        return for_compute(self.tokens).weight
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
+        """An empty cache for `capacity` tokens a row."""
+        c = self.config
+        return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)

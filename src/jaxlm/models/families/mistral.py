@@ -1,0 +1,20 @@
+"""Mistral: Llama's blocks, in which a token sees a window.
+
+Source: Jiang et al. 2023 (arXiv:2310.06825), section 2.
+"""
+
+from dataclasses import dataclass
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.families.pre_norm import PlainConfig
+
+
+@ModelConfig.register_subclass("mistral")
+@dataclass(frozen=True)
+class MistralConfig(PlainConfig):
+    """Mistral's sizes; the defaults are Mistral 7B v0.1."""
+
+    seq_len: int = 8192
+    intermediate_dim: int = 14336
+    num_kv_heads: int | None = 8
+    sliding_window: int | None = 4096

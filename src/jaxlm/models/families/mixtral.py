@@ -1,0 +1,34 @@
+"""Mixtral: Mistral's blocks with experts in the place of the feed-forward network.
+
+Source: Jiang et al. 2024 (arXiv:2401.04088), section 2.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import projections
+from jaxlm.models.families.moe_decoder import SparseConfig
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+
+
+@ModelConfig.register_subclass("mixtral")
+@dataclass(frozen=True)
+class MixtralConfig(SparseConfig):
+    """Mixtral's sizes; the defaults are Mixtral 8x7B."""
+
+    seq_len: int = 8192
+    intermediate_dim: int = 14336
+    num_kv_heads: int | None = 8
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+
+    @property
+    def normalises(self) -> bool:
+        """See `SparseConfig.normalises`."""
+        return True
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """See `PreNormConfig.attention`."""
+        return SelfAttention(**projections(self, keys, qkv_bias=False, out_bias=False))

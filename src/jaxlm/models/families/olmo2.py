@@ -1,0 +1,70 @@
+"""OLMo 2: Llama's blocks with norms behind attention and feed-forward network, and on all queries and keys at once.
+
+Source: OLMo Team 2025 (arXiv:2501.00656), section 3.2.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+from haliax import Axis
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import (
+    Decoder,
+    DecoderBlock,
+    DecoderConfig,
+    check_sizes,
+    decoder_flops,
+    gated_mlp,
+    projections,
+    rms_norm,
+)
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.norms import RMSNorm
+from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
+from jaxlm.models.stacks import LayerKind
+
+
+@ModelConfig.register_subclass("olmo2")
+@dataclass(frozen=True)
+class Olmo2Config(DecoderConfig):
+    """OLMo 2's sizes; the defaults are OLMo 2 7B.
+
+    Attributes:
+        rope: how queries and keys are rotated.
+    """
+
+    seq_len: int = 4096
+    layer_norm_epsilon: float = 1e-6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is, first to last: all the same."""
+        return (LayerKind(self.rope),) * self.num_layers
+
+    def check(self) -> None:
+        """Raises `ConfigError` where the numbers cannot make a model."""
+        check_sizes(self)
+        check_rope(self.rope, self.num_heads, self.HeadSize.size)
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        """One freshly initialised block."""
+        keys = jax.random.split(key, 7)
+        q_norm, k_norm = (
+            RMSNorm.init((axis, self.HeadSize), self.layer_norm_epsilon) for axis in (self.Heads, self.KVHeads)
+        )
+        maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
+        attn = SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
+        return DecoderBlock(
+            None, attn, None, gated_mlp(self, keys[4:]), attn_post_norm=rms_norm(self), mlp_post_norm=rms_norm(self)
+        )
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
+        """A freshly initialised model."""
+        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """Floating-point operations of one training token."""
+        return decoder_flops(self, vocab_size, mlp_matrices=3)

@@ -1,0 +1,20 @@
+"""Phi-3 and Phi-4: Llama's blocks; heads of which only a part may turn, and contexts that are stretched wave by wave.
+
+Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Their files hold queries, keys and values as one matrix.
+"""
+
+from dataclasses import dataclass
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.families.pre_norm import PlainConfig
+
+
+@ModelConfig.register_subclass("phi3")
+@dataclass(frozen=True)
+class Phi3Config(PlainConfig):
+    """Phi-3's sizes; the defaults are Phi-3 mini 4k. Long contexts have `rope: {type: longrope}`."""
+
+    seq_len: int = 4096
+    hidden_dim: int = 3072
+    intermediate_dim: int = 8192
+    sliding_window: int | None = 2047

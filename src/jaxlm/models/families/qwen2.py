@@ -1,0 +1,34 @@
+"""Qwen2: Llama's blocks with biases on queries, keys and values.
+
+Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import projections
+from jaxlm.models.families.pre_norm import LateWindowConfig
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+
+
+@ModelConfig.register_subclass("qwen2")
+@dataclass(frozen=True)
+class Qwen2Config(LateWindowConfig):
+    """Qwen2's sizes; the defaults are Qwen2.5 0.5B."""
+
+    seq_len: int = 4096
+    hidden_dim: int = 896
+    intermediate_dim: int = 4864
+    num_layers: int = 24
+    num_heads: int = 14
+    num_kv_heads: int | None = 2
+    layer_norm_epsilon: float = 1e-6
+    tie_word_embeddings: bool = True
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """See `PreNormConfig.attention`."""
+        return SelfAttention(**projections(self, keys, qkv_bias=True, out_bias=False))

@@ -1,0 +1,48 @@
+"""Qwen3: Llama's blocks with a norm on every head's queries and keys.
+
+Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import DecoderConfig, projections
+from jaxlm.models.families.pre_norm import LateWindowConfig
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.norms import RMSNorm
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+
+
+@ModelConfig.register_subclass("qwen3")
+@dataclass(frozen=True)
+class Qwen3Config(LateWindowConfig):
+    """Qwen3's sizes; the defaults are Qwen3 0.6B.
+
+    Attributes:
+        attention_bias: whether queries, keys, values and attention's output have biases.
+    """
+
+    seq_len: int = 4096
+    hidden_dim: int = 1024
+    intermediate_dim: int = 3072
+    num_layers: int = 28
+    num_heads: int = 16
+    num_kv_heads: int | None = 8
+    head_dim: int | None = 128
+    layer_norm_epsilon: float = 1e-6
+    tie_word_embeddings: bool = True
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+    attention_bias: bool = False
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """See `PreNormConfig.attention`."""
+        return normed_attention(self, keys, use_bias=self.attention_bias)
+
+
+def normed_attention(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> SelfAttention:
+    """Attention with a norm on every head's queries and keys, of four keys."""
+    q_norm, k_norm = (RMSNorm.init(config.HeadSize, config.layer_norm_epsilon) for _ in range(2))
+    maps = projections(config, keys, qkv_bias=use_bias, out_bias=use_bias)
+    return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)

@@ -1,0 +1,48 @@
+"""Qwen3's mixtures of experts: Qwen3's attention, and experts in the place of the feed-forward network.
+
+Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.families.moe_decoder import SparseConfig
+from jaxlm.models.families.qwen3 import normed_attention
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+
+
+@ModelConfig.register_subclass("qwen3_moe")
+@dataclass(frozen=True)
+class Qwen3MoeConfig(SparseConfig):
+    """Its sizes; the defaults are Qwen3 30B-A3B.
+
+    Attributes:
+        attention_bias: whether queries, keys, values and attention's output have biases.
+        norm_topk_prob: make the probabilities of a token's experts sum to 1.
+    """
+
+    seq_len: int = 4096
+    hidden_dim: int = 2048
+    intermediate_dim: int = 768
+    num_layers: int = 48
+    num_heads: int = 32
+    num_kv_heads: int | None = 4
+    head_dim: int | None = 128
+    layer_norm_epsilon: float = 1e-6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+    num_experts: int = 128
+    num_experts_per_token: int = 8
+    attention_bias: bool = False
+    norm_topk_prob: bool = True
+
+    @property
+    def normalises(self) -> bool:
+        """See `SparseConfig.normalises`."""
+        return self.norm_topk_prob
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """See `PreNormConfig.attention`."""
+        return normed_attention(self, keys, use_bias=self.attention_bias)

@@ -1,0 +1,234 @@
+"""A recorded profile, summed up: where the devices' time went."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxlm.engine.loop import PAUSE
+from jaxlm.forecast.hlo import CONTAINERS, KINDS, Operation, operation_by_name
+
+_MOST_SHOWN = 20
+_SOURCE_LENGTH = 60
+_DEVICE_LINES = ("Stream", "XLA Ops")
+_NO_OPERATION = ("ThreadpoolListener", "end: ", "$")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One execution of an operation on a device. Times are nanoseconds."""
+
+    device: str
+    line: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one operation took, over all devices and steps."""
+
+    name: str
+    operation: Operation
+    seconds: float
+    num_calls: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the devices' time went in some steps.
+
+    Attributes:
+        spent: by operation, most first. Where operations run at the same time on one device, each counts in full.
+        num_devices: that ran any.
+        num_steps: that were recorded.
+        seconds: from the first operation to the end of the last, without the pauses, the mean over devices.
+        idle: share of that in which a device ran nothing.
+        paused: seconds in which the loop stood still for evaluations and saves, from the operation before to the one
+            after, the mean over devices. What ran in them is not among `spent`.
+    """
+
+    spent: tuple[Spent, ...]
+    num_devices: int
+    num_steps: int
+    seconds: float
+    idle: float
+    paused: float
+
+    def by_kind(self) -> dict[str, float]:
+        """Kind -> seconds, most first."""
+        sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        for item in self.spent:
+            sums[item.operation.kind] += item.seconds
+        return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
+def newest_trace(folder: Path) -> Path | None:
+    """The file that jax wrote last below a profile's folder."""
+    found = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+    return found[-1] if found else None
+
+
+def read_profile(trace: Path, program: str, operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
+    """Sums up a trace; None where it holds no operations.
+
+    Args:
+        program: the name of the compiled program; what others ran in between is left out.
+        operations: of that program.
+    """
+    from jax.profiler import ProfileData
+
+    planes = list(ProfileData.from_file(str(trace)).planes)
+    return sum_up(_events(planes, program), operations, num_steps, list(_pauses(planes)))
+
+
+def sum_up(
+    events: Iterable[Event],
+    operations: Mapping[str, Operation],
+    num_steps: int,
+    pauses: Sequence[tuple[float, float]] = (),
+) -> Profile | None:
+    """See `Profile`. An operation that holds others counts without them; loops and branches not at all.
+
+    Args:
+        pauses: begin and end of each stretch in which the loop stood still, in nanoseconds.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in events:
+        lines[event.device, event.line].append(event)
+    busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (device, _), line in lines.items():
+        for event, own in _own_times(line):
+            if not CONTAINERS.match(event.name):
+                seconds[event.name] += own / 1e9
+                calls[event.name] += 1
+                busy[device].append((event.start, event.end))
+    if not busy:
+        return None
+    paused = [sum(end - start for start, end in _gaps(parts) if _meets(start, end, pauses)) for parts in busy.values()]
+    spans = [
+        max(end for _, end in parts) - min(start for start, _ in parts) - left_out
+        for parts, left_out in zip(busy.values(), paused, strict=True)
+    ]
+    covered = [_covered(parts) for parts in busy.values()]
+    spent = [
+        Spent(name, operations.get(name) or operation_by_name(name), seconds[name], calls[name]) for name in seconds
+    ]
+    return Profile(
+        spent=tuple(sorted(spent, key=lambda item: -item.seconds)),
+        num_devices=len(busy),
+        num_steps=num_steps,
+        seconds=sum(spans) / len(spans) / 1e9,
+        idle=1 - sum(covered) / max(sum(spans), 1e-9),
+        paused=sum(paused) / len(paused) / 1e9,
+    )
+
+
+def describe_profile(profile: Profile, title: str) -> str:
+    """The profile as one page of Markdown."""
+    total = sum(item.seconds for item in profile.spent) or 1.0
+    ms = lambda seconds: f"{seconds / profile.num_steps / profile.num_devices * 1e3:.3f}"  # noqa: E731
+    step_ms = profile.seconds / profile.num_steps * 1e3
+    lines = [
+        f"# {title}",
+        "",
+        f"{profile.num_steps} steps on {profile.num_devices} device(s), {step_ms:.3f} ms a step,",
+        f"in which a device was idle {profile.idle:.1%} of the time. Below: ms a step and device; what runs at",
+        "once, as threads of a CPU do, is added up. Recording slows a step down (a CPU's to about half), so go by",
+        "the shares; how long steps take without it is `throughput/duration`.",
+        *(
+            [f"Not among it: {profile.paused:.3f} s of evaluations and saves between the steps."]
+            if profile.paused
+            else []
+        ),
+        "",
+        "| kind | ms | share |",
+        "|---|---|---|",
+        *[f"| {kind} | {ms(seconds)} | {seconds / total:.1%} |" for kind, seconds in profile.by_kind().items()],
+        "",
+        "| operation | kind | ms | share | calls a step | from |",
+        "|---|---|---|---|---|---|",
+    ]
+    for item in profile.spent[:_MOST_SHOWN]:
+        source = item.operation.source.replace("|", "/")
+        shown = source if len(source) <= _SOURCE_LENGTH else "..." + source[3 - _SOURCE_LENGTH :]
+        calls = item.num_calls / profile.num_steps / profile.num_devices
+        share = f"{ms(item.seconds)} | {item.seconds / total:.1%} | {calls:.3g}"
+        lines.append(f"| {item.name} | {item.operation.kind} | {share} | {shown} |")
+    if (more := len(profile.spent) - _MOST_SHOWN) > 0:
+        rest = sum(item.seconds for item in profile.spent[_MOST_SHOWN:])
+        lines.append(f"| {more} more | | {ms(rest)} | {rest / total:.1%} | | |")
+    return "\n".join(lines) + "\n"
+
+
+def _pauses(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
+    """Begin and end of what `pause` was around."""
+    for plane in planes:
+        if not plane.name.startswith("/device:"):
+            found = (event for line in plane.lines for event in line.events if event.name == PAUSE)
+            yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in found)
+
+
+def _events(planes: Iterable[Any], program: str) -> Iterator[Event]:
+    """Executions in jax's file: on GPU and TPU in a plane of each device, on CPU among the host's threads."""
+    for plane in planes:
+        on_device = plane.name.startswith("/device:")
+        for line in plane.lines:
+            # Other lines of a device say the same once more, by module or by step.
+            if not on_device or line.name.startswith(_DEVICE_LINES):
+                found = (_event(event, plane.name, line.name, program, on_device) for event in line.events)
+                yield from (event for event in found if event is not None)
+
+
+def _event(event: Any, plane: str, line: str, program: str, on_device: bool) -> Event | None:
+    """An entry of the trace, if it is an operation of the program."""
+    if event.name.startswith(_NO_OPERATION):
+        return None
+    stats: dict[Any, Any] = dict(event.stats)
+    name = stats.get("hlo_op") or (event.name if on_device else None)
+    module = str(stats.get("hlo_module", program)).partition("(")[0]
+    if name is None or module != program:
+        return None
+    device = plane if on_device else f"{plane} {stats.get('device_ordinal', 0)}"
+    short = str(name).partition(" = ")[0].lstrip("%")
+    return Event(device, line, short, event.start_ns, event.start_ns + event.duration_ns)
+
+
+def _own_times(line: list[Event]) -> Iterator[tuple[Event, float]]:
+    """Each event of one line with its duration less that of the events within it."""
+    open_events: list[tuple[Event, list[float]]] = []
+    for event in sorted(line, key=lambda e: (e.start, -e.end)):
+        while open_events and open_events[-1][0].end <= event.start:
+            done, inside = open_events.pop()
+            yield done, done.end - done.start - sum(inside)
+        if open_events:
+            open_events[-1][1].append(event.end - event.start)
+        open_events.append((event, []))
+    for done, inside in reversed(open_events):
+        yield done, done.end - done.start - sum(inside)
+
+
+def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What lies between the union of intervals."""
+    (_, reached), *rest = sorted(parts)
+    for start, end in rest:
+        if start > reached:
+            yield reached, start
+        reached = max(end, reached)
+
+
+def _meets(start: float, end: float, pauses: Sequence[tuple[float, float]]) -> bool:
+    return any(begin < end and start < over for begin, over in pauses)
+
+
+def _covered(parts: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(parts):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,129 @@
+"""The `trainer` section's mesh keys, worked out for the devices that are there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlm.config.trainer import TrainerConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.mesh import (
+    AxisMappings,
+    MeshAxes,
+    MeshConfig,
+    MeshShape,
+    check_arrays,
+    check_axes_used,
+    make_layout,
+    mesh_shape,
+    num_groups,
+)
+from jaxlm.core.sharding import Layout
+
+_Written = Mapping[str, str | list[str]]
+# What trainer.mesh says itself.
+_SIZES = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
+
+
+@dataclass(frozen=True)
+class Meshing:
+    """The mesh of a run.
+
+    Attributes:
+        shape: sizes of the mesh axes.
+        layout: devices and axis mappings.
+        warnings: what the configuration wastes or overrides.
+    """
+
+    shape: MeshShape
+    layout: Layout
+    warnings: tuple[str, ...]
+
+
+def plan_mesh(
+    trainer: TrainerConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
+) -> Meshing:
+    """Works the mesh keys out.
+
+    Args:
+        axes: the model's logical axes and their sizes.
+        arrays: path of each of its parameters -> the names of its axes.
+
+    Raises:
+        ConfigError: sizes that do not divide, axes that do not exist, keys that contradict each other.
+    """
+    shape = _shape(trainer, devices)
+    mappings = _mappings(trainer)
+    layout = make_layout(shape, mappings, axes, devices)
+    check_arrays(layout, arrays)
+    return Meshing(shape, layout, (*_overridden(trainer, layout), *check_axes_used(layout, shape)))
+
+
+def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
+    if trainer.mesh is None:
+        groups = num_groups(devices, wanted=trainer.replica_dcn_axis_size > 1)
+        return mesh_shape(
+            len(devices),
+            replica=trainer.replica_ici_axis_size,
+            model=trainer.model_axis_size,
+            replica_dcn=trainer.replica_dcn_axis_size,
+            num_groups=groups,
+        )
+    for name in _SIZES:
+        if getattr(trainer, name) != 1:
+            raise ConfigError(f"trainer.{name}: {getattr(trainer, name)} given, but trainer.mesh.axes has the sizes")
+    return trainer.mesh.shape(len(devices), num_groups(devices, wanted=trainer.mesh.spans_groups))
+
+
+def _mappings(trainer: TrainerConfig) -> AxisMappings:
+    """Both ways of writing them as one; the mesh section's own entries replace what the other keys say of an axis."""
+    free = trainer.mesh or MeshConfig()
+    shared = _merged("axis_resources", trainer.axis_resources, "shared_mapping", free.shared_mapping)
+    says_batch = trainer.batch_axis in free.shared_mapping or trainer.batch_axis in free.compute_mapping
+    return AxisMappings(
+        batch=None if says_batch else trainer.batch_axis,
+        fsdp=tuple(axis for axis in _names(trainer.fsdp_axis) if axis not in free.param_mapping),
+        tensor_parallel=tuple(axis for axis in _names(trainer.tensor_parallel_axes) if axis not in free.shared_mapping),
+        shared=shared,
+        parameter=_merged(
+            "parameter_axis_resources", trainer.parameter_axis_resources, "param_mapping", free.param_mapping
+        ),
+        compute=_merged(
+            "compute_axis_resources", trainer.compute_axis_resources, "compute_mapping", free.compute_mapping
+        ),
+    )
+
+
+def _merged(old_name: str, old: _Written, new_name: str, new: _Written) -> dict[str, MeshAxes]:
+    for axis in old:
+        if axis in new and old[axis] != new[axis]:
+            raise ConfigError(
+                f"trainer.{old_name}.{axis}: {old[axis]} given, and trainer.mesh.{new_name}.{axis}: {new[axis]}. They"
+                " mean the same; leave one out"
+            )
+    return {axis: target if isinstance(target, str) else tuple(target) for axis, target in {**old, **new}.items()}
+
+
+def _overridden(trainer: TrainerConfig, layout: Layout) -> list[str]:
+    """Entries that stronger keys replace, where that makes a difference on this mesh."""
+    replaced = []
+    for key, written, mapping in (
+        ("axis_resources", trainer.axis_resources, layout.compute),
+        ("parameter_axis_resources", trainer.parameter_axis_resources, layout.parameter),
+    ):
+        for axis, target in written.items():
+            asked, got = (_spread(names, layout) for names in (target, mapping[axis]))
+            if asked != got and axis not in trainer.compute_axis_resources:
+                by = "batch_axis" if axis == trainer.batch_axis else "tensor_parallel_axes, fsdp_axis or trainer.mesh"
+                replaced.append(f"trainer.{key}.{axis}: {target} is replaced by {by}: '{axis}' lies on {mapping[axis]}")
+    return replaced
+
+
+def _spread(names: str | Sequence[str], layout: Layout) -> list[str]:
+    """The mesh axes among these that have more than one device."""
+    return [name for name in ((names,) if isinstance(names, str) else names) if layout.mesh.shape[name] > 1]
+
+
+def _names(axes: str | list[str] | None) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)

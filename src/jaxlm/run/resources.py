@@ -1,0 +1,250 @@
+"""What stays open while a run trains: its folders, trackers and evaluations."""
+
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.config.decode import choice_name, dump, encode
+from jaxlm.config.load import as_run_config
+from jaxlm.core import tree
+from jaxlm.core.hardware import peak_flops
+from jaxlm.core.runtime import is_main_process, main_first, main_only
+from jaxlm.data.base import Batches
+from jaxlm.data.loader import eval_batches
+from jaxlm.data.tokens import TokenData, ValidationData
+from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
+from jaxlm.engine.checkpoint.restore import Found
+from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.state import RunState
+from jaxlm.engine.sync import Ballot
+from jaxlm.evals.base import EvalContext, ValidationSet
+from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.observe.console import Console
+from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
+from jaxlm.observe.profiler import ProfileHook
+from jaxlm.observe.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
+from jaxlm.observe.trackers.guarded import GuardedTracker
+from jaxlm.run.compile import StepPrograms
+from jaxlm.run.export import ExportHook
+from jaxlm.run.plan import Plan
+from jaxlm.run.resume_checks import DATA_IDENTITY, data_identity
+
+
+@dataclass(frozen=True)
+class Run:
+    """The open resources of one run.
+
+    Attributes:
+        plan: what is trained.
+        tokenizer: of the whole run.
+        console: what a person sees.
+        writer: of its checkpoints.
+        trackers: where its numbers go; only process 0 has any.
+        before: what earlier processes of this run have done.
+        ballot: how its processes agree.
+        stop: whether a signal has arrived.
+    """
+
+    plan: Plan
+    tokenizer: Any
+    console: Console
+    writer: CheckpointWriter
+    trackers: tuple[Tracker, ...]
+    before: Totals
+    ballot: Ballot
+    stop: StopRequest
+
+    def open_data(self, phase: Phase) -> TokenData:
+        """The phase's token caches, built first where they do not exist."""
+        plan = self.plan
+        data = plan.data[phase.index]
+        return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, show=self.console.show))
+
+    def eval_hook(self, phase: Phase, data: TokenData) -> EvalHook:
+        """The run's evaluations on the phase's validation data."""
+        plan = self.plan
+        trainer = plan.config.trainer
+
+        def validation_set(one: ValidationData) -> ValidationSet:
+            options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
+            batches = functools.partial(eval_batches, one.windows, layout=plan.layout, **options)
+            return ValidationSet(one.source.name, tuple(one.source.config.tags), batches)
+
+        context = EvalContext(
+            layout=plan.layout,
+            precision=plan.precision,
+            tokenizer=self.tokenizer,
+            token_bytes=self.tokenizer.token_bytes(),
+            validation=tuple(validation_set(one) for one in data.validation),
+            show=self.console.show,
+            seq_len=plan.config.model.seq_len,
+        )
+        evals = [config.open(context) for config in plan.config.evals]
+        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
+
+    def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
+        """The profiler, where one is configured. Args: program: the text of a step's compiled program, by its number."""
+        config = self.plan.config.trainer.profiler
+        if config is None:
+            return []
+        folder = self.plan.log_folder / "profile" / phase.name
+        begin = min(first_step + config.start_step, phase.end - 1)
+        return [
+            ProfileHook(
+                config,
+                folder,
+                phase,
+                first_step=first_step,
+                until=self.plan.batches.train.same_until(begin, phase.end),
+                program=functools.partial(program, begin),
+                show=self.console.show,
+            )
+        ]
+
+    def listeners(self, phase: Phase, state: RunState, batches: Batches) -> tuple[Listener, ...]:
+        """Who is told of every step. Args: batches: what the steps take."""
+        trainer = self.plan.config.trainer
+        return (
+            TrackerListener(self.trackers),
+            ProgressListener(self.console, phase, batches.records, skipped=int(state.guard.skipped)),
+            CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
+        )
+
+    def keep_programs(self, phase: Phase, steps: StepPrograms) -> None:
+        """Writes the phase's programs to the log folder, in the forms that are asked for."""
+        trainer = self.plan.config.trainer
+        wanted = {"jaxpr": trainer.log_jaxprs, "hlo": trainer.log_xla_hlo}
+        texts = {"jaxpr": lambda step: str(step.traced.jaxpr), "hlo": lambda step: step.call.as_text() or ""}
+        folder = self.plan.log_folder / "artifacts"
+        for form in (form for form in texts if wanted[form] and is_main_process()):
+            folder.mkdir(parents=True, exist_ok=True)
+            for (num_microbatches, microbatch), step in steps.by_shape.items():
+                of_size = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
+                (folder / f"{phase.name}{of_size}.{form}.txt").write_text(texts[form](step))
+
+    def adopt(self, state: RunState, found: Found) -> None:
+        """Saves another run's state as this run's first checkpoint, and waits until that is done."""
+        complete = found.cursor.step == self.plan.num_steps
+        self.writer.save(state, replace(found.cursor, temporary=not complete), found.position())
+        self.writer.wait()
+
+    def export_hooks(self, phase: Phase) -> list[ExportHook]:
+        """What writes folders for transformers, where that is configured."""
+        config = self.plan.config
+        if config.hf_save_path is None:
+            return []
+        dtype = self.plan.precision.params
+        if config.hf_save_dtype is not None:
+            dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+        folder = Path(config.hf_save_path)
+        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.show)]
+
+    def saver(self, phase: Phase) -> Saver:
+        """The checkpoint policy, applied to a phase."""
+        flush = [tracker.flush for tracker in self.trackers]
+        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush)
+
+    def workload(self) -> Workload:
+        """What a step amounts to, for throughput and MFU."""
+        plan = self.plan
+        devices = jax.devices()
+        peak = peak_flops(devices[0].device_kind)
+        seq_len = plan.config.model.seq_len
+        return Workload(
+            batches=plan.batches.train,
+            tokens=seq_len,
+            flops=plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * seq_len,
+            peak_flops=None if peak is None else peak * len(devices),
+            num_steps=plan.num_steps,
+            before=self.before,
+        )
+
+
+@contextlib.contextmanager
+def open_run(
+    plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int | None
+) -> Iterator[Run]:
+    """Opens a run's folders and trackers, and closes them again however the run ends.
+
+    Args:
+        resume_step: of the checkpoint that the run goes on from; None where there is none.
+    """
+    config_text = dump(as_run_config(plan.config))
+    identity = json.dumps(data_identity(plan))
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode()} | {
+        f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
+    }
+    writer = CheckpointWriter(plan.checkpoints, files)
+    writer.prepare()
+    main_only(lambda: _write_config(plan.log_folder, config_text))
+    with contextlib.ExitStack() as closing:
+        trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
+        for tracker in trackers:
+            closing.callback(tracker.close)
+        before = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
+        yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
+        main_first(writer.wait)  # nobody goes on before process 0 has given the last checkpoint its name
+
+
+def _write_config(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(text)
+
+
+def totals_at(metrics: Path, step: int) -> Totals:
+    """What a run had done after `step`, as its metrics file says; nothing where the file does not."""
+    for record in reversed(read_jsonl(metrics) if step else []):
+        if record["step"] == step and "throughput/total_tokens" in record:
+            return Totals(step, record["throughput/total_tokens"], record["throughput/total_gflops"])
+    return Totals()
+
+
+def _open_trackers(plan: Plan, console: Console, resume_step: int | None) -> tuple[Tracker, ...]:
+    """`metrics.jsonl`, and what is configured beside it, each in a thread of its own."""
+    always = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step or 0)
+    configs = plan.config.trainer.trackers
+    if not configs:
+        return (always,)
+    facts = _facts(plan, resume_step)
+
+    def guarded(config: TrackerConfig) -> Tracker:
+        return GuardedTracker(choice_name(type(config)), lambda: config.open(facts), console.show)
+
+    return (always, *map(guarded, configs))
+
+
+def _facts(plan: Plan, resume_step: int | None) -> RunFacts:
+    devices = jax.devices()
+    peak = peak_flops(devices[0].device_kind)
+    summary: dict[str, float | str] = {
+        "parameter_count": tree.num_parameters(plan.recipe.abstract_state(plan.phases[-1]).model),
+        "num_devices": len(devices),
+        "num_hosts": jax.process_count(),
+        "backend": jax.default_backend(),
+        "throughput/device_kind": devices[0].device_kind,
+    }
+    if peak is not None:
+        summary["throughput/theoretical_flops"] = peak * len(devices)
+    return RunFacts(
+        run_id=plan.run_id,
+        resume_step=resume_step or 0,
+        is_new=resume_step is None,
+        config=encode(plan.config),
+        config_text=dump(plan.config),
+        summary=summary,
+    )
+
+
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

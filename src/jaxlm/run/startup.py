@@ -1,0 +1,178 @@
+"""The start-up table: what will run, on what, and why each choice was made."""
+
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.lr_shapes import name_of
+from jaxlm.core.sharding import axis_mapping_table
+from jaxlm.engine.phases import Phase
+from jaxlm.models.attention.choose import AttentionChoice, choose_attention
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.loss import default_chunk_tokens
+from jaxlm.models.moe import num_active
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_keep
+from jaxlm.models.stacks import Transformer, in_a_loop
+from jaxlm.observe.console import duration
+from jaxlm.run.batch_plan import describe_batches
+from jaxlm.run.num_steps import describe_data
+from jaxlm.run.plan import Plan
+
+
+def describe(plan: Plan) -> list[tuple[str, str]]:
+    """The plan as rows of two columns."""
+    devices = plan.layout.mesh.devices.ravel()
+    model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
+    flops = model.flops_per_token(plan.recipe.Vocab.size).causal
+    return [
+        ("run", f"{plan.run_id} (seed {trainer.seed})"),
+        (
+            "devices",
+            f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
+        ),
+        ("mesh", str(plan.mesh)),
+        *[("warning", text) for text in (*plan.warnings, *plan.recipe.abstract_first_model.notes)],
+        ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
+        ("computation runs on", axis_mapping_table(plan.layout.compute)),
+        ("precision", str(plan.precision)),
+        ("model", _sizes(plan)),
+        ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
+        ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
+        ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
+        ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "none of jaxlm's own"),
+        ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
+        ("remat", _remat(plan)),
+        ("layers", _layers(plan)),
+        *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
+        ("begins with", _beginning(plan)),
+        *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
+        ("checkpoints", _checkpoints(plan)),
+        ("logs", str(plan.log_folder)),
+    ]
+
+
+def _evals(plan: Plan) -> str:
+    names = (
+        ", ".join(type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals) or "none"
+    )
+    most = plan.config.trainer.max_eval_batches
+    return f"{names}, on {'all' if most is None else f'{most}'} batches of {plan.batches.eval},"
+
+
+def _sizes(plan: Plan) -> str:
+    abstract = plan.recipe.abstract_state(plan.phases[0]).model
+    kind = type(plan.config.model).__name__.removesuffix("Config")
+    return f"{kind}, {parameters(abstract)}, vocabulary {plan.recipe.Vocab.size:,}"
+
+
+def _logits(plan: Plan) -> str:
+    if jax.eval_shape(lambda model: model.lm_head(), plan.recipe.abstract_first_model) is None:
+        return "from logits that the model makes whole"
+    return "gradient in the forward pass: logits are never whole"
+
+
+def parameters(model: LanguageModel) -> str:
+    """How many there are and, where that is another number, how many a token meets."""
+    count, active = tree.num_parameters(model), num_active(model)
+    return f"{count:,} parameters" + (f" ({active:,} active for a token)" if active < count else "")
+
+
+def _remat(plan: Plan) -> str:
+    keep = parse_keep(plan.config.model.gradient_checkpointing)
+    if keep == AUTO:
+        return f"auto: the first that fits of {', '.join(CANDIDATES[plan.layout.platform])}"
+    what = {
+        NONE: "nothing is computed again",
+        CHEAP: "norms and activations are computed again, matrix products and attention are kept",
+        FULL: "all but each layer's input is computed again",
+    }
+    return what[keep] if isinstance(keep, str) else f"all but each layer's input and {', '.join(keep)}"
+
+
+def _layers(plan: Plan) -> str:
+    model, layout = plan.config.model, plan.layout
+    bodies = tree.modules(plan.recipe.abstract_first_model, Transformer)
+    if not bodies:
+        return "the model's own"
+    num_layers = bodies[0].layers.Block.size
+    loop, reason = in_a_loop(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
+    return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
+
+
+def attention_choices(plan: Plan) -> list[AttentionChoice]:
+    """What the layers of the plan's training step attend with, each that differs once."""
+    model, layout = plan.config.model, plan.layout
+    shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
+    tasks = (
+        layer.task(*shared, kind.window)
+        for body in tree.modules(plan.recipe.abstract_first_model, Transformer)
+        for layer in tree.modules(body, SelfAttention)
+        for kind in body.kinds
+    )
+    return [choose_attention(task, model.attn_backend) for task in dict.fromkeys(tasks)]
+
+
+def check_performance(plan: Plan) -> None:
+    """With `trainer.strict_performance`, raises `ConfigError` for a slower attention or dtype than there could be."""
+    slow = [f"attention runs on {c.name}: {c.reason}" for c in attention_choices(plan) if c.degraded]
+    if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:
+        slow.append(
+            f"computation in {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
+        )
+    if plan.config.trainer.strict_performance and slow:
+        raise ConfigError(f"trainer.strict_performance: {'; '.join(slow)}")
+
+
+def _phase(phase: Phase) -> str:
+    optimizer = phase.optimizer
+    surgery = (
+        f", after {', '.join(type(s).__name__.removesuffix('Config') for s in phase.surgeries)}"
+        if phase.surgeries
+        else ""
+    )
+    return (
+        f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
+        f" {type(optimizer).__name__.removesuffix('Config')}, {name_of(optimizer.lr_schedule)} from"
+        f" {optimizer.learning_rate:g}"
+    )
+
+
+def _beginning(plan: Plan) -> str:
+    trainer = plan.config.trainer
+    own = {True: "a checkpoint, or not at all", False: "no checkpoint", None: "its own checkpoint, if there is one"}
+    others = {
+        "else the state at": trainer.load_checkpoint_path or trainer.initialize_from_state,
+        "else the model of": trainer.initialize_from,
+    }
+    parts = [own[trainer.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
+    return "; ".join(parts) + (" (what is missing begins anew)" if trainer.allow_partial_checkpoint else "")
+
+
+def check_accelerator(plan: Plan) -> None:
+    """With `trainer.require_accelerator`, raises `ConfigError` where there is none."""
+    if plan.config.trainer.require_accelerator and plan.layout.platform == "cpu":
+        raise ConfigError(
+            "trainer.require_accelerator: true, but jax finds only CPUs. Install jax for the accelerator (extras `gpu`,"
+            " `tpu`), look at JAX_PLATFORMS, or leave the key out"
+        )
+
+
+def _checkpoints(plan: Plan) -> str:
+    policy = plan.config.trainer.checkpointer
+    kept = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
+    interval = duration(policy.save_interval.total_seconds())
+    replaced = "temporary" if policy.delete_old_temp_checkpoints else "all of them kept"
+    return f"{plan.checkpoints}: every {interval} ({replaced}), kept {kept or 'only at the end'}"
+
+
+def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:
+    """The parameter-group table of a phase: every parameter in exactly one row."""
+    groups = phase.groups(model)
+    frozen = tree.num_parameters(phase.split(model)[1])
+    rows = [
+        (group.name, f"{group.num_parameters:,} in {len(group.paths)} arrays, weight decay {group.weight_decay:g}")
+        for group in groups
+    ]
+    return [*rows, ("frozen", f"{frozen:,}")]
