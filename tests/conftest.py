@@ -33,4 +33,4 @@ def pytest_collection_modifyitems(config, items):
             own = function._hypothesis_internal_use_settings
             # There is no public way to change the settings of a test that has some.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/runs/"))
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/end_to_end/"))

@@ -182,12 +182,12 @@ CHANGES: dict[str, Any] = {
 SHOWN_ELSEWHERE = {
     "trainer.compilation_cache_dir": "test_compiled_programs_are_kept_where_the_field_says",
     "trainer.strict_performance": "test_strict_performance_refuses_what_falls_back",
-    "trainer.require_accelerator": "tests/test_startup.py",
-    "trainer.crash_on_nan": "tests/engine/test_hooks.py",
-    "trainer.crash_on_inf": "tests/engine/test_hooks.py",
-    "trainer.jax_config": "tests/test_startup.py",
-    "trainer.log_jaxprs": "tests/test_origin.py",
-    "trainer.log_xla_hlo": "tests/test_origin.py",
+    "trainer.require_accelerator": "tests/run/test_startup.py",
+    "trainer.crash_on_nan": "tests/observe/test_hooks.py",
+    "trainer.crash_on_inf": "tests/observe/test_hooks.py",
+    "trainer.jax_config": "tests/run/test_startup.py",
+    "trainer.log_jaxprs": "tests/run/test_init_from.py",
+    "trainer.log_xla_hlo": "tests/run/test_init_from.py",
     "trainer.tracker": "test_tracker_fields",
     "trainer.profiler": "test_profiler_fields",
     "trainer.distributed": "test_distributed_fields",
@@ -201,8 +201,8 @@ SHOWN_ELSEWHERE = {
     "evals": "test_sample_fields",
     "phases": "its fields",
     "phases.0.data": "test_a_phase_has_data_of_its_own",
-    "surgery.from_peft": "tests/test_adapters.py",
-    "epoch": "tests/test_length.py",
+    "surgery.from_peft": "tests/run/test_adapters.py",
+    "epoch": "tests/run/test_num_steps.py",
     **dict.fromkeys(
         (
             "initialize_from_hf",
@@ -212,9 +212,9 @@ SHOWN_ELSEWHERE = {
             "hf_save_steps",
             "hf_save_dtype",
         ),
-        "tests/runs/test_hugging_face.py",
+        "tests/end_to_end/test_hugging_face.py",
     ),
-    "dry_run": "tests/runs/test_command.py",
+    "dry_run": "tests/end_to_end/test_command.py",
 }
 
 

@@ -1,212 +1,184 @@
-"""Every format against what its usual writer writes, and every damage with the place where it is."""
+"""Prompts with completions, token ids as they are, and the ends of documents."""
 
-import bz2
-import gzip
+import dataclasses
 import json
-import lzma
-import random
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources import document_files as formats
-from jaxlm.data.sources.files import find_files
-from tests.data.helpers import refused, some_text
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.data.formats.pretokenized import PretokenizedFormat
+from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.text import TextFormat
+from tests.data.helpers import small_tokenizer, some_text
 
-TEXTS = [some_text(seed, 30) for seed in range(40)]
-# One frame with a checksum, as the reference implementation's binding writes it.
-ZSTD = bytes.fromhex("28b52ffd2416b100007b2274657874223a202266726f6d207a737464227d0aab3203ed")
-
-
-def read(path, text_key="text"):
-    [file] = find_files([str(path)], "data.train_urls", text_key)
-    return list(file.read())
-
-
-def texts(path, text_key="text"):
-    return [document.text for document in read(path, text_key)]
+PAIRS = [(f"Say {some_text(n, 3)}\n", f" {some_text(50 + n, 1 + n)}") for n in range(6)]
+DOLLY = Path(__file__).parents[3] / "shared" / "data" / "dolly_instructions_700.jsonl"
+GPT2 = DOLLY.with_name("gpt2_tokenizer")
 
 
-def zstd(raw):
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(raw)
-    return sink.getvalue().to_pybytes()
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer(300)
 
 
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+@pytest.fixture
+def base(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer")
+    return DataConfig(cache_dir=f"{tmp_path}/cache", tokenizer=f"{tmp_path}/tokenizer")
 
 
-def lines(records):
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
+def windows_of(config: DataConfig, seq_len: int = 64, **changes):
+    config = dataclasses.replace(config, **changes)
+    config.check()
+    return config.open(config.load_tokenizer(lambda _: None), seq_len, lambda _: None).train[""]
 
 
-def table(**columns):
-    return pa.table({"id": list(range(len(TEXTS))), "text": TEXTS} | columns)
+def write_pairs(path: Path, names=("prompt", "response")) -> str:
+    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in PAIRS))
+    return str(path)
 
 
-def write_table(path, content, how):
-    if how == "parquet":
-        pq.write_table(content, path, row_group_size=7)
-    elif how == "feather":
-        feather.write_feather(content, path, compression="zstd", chunksize=7)
-    else:
-        new = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[how]
-        with new(str(path), content.schema) as writer:
-            writer.write_table(content, max_chunksize=7)
-    return path
+def test_of_a_prompt_and_its_completion_the_completion_alone_is_asked_for(base, tokenizer, tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl")
+    windows = windows_of(base, train_urls=[path], format=SupervisedFormat(separate_with="=>"))
+    cache, bos, eos = windows.cache, tokenizer.bos_id, tokenizer.eos_id
+    for number, (prompt, completion) in enumerate(PAIRS):
+        own = slice(*cache.offsets[number : number + 2])
+        # As a model is asked: the prompt's tokens do not depend on what follows it.
+        asked, answer = tokenizer.encode_batch([prompt + "=>", completion])
+        assert cache.tokens[own].tolist() == [bos, *asked, *answer, eos]
+        assert cache.targets[own].tolist() == [0] * (1 + len(asked)) + [1] * (len(answer) + 1)
 
 
-@pytest.mark.parametrize("compression", COMPRESS)
-@pytest.mark.parametrize("suffix", [".txt", ".py", ".jsonl", ".json"])
-def test_text_and_records_in_every_compression(tmp_path, suffix, compression):
-    records = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
-    raw = {".jsonl": lines(records), ".json": json.dumps(records).encode()}.get(suffix, TEXTS[0].encode())
-    path = tmp_path / f"x{suffix}{compression}"
-    path.write_bytes(COMPRESS[compression](raw))
-    found = read(path)
-    assert [document.text for document in found] == (TEXTS if suffix.startswith(".json") else TEXTS[:1])
-    positions = [document.position for document in found]
-    assert positions == sorted(positions)
-    assert positions[-1] == path.stat().st_size
+def test_supervised_fields(base, tmp_path):
+    first, second = write_pairs(tmp_path / "a.jsonl"), write_pairs(tmp_path / "b.jsonl", ("x", "y"))
+
+    def seen(number: int, url: str, **keys) -> list:
+        columns = windows_of(base, train_urls=[url], cache_dir=f"{tmp_path}/{number}", format=SupervisedFormat(**keys))
+        return [c.tolist() for c in columns.read(np.arange(len(columns))).values()]
+
+    usual = seen(0, first)
+    assert usual == seen(1, second, input_field="x", output_field="y")
+    for number, keys in enumerate(({"separate_with": " "}, {"mask_inputs": False}, {"pack": False}), start=2):
+        assert seen(number, first, **keys) != usual, keys
+    with pytest.raises(ConfigError, match="line 1: no text under 'prompt': its keys: x, y"):
+        seen(9, second)
 
 
-@pytest.mark.parametrize("compression", COMPRESS)
-def test_compressed_pieces_one_after_another(tmp_path, compression):
-    path = tmp_path / f"x.jsonl{compression}"
-    path.write_bytes(b"".join(COMPRESS[compression](lines([{"text": text}])) for text in TEXTS[:3]))
-    assert texts(path) == TEXTS[:3]
+def test_every_format_and_field_is_shown_somewhere():
+    found = {
+        name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
+    }
+    assert found == {
+        "chat": ["pack", "messages_field", "chat_template", "mask_user_turns"],  # tests/data/test_chat_format.py
+        "pretokenized": ["input_ids_key"],
+        "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
+        "text": ["text_key"],
+    }
 
 
-def test_zstd_of_the_reference_implementation(tmp_path):
-    (tmp_path / "x.jsonl.zst").write_bytes(ZSTD * 2)
-    assert texts(tmp_path / "x.jsonl.zst") == ["from zstd", "from zstd"]
+def test_a_format_names_its_text_key(base, tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl")
+    first = windows_of(base, train_urls=[path], format=TextFormat(text_key="response"))
+    second = windows_of(base, train_urls=[path], text_key="response", cache_dir=f"{tmp_path}/other")
+    assert first.cache.fingerprint == second.cache.fingerprint
+    with pytest.raises(ConfigError, match="text_key: 'prompt' has no effect"):
+        windows_of(base, train_urls=[path], text_key="prompt", format=TextFormat(text_key="response"))
+    with pytest.raises(ConfigError, match="text_key: 'prompt' has no effect"):
+        windows_of(base, train_urls=[path], text_key="prompt", format=ChatFormat(chat_template="x"))
 
 
-def test_one_record(tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps({"body": "größe", "id": 1}))
-    assert texts(tmp_path / "x.json", "body") == ["größe"]
-    (tmp_path / "x.json").write_text(" \n")
-    assert texts(tmp_path / "x.json") == []
-
-
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
-)
-@pytest.mark.parametrize("how", ["parquet", "stream", "file", "feather"])
-def test_tables(tmp_path, how, kind):
-    path = tmp_path / ("x.parquet" if how == "parquet" else "x.arrow")
-    if how == "feather" and kind == pa.string_view():
-        pytest.skip("feather's writer takes no views")
-    found = read(write_table(path, table(body=pa.array(TEXTS[::-1]).cast(kind)), how), "body")
-    assert [document.text for document in found] == TEXTS[::-1]
-    positions = [document.position for document in found]
-    assert positions == sorted(positions)
-    assert 0 < positions[0] < positions[-1] <= path.stat().st_size
-    assert positions[-1] > 0.9 * path.stat().st_size or how in ("stream", "file")
-
-
-def test_tables_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_ROWS", 4)
-    for how in ("parquet", "stream", "file"):
-        path = tmp_path / ("x.parquet" if how == "parquet" else "x.arrow")
-        assert texts(write_table(path, table(), how)) == TEXTS
-
-
-def test_memory_does_not_grow_with_the_table(tmp_path):
-    text = "".join(random.Random(0).choices("abcdefgh ", k=1 << 16))
-    schema = pa.schema({"text": pa.string()})
-    with pq.ParquetWriter(tmp_path / "x.parquet", schema, compression="none", use_dictionary=False) as writer:
-        for _ in range(16):
-            writer.write_table(pa.table({"text": [text] * 64}, schema))
-    before, most = pa.total_allocated_bytes(), 0
-    for _ in find_files([str(tmp_path / "x.parquet")], "x", "text")[0].read():
-        most = max(most, pa.total_allocated_bytes() - before)
-    assert most < 0.4 * (tmp_path / "x.parquet").stat().st_size
-
-
-@pytest.mark.parametrize("compression", list(COMPRESS)[1:])
-def test_truncated_and_damaged_compression(tmp_path, compression):
-    noise = random.Random(0)
-    raw = lines([{"text": "".join(noise.choices("abcdefghijklmnop", k=500))} for _ in range(200)])
-    whole = COMPRESS[compression](raw)
-    path = tmp_path / f"x.jsonl{compression}"
-    for cut in (1, 4, 20, len(whole) // 2, len(whole) - 3):
-        path.write_bytes(whole[:-cut])
-        with pytest.raises(ConfigError, match=rf"x\.jsonl\{compression}: line \d+: the file is truncated, damaged"):
-            read(path)
-    path.write_bytes(b"this was never compressed")
-    with pytest.raises(ConfigError, match=r"line 1: the file is truncated, damaged, or not what its name says"):
-        read(path)
-    path = tmp_path / f"x.txt{compression}"
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=r"x\.txt.*: while it was read: the file is truncated"):
-        read(path)
-
-
-@pytest.mark.parametrize("how", ["parquet", "stream", "file"])
-def test_truncated_tables(tmp_path, how):
-    path = write_table(tmp_path / ("x.parquet" if how == "parquet" else "x.arrow"), table(), how)
-    whole = path.read_bytes()
-    for size in (len(whole) // 3, len(whole) - 300, 5):
-        path.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"x\.\w+: row \d+: the file is truncated, damaged"):
-            read(path)
-
-
-@pytest.mark.parametrize("how", ["parquet", "stream", "file"])
-class TestTablesWithoutText:
-    def refused(self, tmp_path, how, content, message, text_key="text"):
-        path = tmp_path / ("x.parquet" if how == "parquet" else "x.arrow")
-        with pytest.raises(ConfigError, match=rf"x\.\w+: {message}"):
-            read(write_table(path, content, how), text_key)
-
-    def test_no_such_column(self, tmp_path, how):
-        message = r"no column 'body' \(data\.text_key\)\. Its columns: id \(int64\), text \(string\)"
-        self.refused(tmp_path, how, table(), message, "body")
-
-    def test_a_column_of_something_else(self, tmp_path, how):
-        self.refused(tmp_path, how, table(), r"column 'id' \(data\.text_key\) holds int64, not text", "id")
-        self.refused(tmp_path, how, table(raw=[b"x"] * 40), r"column 'raw' .* holds binary, not text", "raw")
-
-    def test_null(self, tmp_path, how):
-        content = table(body=[*TEXTS[:20], None, *TEXTS[21:]])
-        self.refused(tmp_path, how, content, r"row 21: the text under data\.text_key 'body' is null", "body")
-
-    def test_not_utf8(self, tmp_path, how):
-        raw = pa.array([*[b"good"] * 20, b"\xff\xfe", *[b"good"] * 19])
-        content = table(body=pa.Array.from_buffers(pa.string(), 40, raw.buffers()))
-        self.refused(tmp_path, how, content, r"row 21: not UTF-8 text \(invalid start byte at offset 0\)", "body")
+def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
+    documents = [[1, 2, 3, 4], [299, 0, 7, 7]]
+    flat = [*documents[0], *documents[1]]
+    np.save(tmp_path / "rows.npy", np.array(documents, np.uint16))
+    np.save(tmp_path / "one.npy", np.array(documents[0], np.int64))
+    pq.write_table(pa.table({"ids": documents}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in documents))
+    for number, (name, key) in enumerate({"rows.npy": "input_ids", "a.parquet": "ids", "a.jsonl": "input_ids"}.items()):
+        cache = windows_of(
+            base, 4, train_urls=[f"{tmp_path}/{name}"], cache_dir=f"{tmp_path}/{number}", format=PretokenizedFormat(key)
+        ).cache
+        assert (cache.tokens.tolist(), cache.offsets.tolist()) == (flat, [0, 4, 8])
+        assert cache.num_bytes == tokenizer.token_bytes()[flat].sum()
+    both = windows_of(base, 4, train_urls=[f"{tmp_path}/*.npy"], format=PretokenizedFormat())
+    assert list(both.cache.documents_of.values()) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("ids", "said"),
     [
-        ("x.json", b'[{"text": "a"},\n {"text": ]', r"x\.json: not JSON \(Expecting value at line 2, column 11\)"),
-        ("x.json", b'{"text": "a"}\n{"text": "b"}', r"x\.json: not JSON .*its name should end in \.jsonl"),
-        ("x.json", b'[{"text": "a"}, {"body": "b"}]', r"x\.json: record 2: no text under .*'text'\. Its keys: body"),
-        ("x.json", b'[{"text": null}]', r"x\.json: record 1: no text under data\.text_key 'text' \(it is null\)"),
-        ("x.json", b'"text"', r"x\.json: record 1: no text under .* keys: none"),
-        ("x.json", b'[{"text": "a\\ud800"}]', r"x\.json: record 1: the text is not Unicode"),
-        (
-            "x.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n{"text": "\xff"}\n', mtime=0),
-            r"x\.jsonl\.gz: line 2: not UTF-8 text",
-        ),
+        ([0, 300], "the token id 300, but the tokenizer has 300"),
+        ([-1], "token id -1"),
+        (["a"], "whole numbers"),
+        ([0.5], "whole"),
     ],
 )
-def test_unreadable_records_name_file_and_place(tmp_path, name, content, message):
-    refused(tmp_path / name, content, read, message)
+def test_what_is_no_token(base, tmp_path, ids, said):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": ids}) + "\n")
+    with pytest.raises(ConfigError, match=said):
+        windows_of(base, train_urls=[f"{tmp_path}/a.jsonl"], format=PretokenizedFormat())
 
 
-@pytest.mark.parametrize(
-    ("name", "ending"),
-    [("x.csv", ".csv"), ("x.csv.gz", ".csv.gz"), ("x.parquet.gz", ".parquet.gz"), ("x.gz", ".gz"), ("x", "")],
-)
-def test_other_suffixes(tmp_path, name, ending):
-    (tmp_path / name).write_text("x")
-    with pytest.raises(ConfigError, match=rf"ends in '{ending}'\. Allowed: \.txt, \.jsonl, .*compressed by \.gz"):
-        read(tmp_path / name)
+def test_formats_and_files_that_do_not_go_together(base, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    np.save(tmp_path / "a.npy", np.arange(3))
+    (tmp_path / "b.npy").write_bytes(b"no array")
+    for name, how in {"a.txt": ChatFormat(chat_template="x"), "a.npy": TextFormat()}.items():
+        with pytest.raises(ConfigError, match=f"'{name}' cannot hold that"):
+            windows_of(base, train_urls=[f"{tmp_path}/{name}"], format=how)
+    with pytest.raises(ConfigError, match=r"b\.npy: not an array"):
+        windows_of(base, train_urls=[f"{tmp_path}/b.npy"], format=PretokenizedFormat())
+    with pytest.raises(ConfigError, match="holds token ids and no text"):
+        windows_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
+
+
+def test_levanter_1_11_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("no space behind this")
+    cache = windows_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
+    expected = [tokenizer.bos_id, *tokenizer.encode_batch(["no space behind this"])[0], tokenizer.eos_id]
+    assert cache.tokens.tolist() == expected
+    assert cache.num_bytes == len("no space behind this")
+
+
+def test_t9_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    windows_of(base, train_urls=[f"{tmp_path}/a.txt"])
+    small_tokenizer(310).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"made from something else:\n  tokenizer: .* then, .* now"):
+        windows_of(base, train_urls=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/other")
+
+
+def test_levanter_1_11_windows_are_shuffled_unless_one_says_otherwise():
+    assert DataConfig().shuffle is True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DOLLY.is_file(), reason="needs the shared data")
+def test_dolly_is_tokenized_as_transformers_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = DataConfig(
+        train_urls=[str(DOLLY)],
+        cache_dir=f"{tmp_path}/c",
+        tokenizer=str(GPT2),
+        format=SupervisedFormat(),
+        enforce_bos=False,
+    )
+    windows = windows_of(config, 512)
+    reference = transformers.AutoTokenizer.from_pretrained(str(GPT2))
+    records = [json.loads(line) for line in DOLLY.read_text().splitlines()]
+    kept = [record for record in records if record["response"]]
+    assert len(windows.cache.offsets) - 1 == len(kept)
+    for number, record in enumerate(kept):
+        own = slice(*windows.cache.offsets[number : number + 2])
+        prompt, answer = (reference(record[key])["input_ids"] for key in ("prompt", "response"))
+        assert windows.cache.tokens[own].tolist() == [*prompt, *answer, reference.eos_token_id]
+        assert windows.cache.targets[own].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
+    assert windows.padding < 0.25

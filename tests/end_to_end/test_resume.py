@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 MESHES = {
     "one device": (1, ()),
@@ -100,7 +100,7 @@ def test_goes_on_on_another_mesh(workplace, uninterrupted, mesh):
     losses, _, _ = uninterrupted("one device")
     place = workplace(1)
     place.write()
-    process = place.start(*arguments("one device"), module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")
+    process = place.start(*arguments("one device"), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     elsewhere = replace(place, devices=8)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_signals import RUN, process_end
+from tests.end_to_end.test_signals import RUN, process_end
 
 HEARTBEAT_S = 6
 
@@ -28,7 +28,9 @@ def test_a_lost_process_ends_the_others(workplace, number, lost):
     path.write_text(
         path.read_text().replace("  log_dir:", f"  distributed: {{heartbeat_timeout: {HEARTBEAT_S}s}}\n  log_dir:")
     )
-    processes = place.start_all(2, *RUN, module="tests.runs.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7")
+    processes = place.start_all(
+        2, *RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
+    )
     try:
         wait_until_lost(processes[lost].pid)
         began = time.monotonic()

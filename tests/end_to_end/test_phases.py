@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 TWO_PHASES = """
 phases:
@@ -66,7 +66,7 @@ def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
 def test_killed(whole, workplace, fault):
     devices, losses, _, last = whole
     place = start(workplace, devices)
-    process = place.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT=fault)
+    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     finished = place.run("--config_path", "run.yaml")
@@ -79,7 +79,9 @@ def test_killed(whole, workplace, fault):
 @pytest.mark.slow
 def test_cursor_tells_entry_from_end_and_a_damaged_entry_is_made_again(whole, workplace):
     place = start(workplace, whole[0])
-    process = place.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")
+    process = place.start(
+        "--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase"
+    )
     process.communicate(timeout=500)
     assert "step-12-adapt" in place.checkpoints()
     cursor = json.loads((place.folder / "checkpoints/run/step-12-adapt/run/cursor.json").read_text())

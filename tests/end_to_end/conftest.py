@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.commands import Workplace, make_corpus
+from tests.end_to_end.commands import Workplace, make_corpus
 
 
 @pytest.fixture(scope="session")

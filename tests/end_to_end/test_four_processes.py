@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.runs.commands import Workplace
-from tests.runs.test_signals import process_end
+from tests.end_to_end.commands import Workplace
+from tests.end_to_end.test_signals import process_end
 
 STEPS, ROWS = 8, 16
 RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3")
@@ -34,7 +34,7 @@ def test_each_row_is_read_by_one_process_and_the_losses_are_those_of_one(workpla
         place.write()
     result = alone.run(*RUN)
     assert result.code == 0, result.err
-    processes = four.start_all(4, *RUN, module="tests.runs.reading", JAXLM_TEST_READS="reads")
+    processes = four.start_all(4, *RUN, module="tests.end_to_end.reading", JAXLM_TEST_READS="reads")
     for code, _, err in [process_end(process) for process in processes]:
         assert code == 0, err
 

@@ -6,7 +6,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
 from jaxlm.run.startup import check_accelerator
-from tests.test_meshing import plan_of
+from tests.run.test_mesh_plan import plan_of
 
 
 def test_d22_require_accelerator_is_asked_for():

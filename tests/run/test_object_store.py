@@ -8,7 +8,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.gcs import BUCKET
-from tests.test_origin import Trainings
+from tests.run.test_init_from import Trainings
 
 
 @pytest.fixture

@@ -83,6 +83,12 @@ def test_no_file_is_too_long_and_none_is_unfinished():
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path
 
 
+def test_folders_are_small_enough_to_read():
+    assert len(list(SOURCE.glob("*.py"))) <= 12
+    folders = {path.parent for path in MODULES}
+    assert {str(f.relative_to(SOURCE)): n for f in folders if (n := len(list(f.glob("*.py")))) > 20} == {}
+
+
 def test_every_command_is_listed():
     commands = {path.stem for path in SOURCE.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     assert set(COMMANDS) == commands - {"__main__"}

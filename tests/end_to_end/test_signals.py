@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 RUN = ("--config_path", "run.yaml")
 
@@ -42,7 +42,9 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
 def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
     place = workplace(4 if processes == 2 else 1)
     place.write()
-    running = place.start_all(processes, *RUN, module="tests.runs.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7")
+    running = place.start_all(
+        processes, *RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
+    )
     results = [process_end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
     assert f"stopped by signal {int(number)}; saved as checkpoints/run/step-" in results[0][1]
@@ -56,7 +58,9 @@ def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
 def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
-    (code, _, err) = process_end(place.start(*RUN, module="tests.runs.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice"))
+    (code, _, err) = process_end(
+        place.start(*RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice")
+    )
     assert code == 143
     assert "step-7" not in place.checkpoints()
     assert "Traceback" not in err

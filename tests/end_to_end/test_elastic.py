@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 STEPS = 50
 TENSOR = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
@@ -45,7 +45,7 @@ def test_eight_four_two_one(workplace):
             assert result.code == 0, result.err
         else:
             signalled = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
-            result = here.run(*RUN, *mesh, module="tests.runs.signalled", **signalled)
+            result = here.run(*RUN, *mesh, module="tests.end_to_end.signalled", **signalled)
             assert result.code == 128 + signal.SIGTERM, result.err
             assert f"step-{stop}" in place.checkpoints()
     expected, found = logged(reference), logged(place)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tracker_files import tensorboard_events, wandb_records
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
+from tests.observe.tracker_files import tensorboard_events, wandb_records
 
 STEPS = 24
 FILES = {
@@ -96,7 +96,7 @@ def test_the_whole_guide_killed_twice_ends_the_same(workplace):
     environment = start(killed)
     for place in ("first phase", "second phase"):  # at step 8, and, from step 5 on, at step 14
         process = killed.start(
-            "--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT=place, **environment
+            "--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=place, **environment
         )
         process.communicate(timeout=500)
         assert process.returncode == -signal.SIGKILL

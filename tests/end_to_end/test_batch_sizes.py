@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.runs.test_mixture import write
+from tests.end_to_end.test_mixture import write
 
 SIZES = "[{start: 0, value: 8}, {start: 7, value: 16}, {start: 12, value: 24}]"
 RUN = ("--config_path", "run.yaml", "--trainer.train_batch_size", SIZES, "--trainer.per_device_parallelism", "8")
@@ -21,7 +21,7 @@ def test_killed_at_a_step_with_larger_batches_it_ends_the_same(workplace):
     for size, micro in ((8, 1), (16, 2), (24, 3)):
         assert f"compiling the step of phase 'train' for batches of {size} ..." in result.out
         assert f"{size} x 32 = {size * 32:,} tokens a step, {micro} micro-batches of 8" in result.out
-    process = killed.start(*RUN, module="tests.runs.dies", JAXLM_TEST_DIES_AT="first phase")
+    process = killed.start(*RUN, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     result = killed.run(*RUN)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.config.load import load_config
 from jaxlm.core.errors import ConfigError
-from tests.runs.commands import REPOSITORY, Workplace
+from tests.end_to_end.commands import REPOSITORY, Workplace
 
 ACME = REPOSITORY / "tests" / "plugins"
 RUN = ("--config_path", "run.yaml")

@@ -11,7 +11,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.evaluate import main
 from jaxlm.sample import main as sample
-from tests.runs.commands import Finished, Workplace
+from tests.end_to_end.commands import Finished, Workplace
 
 
 @pytest.fixture(scope="module")

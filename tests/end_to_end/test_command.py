@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 RUN = ("--config_path", "run.yaml")
 
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_compiling(workplace, fol
     [("sealing", r"No space left.*make room, and start"), ("writing arrays", "File too large")],
 )
 def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
-    full = {"module": "tests.runs.full_disk", "JAXLM_TEST_DISK_FULL": place}
+    full = {"module": "tests.end_to_end.full_disk", "JAXLM_TEST_DISK_FULL": place}
     result = again.run(*RUN, "--trainer.num_train_steps", "24", **full)
     assert result.code == 1
     assert re.search(said, result.err)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 MIXED = """
   configs:
@@ -34,7 +34,9 @@ def test_killed_in_the_middle_of_a_stage_it_ends_the_same(workplace):
         write(place)
     result = whole.run("--config_path", "run.yaml")
     assert result.code == 0, result.err
-    process = killed.start("--config_path", "run.yaml", module="tests.runs.dies", JAXLM_TEST_DIES_AT="first phase")
+    process = killed.start(
+        "--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase"
+    )
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     result = killed.run("--config_path", "run.yaml")

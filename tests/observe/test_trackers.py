@@ -21,7 +21,7 @@ from jaxlm.observe.trackers.guarded import GuardedTracker, Patience
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.trackio import TrackioConfig
 from jaxlm.observe.trackers.wandb import WandbConfig, WandbTracker
-from tests.engine.tracker_files import tensorboard_events, wandb_records
+from tests.observe.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"
 FACTS = RunFacts("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})

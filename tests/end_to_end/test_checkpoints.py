@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.engine.checkpoint.integrity import DamagedError, verify
-from tests.runs.commands import Workplace
+from tests.end_to_end.commands import Workplace
 
 RUN = ("--config_path", "run.yaml")
 
@@ -171,6 +171,6 @@ def test_killed_while_saving_thirty_times(finished, workplace, seed):
 def test_every_process_ends_with_the_checkpoint_that_process_0_commits(workplace):
     place = workplace(1)
     place.write()
-    processes = place.start_all(2, *RUN, "--trainer.num_train_steps", "6", module="tests.runs.slow_to_commit")
+    processes = place.start_all(2, *RUN, "--trainer.num_train_steps", "6", module="tests.end_to_end.slow_to_commit")
     ends = [process.communicate(timeout=300) for process in processes]
     assert ["ends with checkpoints/run/step-6\n" in out for out, _ in ends] == [True, True], ends

@@ -33,7 +33,7 @@ from tests.answers import LLAMA, write_instructions, write_model, write_tokenize
 SIZES = {"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 LORA = {"type": "lora", "target": "q_proj|v_proj|mlp", "rank": 4, "alpha": 8.0, "dropout": 0.1}
 PHASE = {"name": "lora", "surgery": [LORA], "trainable": [r"\.[ab]$"]}
-DOLLY = Path(__file__).parents[2] / "shared" / "data" / "dolly_instructions_700.jsonl"
+DOLLY = Path(__file__).parents[3] / "shared" / "data" / "dolly_instructions_700.jsonl"
 
 
 def busy(model):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.runs.commands import REPOSITORY
+from tests.end_to_end.commands import REPOSITORY
 
 GUIDE = REPOSITORY / "docs" / "howto" / "flax.md"
 
@@ -29,7 +29,7 @@ def test_killed_and_resumed_it_is_the_same_run(workplace, kind, devices):
     arguments = ("--config_path", "run.yaml")
     finished = whole.run(*arguments)
     assert finished.code == 0, finished.err
-    process = killed.start(*arguments, module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase")
+    process = killed.start(*arguments, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     finished = killed.run(*arguments)
@@ -86,7 +86,10 @@ def test_on_the_data_of_the_quickstart(workplace, kind):
     assert one[-1] < one[0] - 1.5
     flags = "--xla_force_host_platform_device_count=8"
     process = places["killed"].start(
-        *("--config_path", "run.yaml"), module="tests.runs.dies", JAXLM_TEST_DIES_AT="second phase", XLA_FLAGS=flags
+        *("--config_path", "run.yaml"),
+        module="tests.end_to_end.dies",
+        JAXLM_TEST_DIES_AT="second phase",
+        XLA_FLAGS=flags,
     )
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL

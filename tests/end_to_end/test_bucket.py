@@ -14,9 +14,9 @@ import pytest
 
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS
 from jaxlm.engine.checkpoint.remote import RemoteFolder
+from tests.end_to_end.commands import Workplace
+from tests.end_to_end.test_signals import process_end
 from tests.gcs import BUCKET
-from tests.runs.commands import Workplace
-from tests.runs.test_signals import process_end
 
 URL = f"gs://{BUCKET}/pod"
 STEPS = 12
@@ -60,7 +60,7 @@ def finish(where: Sequence[Workplace], url: str, run_id: str, environment: dict[
 def killed(where: Sequence[Workplace], url: str, environment: dict[str, str], process: int, name: str) -> None:
     """Trains until a process kills itself inside of a save, and kills the other one then."""
     environment = environment | {"JAXLM_TEST_DIES_SAVING": f"{process}:{name}"}
-    running = start(where, url, "x", environment, module="tests.runs.dies_saving")
+    running = start(where, url, "x", environment, module="tests.end_to_end.dies_saving")
     assert running[process].wait(timeout=300) == -signal.SIGKILL, running[process].communicate()
     running[1 - process].kill()
     for each in running:
