@@ -28,11 +28,11 @@ import numpy as np
 import tokenizers
 
 from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_recipe
+from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.mixture import Mixture, Stage
-from jaxlm.data.packing import Windows
+from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.sources.files import find_files
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -70,15 +70,18 @@ def main() -> None:
 def reading(folder: Path, repeats: int) -> dict[str, float]:
     """Tokens/s on one core: of one source, and of a mixture of several whose weights change within each repeat."""
     caches = [_random_cache(folder / str(number), CACHE_TOKENS // MIXED) for number in range(MIXED)]
-    mixed = {f"source{number}": Windows(cache, SEQ_LEN) for number, cache in enumerate(caches)}
+    mixed = {f"source{number}": PackedSequences(cache, SEQ_LEN) for number, cache in enumerate(caches)}
     weights = [dict(zip(mixed, values, strict=True)) for values in ((5, 3, 1, 1), (1, 2, 3, 4))]
     examples = BATCHES_A_REPEAT * BATCH
     stages = [
-        Stage(number * examples // 2, block_counts(weights[number % 2], list(mixed), 2048))
+        MixtureStage(number * examples // 2, block_counts(weights[number % 2], list(mixed), 2048))
         for number in range(2 * (repeats + 1))
     ]
     single = Mixture(
-        {"": Windows(_random_cache(folder, CACHE_TOKENS), SEQ_LEN)}, [Stage(0, (1,))], seed=0, shuffle=True
+        {"": PackedSequences(_random_cache(folder, CACHE_TOKENS), SEQ_LEN)},
+        [MixtureStage(0, (1,))],
+        seed=0,
+        shuffle=True,
     )
     mixture = Mixture(mixed, stages, seed=0, shuffle=True)
     cores = os.sched_getaffinity(0)
@@ -159,7 +162,7 @@ def _texts(characters: int) -> list[str]:
 
 
 def _build(folder: Path, files: list[TextFile], tokenizer: Tokenizer) -> int:
-    made_from = cache_recipe(files, tokenizer, bos=False, eos=False)
+    made_from = cache_key(files, tokenizer, bos=False, eos=False)
     encoder = TextFormat().encoder(tokenizer, bos=False, eos=False, key="")
     cache = open_or_build(folder, files, encoder, made_from, lambda _: None)
     shutil.rmtree(folder)

@@ -33,14 +33,14 @@ from jaxlm.bench import random_batch
 from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.load import load_config
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.metrics import Listener, Reports, Workload
-from jaxlm.engine.phases import entering
-from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
+from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener, TrackerListener
 from jaxlm.observe.trackers import JsonlTracker
-from jaxlm.observe.trackers.base import RunFacts, Tracker
-from jaxlm.observe.trackers.guarded import GuardedTracker, Patience
+from jaxlm.observe.trackers.base import RunInfo, Tracker
+from jaxlm.observe.trackers.guarded import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.run.compile import compile_step
@@ -48,7 +48,7 @@ from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
 
 _TRIMMED, _BOOTSTRAPS = 0.1, 2000
-_SETTLE_S = Patience().gather_s + 0.2  # a tracker's thread is done with what came before
+_SETTLE_S = TrackerTimeouts().gather_s + 0.2  # a tracker's thread is done with what came before
 _WARMUP_PAIRS, _FEWEST_PAIRS = 2, 10
 
 
@@ -67,10 +67,10 @@ def main() -> None:
     if options.keep is not None:
         pairs = (json.loads(options.keep.read_text()) if options.keep.exists() else []) + pairs
         options.keep.write_text(json.dumps(pairs))
-    show(pairs, cpu_s)
+    log(pairs, cpu_s)
 
 
-def show(pairs: Sequence[tuple[float, float]], cpu_s: dict[str, float]) -> None:
+def log(pairs: Sequence[tuple[float, float]], cpu_s: dict[str, float]) -> None:
     """Prints the result. Args: pairs: seconds of a step (silent, logged). cpu_s: of a logged step, by who took it."""
     silent, logged = np.asarray(pairs).T
     logs = np.log(logged / silent)
@@ -122,19 +122,19 @@ def measure(
     trackers = open_trackers(plan, folder)  # first: wandb takes seconds to begin
     phase = plan.phases[0]
     step = compile_step(plan, phase, print).call
-    state = entering(plan.recipe, phase, plan.layout, None)()
-    vote, batch = Ballot(plan.layout).cast(Wishes()), random_batch(plan, 0)
+    state = enter_phase(plan.recipe, phase, plan.layout, None)()
+    flags, batch = FlagSync(plan.layout).to_devices(SyncFlags()), random_batch(plan, 0)
     listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
     switch = Switch(listeners)
     workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
-    reports = Reports("train", workload, [switch])
+    reports = AsyncMetrics("train", workload, [switch])
     found: list[tuple[float, float]] = []
     number = 0
 
     def one_step() -> None:
         nonlocal state, number
         number += 1
-        state, report = step(state, batch, vote)
+        state, report = step(state, batch, flags)
         reports.push(number, report, 0.0)
 
     def stretch(on: bool) -> float:
@@ -166,12 +166,11 @@ def measure(
 
 def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
     """The metrics file, TensorBoard and Weights & Biases, as a run opens them."""
-    facts = RunFacts(
-        "logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()}
-    )
+    facts = RunInfo("logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()})
     foreign = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
     guarded = [
-        GuardedTracker(choice_name(type(config)), lambda config=config: config.open(facts), print) for config in foreign
+        BackgroundTracker(choice_name(type(config)), lambda config=config: config.open(facts), print)
+        for config in foreign
     ]
     return [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *guarded]
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import Key, Section, sections
+from jaxlm.config.schema import ConfigKey, ConfigSection, sections
 
 GUIDE = Path(__file__).parent / "guide.md"
 FIRST = "## Top level\n"
@@ -38,7 +38,7 @@ def _parts() -> Iterator[list[str]]:
         yield heading + table
 
 
-def _heading(section: Section) -> list[str]:
+def _heading(section: ConfigSection) -> list[str]:
     if section.choice is not None:
         return [f"With `type: {section.choice}`:", ""]
     if not section.path:
@@ -48,7 +48,7 @@ def _heading(section: Section) -> list[str]:
     return [f"{level} `{section.path}`", "", section.meaning[:1].upper() + section.meaning[1:] + absent, ""]
 
 
-def example(section: Section, key: Key) -> str:
+def example(section: ConfigSection, key: ConfigKey) -> str:
     """A value that the key may have, as YAML on one line. Raises `KeyError` where docs/examples.yaml says none."""
     places = section.path.split(".")
     for depth in range(len(places), 0, -1):

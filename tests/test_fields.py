@@ -24,7 +24,7 @@ import pytest
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.config.trainer import TrainerConfig
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
@@ -40,9 +40,9 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
-from jaxlm.observe.trackers import RunFacts, TrackerConfig, environment
+from jaxlm.observe.trackers import RunInfo, TrackerConfig, environment
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import trace_step
 from jaxlm.run.plan import make_plan
 from jaxlm.run.startup import check_performance, describe
@@ -272,7 +272,7 @@ def changed(base: dict[str, Any], path: str) -> dict[str, Any]:
 
 def automatic(base: dict[str, Any], path: str) -> Any:
     """Twice a number, the opposite of a switch."""
-    node: Any = decode_run(Source(base), None)
+    node: Any = decode_run(ConfigSource(base), None)
     for key in path.replace("surgery.", "phases.0.surgery.0.").split("."):
         node = node[int(key)] if isinstance(node, list) else getattr(node, key)
     if isinstance(node, bool):
@@ -284,7 +284,7 @@ def automatic(base: dict[str, Any], path: str) -> Any:
 
 
 def plan_of(base: dict[str, Any]) -> Any:
-    return make_plan(decode_run(Source(base), None), base["trainer"]["id"], 64)
+    return make_plan(decode_run(ConfigSource(base), None), base["trainer"]["id"], 64)
 
 
 def rates(plan: Any) -> list[list[float]]:
@@ -313,7 +313,7 @@ def programs(plan: Any) -> list[str]:
 
 
 def initial_parameters(plan: Any) -> list[tuple[Any, ...]]:
-    leaves = jax.tree.leaves(plan.recipe.operate(plan.recipe.first_model(), plan.phases[0]))
+    leaves = jax.tree.leaves(plan.recipe.apply_surgeries(plan.recipe.initial_model(), plan.phases[0]))
     return [(x.shape, x.dtype, np.asarray(x).tobytes()) for x in leaves]
 
 
@@ -374,8 +374,8 @@ def test_data_fields(name, tmp_path):
         config = DataConfig(
             **({"train_urls": [f"{tmp_path}/a.jsonl"], "cache_dir": f"{tmp_path}/{cache}", "vocab_size": 280} | changes)
         )
-        tokenizer = config.load_tokenizer(show=lambda _: None)
-        data = config.open(tokenizer, 16, show=lambda _: None)
+        tokenizer = config.load_tokenizer(log=lambda _: None)
+        data = config.open(tokenizer, 16, log=lambda _: None)
         eight = BatchSchedule.constant(8)
         batches = train_batches(data.examples(eight, seed=0), eight, plan_of(tree()).layout)
         batch = next(batches)
@@ -384,7 +384,7 @@ def test_data_fields(name, tmp_path):
         return [np.asarray(x).tolist() for x in jax.tree.leaves(batch)] + [len(data.validation), folders]
 
     first = DataConfig(train_urls=[f"{tmp_path}/b.txt"], cache_dir=f"{tmp_path}/t", vocab_size=270)
-    first.load_tokenizer(show=lambda _: None).save(tmp_path / "saved")
+    first.load_tokenizer(log=lambda _: None).save(tmp_path / "saved")
     usual = made("usual")
     change = {name: [u.format(corpus=tmp_path) for u in DATA[name]] if isinstance(DATA[name], list) else DATA[name]}
     if isinstance(DATA[name], str):
@@ -437,7 +437,7 @@ def test_sample_fields(name, tmp_path):
     }
     (tmp_path / "a.txt").write_text("abcd " * 200)
     tokenizer = DataConfig(train_urls=[f"{tmp_path}/a.txt"], cache_dir=f"{tmp_path}/c", vocab_size=260).load_tokenizer(
-        show=lambda _: None
+        log=lambda _: None
     )
     plan = plan_of(tree())
     model = plan.recipe.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
@@ -522,7 +522,7 @@ def test_tracker_fields(kind, name, tmp_path, monkeypatch):
         monkeypatch.setattr(environment, "repository", lambda: tmp_path)
         config = TrackerConfig.get_known_choices()[kind](**changes)
         config.check()
-        config.open(RunFacts("run", 0, False, {}, "", {})).close()
+        config.open(RunInfo("run", 0, False, {}, "", {})).close()
         return re.sub(r" at 0x\w+|id='\d+'", "", str(library.mock_calls))
 
     assert told() == told()
@@ -533,7 +533,7 @@ def test_profiler_fields(tmp_path):
     def recorded(**changes: Any) -> list[int]:
         config = ProfilerConfig(**{"start_step": 3, "num_steps": 4} | changes)
         phase = plan_of(tree()).phases[0]
-        hook = ProfileHook(config, tmp_path, phase, first_step=2, until=phase.end, program=str, show=print)
+        hook = ProfileHook(config, tmp_path, phase, first_step=2, until=phase.end, program=str, log=print)
         return [step for step in range(100) if hook.due(step)]
 
     assert [field.name for field in dataclasses.fields(ProfilerConfig)] == ["start_step", "num_steps"]
@@ -562,7 +562,7 @@ def test_distributed_fields(monkeypatch):
 def test_compiled_programs_are_kept_where_the_field_says(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     try:
-        keep_compiled_programs(str(tmp_path))
+        enable_compilation_cache(str(tmp_path))
         assert Path(jax.config.jax_compilation_cache_dir) == tmp_path
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -570,7 +570,9 @@ def test_compiled_programs_are_kept_where_the_field_says(tmp_path):
 
 def test_a_phase_has_data_of_its_own():
     config = decode_run(
-        Source(tree(data={"train_urls": ["a"]}, phases=[{"name": "p"}, {"name": "q", "data": {"train_urls": ["b"]}}])),
+        ConfigSource(
+            tree(data={"train_urls": ["a"]}, phases=[{"name": "p"}, {"name": "q", "data": {"train_urls": ["b"]}}])
+        ),
         None,
     )
     assert [d.train_urls for d in make_plan(config, "x", 64).data] == [["a"], ["b"]]

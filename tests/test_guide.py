@@ -15,8 +15,8 @@ import pytest
 from jaxlm.config.load import decode_run
 from jaxlm.config.plugins import is_import_path
 from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import Section, sections
-from jaxlm.config.yaml import Source, load_yaml, parse_value
+from jaxlm.config.schema import ConfigSection, sections
+from jaxlm.config.yaml import ConfigSource, load_yaml, parse_value
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.families.qwen3 import Qwen3Config
@@ -64,7 +64,7 @@ def test_every_example_can_be_read_and_says_something(tmp_path, monkeypatch):
     # What makes each section be there, and be of the type whose keys are looked at.
     required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
 
-    def run_with(section: Section, given: dict[str, Any]) -> RunConfig:
+    def run_with(section: ConfigSection, given: dict[str, Any]) -> RunConfig:
         value: Any = {"type": section.choice, **given} if section.choice else given
         places = section.path.split(".") if section.path else []
         while places:
@@ -74,10 +74,10 @@ def test_every_example_can_be_read_and_says_something(tmp_path, monkeypatch):
             elif last == "NAME":
                 value = {"name": value}
             else:
-                around = Section(".".join(places), None, True, "", ())
+                around = ConfigSection(".".join(places), None, True, "", ())
                 beside = required.get((around.path, None), ())
                 value = {key.name: parse_value(example(around, key)) for key in beside} | {last: value}
-        return decode_run(Source(value), "example")
+        return decode_run(ConfigSource(value), "example")
 
     for section in found:
         needed = {key.name: parse_value(example(section, key)) for key in required[section.path, section.choice]}
@@ -119,4 +119,4 @@ def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
     an_adapter_of_peft(Path("adapter-folder"))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
-        decode_run(Source(load_yaml(tmp_path / f"{number}.yaml").tree), "document")
+        decode_run(ConfigSource(load_yaml(tmp_path / f"{number}.yaml").tree), "document")

@@ -14,14 +14,14 @@ import yaml
 
 from jaxlm.config.load import decode_run, read_config, run_id_of
 from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.engine.checkpoint.policy import KeepRule
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mpt import MptConfig
-from jaxlm.observe.trackers import RunFacts, environment
+from jaxlm.observe.trackers import RunInfo, environment
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.optim.adam import AdamConfig
@@ -120,7 +120,7 @@ def test_trackers_as_the_guide_writes_them(read):
 
 
 def fresh(text: str = "{}") -> RunConfig:
-    return decode_run(Source(yaml.safe_load(text)), "mine")
+    return decode_run(ConfigSource(yaml.safe_load(text)), "mine")
 
 
 def test_t10_d1_the_documented_learning_rate():
@@ -174,7 +174,7 @@ def test_d12_tensorboard_files_go_below_the_runs_name(monkeypatch):
     writer = mock.MagicMock()
     monkeypatch.setattr("tensorboardX.SummaryWriter", writer)
     monkeypatch.setattr(environment, "packages", list)
-    TensorboardConfig().open(RunFacts("mine", 0, True, {}, "", {}))
+    TensorboardConfig().open(RunInfo("mine", 0, True, {}, "", {}))
     assert writer.call_args.args == (str(Path("tblogs/mine")),)
 
 

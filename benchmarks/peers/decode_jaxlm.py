@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from jaxlm.models.inference.generate import Decoding, continued
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.unstacked import Generator
 from jaxlm.run.load_model import open_model
 
 
@@ -17,16 +17,16 @@ def main() -> None:
     batch, length, new, repeats = map(int, numbers)
     named = open_model(folder, {"trainer.mp": "f32"})
     with named.plan.layout.use():
-        writer = Writer.of(named.for_use())
+        writer = Generator.of(named.for_use())
         prompts = np.random.default_rng(0).integers(0, 1000, size=(batch, length)).tolist()
-        decoding = Decoding(new, temperature=0.0)
+        decoding = GenerationConfig(new, temperature=0.0)
         began = time.perf_counter()
-        rows = continued(writer, prompts, decoding)
+        rows = generate_tokens(writer, prompts, decoding)
         first = time.perf_counter() - began
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
-            rows = continued(writer, prompts, decoding)
+            rows = generate_tokens(writer, prompts, decoding)
             times.append(time.perf_counter() - began)
     rates = [batch * new / seconds for seconds in times]
     print(json.dumps({"tokens_per_second": rates, "first_s": first, "tokens": rows}))

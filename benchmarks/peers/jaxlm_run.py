@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.imports import resting
+from jaxlm.core.imports import gc_paused
 
-with resting():
+with gc_paused():
     from jaxlm.bench import random_batch
     from jaxlm.config.load import decode_run
-    from jaxlm.config.yaml import Source
+    from jaxlm.config.yaml import ConfigSource
     from jaxlm.core import tree
-    from jaxlm.engine.phases import entering
-    from jaxlm.engine.sync import Ballot, Wishes
-    from jaxlm.run.compilation_cache import keep_compiled_programs
+    from jaxlm.engine.phases import enter_phase
+    from jaxlm.engine.sync import FlagSync, SyncFlags
+    from jaxlm.run.compilation_cache import enable_compilation_cache
     from jaxlm.run.compile import compile_step
     from jaxlm.run.plan import make_plan
 
 
 def config(micro: int, folder: str):
     return decode_run(
-        Source(
+        ConfigSource(
             {
                 "data": {"vocab_size": common.VOCAB},
                 "model": {
@@ -78,19 +78,19 @@ def main():
     micro = int(sys.argv[2])
     clock = common.Clock(f"jaxlm, {micro} micro-batch(es)", common.num_steps())
     if len(sys.argv) > 3:
-        keep_compiled_programs(sys.argv[3])
+        enable_compilation_cache(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
         plan = make_plan(config(micro, folder), "peer", common.VOCAB)
         with plan.layout.use():
             phase = plan.phases[0]
-            enter = entering(plan.recipe, phase, plan.layout, None)
+            enter = enter_phase(plan.recipe, phase, plan.layout, None)
             step = compile_step(plan, phase, lambda _: None).call
             state = enter()
             state = type(state)(**{**vars(state), "model": loaded(state.model, common.weights())})
-            vote = Ballot(plan.layout).cast(Wishes())
+            flags = FlagSync(plan.layout).to_devices(SyncFlags())
             like = random_batch(plan, 0)
             for number in range(clock.num_steps):
-                state, report = step(state, given_batch(like, number), vote)
+                state, report = step(state, given_batch(like, number), flags)
                 clock.tick(report.metrics["train/loss"])
     clock.answer(version=jax.__version__, folder=str(Path(folder).name))
 

@@ -25,13 +25,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.types import TokenBatch
-from jaxlm.engine.phases import entering
-from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.forecast.forecast import forecast_all, simulate_devices
-from jaxlm.forecast.hlo import collectives_a_run, kernels
+from jaxlm.forecast.hlo import collectives_per_run, kernels
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.observe.console import Console, table
-from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import CompiledStep, abstract_batch, compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.exit_codes import run_command
@@ -118,27 +118,27 @@ def _main(arguments: Sequence[str]) -> int:
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)
     console = Console()
-    console.show(table("benchmark", describe(plan)))
-    keep_compiled_programs(config.trainer.compilation_cache_dir)
+    console.log(table("benchmark", describe(plan)))
+    enable_compilation_cache(config.trainer.compilation_cache_dir)
     with plan.layout.use():
         result = measure(plan, console, steps=steps, warmup=warmup)
-    console.show(table("result", _rows(result)))
-    console.show(json.dumps(asdict(result)))
+    console.log(table("result", _rows(result)))
+    console.log(json.dumps(asdict(result)))
     return 0
 
 
 def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     """Runs the first phase's step on random tokens. Call it inside `plan.layout.use()`."""
     phase = plan.phases[0]
-    step = compile_step(plan, phase, console.show)
+    step = compile_step(plan, phase, console.log)
     step.require_room()
-    state = entering(plan.recipe, phase, plan.layout, None)()
+    state = enter_phase(plan.recipe, phase, plan.layout, None)()
     batches = [random_batch(plan, seed) for seed in range(4)]
-    vote = Ballot(plan.layout).cast(Wishes())
+    flags = FlagSync(plan.layout).to_devices(SyncFlags())
     dispatch, whole = [], []
     for number in range(warmup + steps):
         began = time.perf_counter()
-        state, report = step.call(state, batches[number % len(batches)], vote)
+        state, report = step.call(state, batches[number % len(batches)], flags)
         dispatched = time.perf_counter()
         jax.block_until_ready(report)
         dispatch.append(dispatched - began)
@@ -187,7 +187,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch: list[float], whole: list[f
     peaks = None if peak is None else peak * len(devices)
     text = step.call.as_text() or ""
     moved: dict[str, tuple[int, int]] = {}
-    for collective, number in collectives_a_run(text).items():
+    for collective, number in collectives_per_run(text).items():
         before = moved.get(collective.kind, (0, 0))
         moved[collective.kind] = (before[0] + number, before[1] + number * collective.num_bytes)
     quartiles = statistics.quantiles(whole, n=4) if len(whole) > 1 else [seconds] * 3

@@ -18,11 +18,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import Decoding, stream
-from jaxlm.models.inference.prefix_cache import Kept
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.generate import GenerationConfig, stream_tokens
+from jaxlm.models.inference.prefix_cache import PrefixCache
+from jaxlm.models.inference.unstacked import Generator
 from jaxlm.run.exit_codes import run_command
-from jaxlm.run.generation_options import add_decoding_options, decoding_of
+from jaxlm.run.generation_options import add_generation_options, generation_config_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 _EVERY = 4  # tokens that are shown at once
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat_template", default=None, help="a template, or the path of a .jinja file (default: the tokenizer's)"
     )
-    add_decoding_options(parser, max_new_tokens=512, temperature=0.7)
+    add_generation_options(parser, max_new_tokens=512, temperature=0.7)
     return parser
 
 
@@ -56,7 +56,7 @@ def _chat(arguments: Sequence[str]) -> int:
     stop_ids = tuple(dict.fromkeys((*named.stop_ids, *turn_ends(template, named.tokenizer))))
     with named.plan.layout.use():
         model = named.for_use()
-        talk = Conversation(model, named.tokenizer, template, decoding_of(options, stop_ids), options.system)
+        talk = Conversation(model, named.tokenizer, template, generation_config_of(options, stop_ids), options.system)
         for line in _lines(sys.stdin.isatty()):
             if line == "/new":
                 talk.begin()
@@ -100,10 +100,15 @@ class Conversation:
         model: LanguageModel,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        decoding: Decoding,
+        decoding: GenerationConfig,
         system: str | None = None,
     ):
-        self._writer, self._tokenizer, self._template, self._decoding = Writer.of(model), tokenizer, template, decoding
+        self._writer, self._tokenizer, self._template, self._decoding = (
+            Generator.of(model),
+            tokenizer,
+            template,
+            decoding,
+        )
         self._system = system
         self.begin()
 
@@ -111,7 +116,7 @@ class Conversation:
         """Forgets all turns."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self.num_tokens = 0
-        self._kept = Kept()
+        self._kept = PrefixCache()
 
     def answer(self, line: str) -> Iterator[str]:
         """Yields what the model answers, piece by piece; whatever was yielded is its turn, even if nobody reads on.
@@ -125,7 +130,7 @@ class Conversation:
         ids: list[int] = []
         shown = ""
         self.num_tokens = 0
-        pieces = stream(self._writer, [prompt], self._fitting(len(prompt)), every=_EVERY, kept=self._kept)
+        pieces = stream_tokens(self._writer, [prompt], self._fitting(len(prompt)), every=_EVERY, kept=self._kept)
         first = next(pieces, [[]])
         self.messages = asked
         try:
@@ -143,7 +148,7 @@ class Conversation:
         finally:
             self.messages = [*asked, {"role": "assistant", "content": shown}]
 
-    def _fitting(self, num_asked: int) -> Decoding:
+    def _fitting(self, num_asked: int) -> GenerationConfig:
         """The decoding, with as many new tokens as there is room for behind the prompt."""
         room = self._writer.model.Pos.size - num_asked
         if room < 1:

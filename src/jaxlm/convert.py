@@ -15,7 +15,7 @@ from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.run.adapters import export_adapters, without_adapters
 from jaxlm.run.exit_codes import run_command
 from jaxlm.run.export import export_model
-from jaxlm.run.load_model import add_checkpoint_options, open_trained
+from jaxlm.run.load_model import add_checkpoint_options, open_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    trained = open_trained(options.checkpoint)
+    trained = open_checkpoint(options.checkpoint)
     plan, folder = trained.plan, Path(options.output_dir)
     dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
     with plan.layout.use():

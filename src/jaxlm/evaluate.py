@@ -23,22 +23,22 @@ import numpy as np
 
 from jaxlm.config.decode import decode, encode
 from jaxlm.config.overrides import override
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import TokenBatch
-from jaxlm.data.cache.token_cache import Origins
+from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import eval_batches
-from jaxlm.data.packing import Windows
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.sources.named import VALIDATION
 from jaxlm.data.tokens import ValidationData
 from jaxlm.evals.harness import HarnessEvalConfig
-from jaxlm.evals.loss import NOTHING, LossMeter, LossSums, by_group, macro
-from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
+from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.exit_codes import run_command
 from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks
-from jaxlm.run.load_model import AS_TRAINED, Trained, checkpoint_parser, open_trained, parse_with_keys
+from jaxlm.run.load_model import AS_TRAINED, LoadedCheckpoint, checkpoint_parser, open_checkpoint, parse_with_keys
 from jaxlm.run.plan import Plan
 
 _DATA = "data."
@@ -73,8 +73,8 @@ def _main(arguments: Sequence[str]) -> int:
         return 0
     for_data = {name: value for name, value in keys.items() if name.startswith(_DATA)}
     others = {name: value for name, value in keys.items() if name not in for_data}
-    trained = open_trained(options.checkpoint, others, also=_EFFECTIVE)
-    keep_compiled_programs(trained.plan.config.trainer.compilation_cache_dir)
+    trained = open_checkpoint(options.checkpoint, others, also=_EFFECTIVE)
+    enable_compilation_cache(trained.plan.config.trainer.compilation_cache_dir)
     data = data_with(trained, for_data)
     most = _most(trained.plan, options.max_batches)
     sums = evaluate(trained, data, options.batch_size, most, options.weights)
@@ -112,14 +112,14 @@ def _most(plan: Plan, text: str | None) -> int | None:
     return int(text)
 
 
-def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
+def data_with(trained: LoadedCheckpoint, options: Mapping[str, Any]) -> DataConfig:
     """The data that a checkpoint's phase is validated on, with options (`data.validation_urls`, ...) over it.
 
     Raises:
         ConfigError: an option that evaluating has no use for, or no text.
     """
-    changed = override(Source({"data": encode(trained.data)}), dict(options))
-    data = decode(DataConfig, Source(changed.tree["data"]))
+    changed = override(ConfigSource({"data": encode(trained.data)}), dict(options))
+    data = decode(DataConfig, ConfigSource(changed.tree["data"]))
     for name, instead in _INSTEAD.items():
         if name in options:
             raise ConfigError(f"command line: --{name} has no effect here: {instead}. Leave it out")
@@ -129,51 +129,53 @@ def data_with(trained: Trained, options: Mapping[str, Any]) -> DataConfig:
 
 
 def evaluate(
-    trained: Trained,
+    trained: LoadedCheckpoint,
     data: DataConfig,
     batch_size: int | None = None,
     max_batches: int | None = None,
     weights: str = AS_TRAINED,
-) -> dict[str, LossSums]:
+) -> dict[str, EvalLoss]:
     """The sums of each source, or of each of `data.validation_urls` where the section is the one source; over one pass.
 
     Args:
         batch_size: sequences; None takes the run's.
         max_batches: of each source; None means all.
-        weights: which of the checkpoint's, as in `Trained.load_model`.
+        weights: which of the checkpoint's, as in `LoadedCheckpoint.load_model`.
 
     Raises:
         ConfigError: the data is not there, or the batch does not divide over the devices.
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
-    ways = plan.layout.ways(BATCH)
-    if size < 1 or size % ways:
-        raise ConfigError(f"--batch_size: {size} given; a multiple of the {ways} device(s) that share a batch expected")
+    num_shards = plan.layout.num_shards(BATCH)
+    if size < 1 or size % num_shards:
+        raise ConfigError(
+            f"--batch_size: {size} given; a multiple of the {num_shards} device(s) that share a batch expected"
+        )
     other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
-    show = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    sums: dict[str, LossSums] = {}
+    log = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
-        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, show, apart=other):
+        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, apart=other):
             batches = eval_batches(data_set.windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))
-            found = meter.measure(model, with_origins(batches, data_set.windows, groups))
+            found = meter.measure(model, with_provenance(batches, data_set.windows, groups))
             sums |= dict(zip(groups.urls, found, strict=True))
     return sums
 
 
-def _groups(data_set: ValidationData) -> Origins:
+def _groups(data_set: ValidationData) -> Provenance:
     """What the tokens of a source are counted by: all together under its name, or by URL."""
     source, windows = data_set.source, data_set.windows
     if not source.name:
         return source.origins(VALIDATION, windows)
-    return Origins((source.name,), np.array([windows.cache.num_tokens], np.int64))
+    return Provenance((source.name,), np.array([windows.cache.num_tokens], np.int64))
 
 
-def with_origins(
-    batches: Iterator[TokenBatch], windows: Windows, origins: Origins
+def with_provenance(
+    batches: Iterator[TokenBatch], windows: PackedSequences, origins: Provenance
 ) -> Iterator[tuple[TokenBatch, jax.Array]]:
     """Each batch with the number of the URL that every target is from, int32 [batch, position]."""
     row = 0
@@ -185,13 +187,13 @@ def with_origins(
         row += targets.shape[0]
 
 
-def in_all(sums: Mapping[str, LossSums]) -> LossSums:
+def overall(sums: Mapping[str, EvalLoss]) -> EvalLoss:
     """All sources together."""
     return sum(sums.values(), NOTHING)
 
 
-def _show(trained: Trained, sums: Mapping[str, LossSums], tags: Mapping[str, Sequence[str]]) -> None:
-    total = in_all(sums)
+def _show(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> None:
+    total = overall(sums)
     tagged = {name: part for name, part in by_group(sums, tags).items() if name not in sums}
     rows = {**sums, **{f"tag {tag}": part for tag, part in tagged.items()}, "total": total}
     width = max(map(len, ["source", *rows]))
@@ -205,7 +207,7 @@ def _show(trained: Trained, sums: Mapping[str, LossSums], tags: Mapping[str, Seq
     print(json.dumps({**about, **_known(macro(sums.values())), **by_name}))
 
 
-def _numbers(part: LossSums) -> dict[str, float | None]:
+def _numbers(part: EvalLoss) -> dict[str, float | None]:
     return _known({"loss": part.loss, "bpb": part.bits_per_byte, "tokens": part.tokens, "bytes": part.text_bytes})
 
 

@@ -21,14 +21,14 @@ from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.packing import Windows
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokenData
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
 from jaxlm.run.exit_codes import run_command
-from jaxlm.run.num_steps import check_length, with_length_of_data
+from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 
 _NO_TARGET = ("⟦", "⟧")
@@ -68,10 +68,10 @@ def _main(arguments: Sequence[str]) -> int:
     console = Console()
     tokenizer, prepared = prepare(config, console)
     for title, rows in _cache_rows(prepared):
-        console.show(table(title, rows))
+        console.log(table(title, rows))
     if options.show_batch is not None:
         for text in batch_as_text(config, prepared, tokenizer, options.show_batch):
-            console.show(text)
+            console.log(text)
     return 0
 
 
@@ -82,19 +82,19 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         ConfigError: as training would raise it.
     """
     config.model.check()
-    check_length(config)
+    check_num_steps(config)
     sections = plan_phases(config)[1]
     for section in sections:
         section.check()
-    tokenizer = sections[0].load_tokenizer(show=console.show)
-    tokenize_on_ray(config.trainer.ray, sections, tokenizer, config.model.seq_len, console.show)
+    tokenizer = sections[0].load_tokenizer(log=console.log)
+    tokenize_on_ray(config.trainer.ray, sections, tokenizer, config.model.seq_len, console.log)
     sizes = batch_sizes(config.trainer)
     if sizes is not None:
-        config = with_length_of_data(config, BatchSchedule.of(sizes), tokenizer, console.show)
+        config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
     prepared = []
     for phase, section in zip(phases, sections, strict=True):
-        prepared.append(Prepared(phase, section.open(tokenizer, config.model.seq_len, show=console.show)))
+        prepared.append(Prepared(phase, section.open(tokenizer, config.model.seq_len, log=console.log)))
     return tokenizer, prepared
 
 
@@ -161,7 +161,7 @@ def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[
                 yield f"phase '{one.phase.name}': {title}", describe_cache(windows)
 
 
-def describe_cache(windows: Windows) -> list[tuple[str, str]]:
+def describe_cache(windows: PackedSequences) -> list[tuple[str, str]]:
     """What is in a cache, for people."""
     cache: TokenCache = windows.cache
     return [

@@ -31,7 +31,7 @@ def final_report(plan: Plan, console: Console) -> None:
         ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoints.place} --prompt "..."'),
         ("to go on", f"the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
-    console.show(table("report", rows))
+    console.log(table("report", rows))
 
 
 def draw_pictures(plan: Plan, records: Records) -> list[tuple[str, str]]:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.models.inference.generate import continued
-from jaxlm.models.inference.stop_strings import StopTexts
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.generate import generate_tokens
+from jaxlm.models.inference.stop_strings import StopStrings
+from jaxlm.models.inference.unstacked import Generator
 from jaxlm.run.exit_codes import run_command
-from jaxlm.run.generation_options import add_decoding_options, decoding_of
+from jaxlm.run.generation_options import add_generation_options, generation_config_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 
@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument("--stop", action="append", help="text that ends a continuation; may be given several times")
-    add_decoding_options(parser, max_new_tokens=128, temperature=0.8)
+    add_generation_options(parser, max_new_tokens=128, temperature=0.8)
     return parser
 
 
@@ -42,14 +42,14 @@ def _sample(arguments: Sequence[str]) -> int:
         raise ConfigError("--stop: '' given, which every text begins with. Give a text that ends one, or leave it out")
     named = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts = named.tokenizer, options.prompt or [""]
-    stops = StopTexts(stop_texts, tokenizer.decode)
+    stops = StopStrings(stop_texts, tokenizer.decode)
 
     with named.plan.layout.use():
         model = named.for_use()
         began = time.perf_counter()
-        decoding = decoding_of(options, named.stop_ids)
+        decoding = generation_config_of(options, named.stop_ids)
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-        texts = continued(Writer.of(model), ids, decoding, stops.until)
+        texts = generate_tokens(Generator.of(model), ids, decoding, stops.until)
         seconds = time.perf_counter() - began
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)

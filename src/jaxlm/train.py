@@ -15,29 +15,29 @@ from pathlib import Path
 from jaxlm.config.load import load_config, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_everywhere
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_on_all_processes
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.loader import train_batches
-from jaxlm.engine.checkpoint.restore import Found
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.loop import Done, Interrupted, Outcome, run_phase
-from jaxlm.engine.metrics import Reports
-from jaxlm.engine.phases import Phase, entering
+from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.report import final_report
-from jaxlm.run.adapters import given_adapters
-from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.adapters import initial_adapter_leaves
+from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import run_command
-from jaxlm.run.init_from import Origin, check_origin, check_tokenizer, find_origin
-from jaxlm.run.num_steps import check_length, with_length_of_data
+from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
+from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.resources import Run, open_run
-from jaxlm.run.resume_checks import changes, check_cursor, check_same_data, check_same_run, moved_stages
+from jaxlm.run.resume_checks import changed_stages, check_cursor, check_same_data, check_same_run, config_changes
 from jaxlm.run.startup import check_accelerator, check_performance, describe, group_rows
 
 
@@ -79,27 +79,27 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     run_id = run_id_of(config)
-    if not same_everywhere(run_id):
+    if not same_on_all_processes(run_id):
         raise ConfigError(f"trainer.id: '{run_id}' here, another on another process. Let RUN_ID be the same for all")
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
     check_accelerator(plan)
-    check_length(config)
+    check_num_steps(config)
     check_trackers(config.trainer.trackers)
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
-    plan.checkpoints.open(console.show)
-    check_origin(plan)
+    plan.checkpoints.open(console.log)
+    check_init_from(plan)
     before = main_only(lambda: check_same_run(plan))  # what is told apart there may lie on process 0's disk alone
     for data in plan.data:
         data.check()
-    keep_compiled_programs(config.trainer.compilation_cache_dir)
+    enable_compilation_cache(config.trainer.compilation_cache_dir)
 
-    tokenizer = main_first(lambda: plan.data[0].load_tokenizer(show=console.show))
+    tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
     check_same_data(plan, tokenizer.fingerprint)
-    tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.show)
-    config = with_length_of_data(config, plan.batches.train, tokenizer, console.show)
+    tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
+    config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.knowing(config, tokenizer.vocab_size)
     try:
         console.log_to(plan.log_folder / "train.log")
@@ -107,11 +107,11 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         raise ConfigError(
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Choose another"
         ) from error
-    console.show(table("run", describe(plan)))
-    origin = find_origin(plan, console.show)
-    check_tokenizer(origin, tokenizer.fingerprint, console.show)
-    for line in changes(before, config, origin.resume_step) if before and origin.resume_step else []:
-        console.show(f"changed since the last start: {line}")
+    console.log(table("run", describe(plan)))
+    origin = find_init_from(plan, console.log)
+    check_tokenizer(origin, tokenizer.fingerprint, console.log)
+    for line in config_changes(before, config, origin.resume_step) if before and origin.resume_step else []:
+        console.log(f"changed since the last start: {line}")
     with (
         plan.layout.use(),
         stop_on_signals() as stop,
@@ -120,32 +120,32 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         state, outcome = _train_phases(run, origin)
     newest = plan.checkpoints.checkpoints()[-1].place
     if isinstance(outcome, Interrupted):
-        console.show(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
+        console.log(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
     elif is_main_process():
         final_report(plan, console)
     console.close()
     return TrainResult(state, outcome, newest, plan)
 
 
-def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
+def _train_phases(run: Run, origin: InitFrom) -> tuple[RunState, Outcome]:
     """Restores the state, or not, and runs every phase that is not done yet."""
     plan, outcome, found = run.plan, Done(), origin.state
     state = None
     if found is not None:
         current = check_cursor(found.cursor, plan)
-        state = origin.load_state(plan, current, run.console.show)
+        state = origin.load_state(plan, current, run.console.log)
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
-        run.console.show(f"{done}, from {found.place}")
-        for line in moved_stages(found.cursor, found.position(), current, plan):
-            run.console.show(line)
+        run.console.log(f"{done}, from {found.place}")
+        for line in changed_stages(found.cursor, found.position(), current, plan):
+            run.console.log(line)
         if not origin.is_own:
             run.adopt(state, found)
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
         resumed = found if found is not None and found.cursor.phase == phase.index else None
         if resumed is not None and resumed.cursor.step == phase.end:
             continue
-        weights = origin.load_weights(plan, run.console.show) if state is None else None
+        weights = origin.load_weights(plan, run.console.log) if state is None else None
         state, outcome = _train_phase(run, phase, state, resumed, weights)
         if isinstance(outcome, Interrupted):
             break
@@ -154,7 +154,7 @@ def _train_phases(run: Run, origin: Origin) -> tuple[RunState, Outcome]:
 
 
 def _train_phase(
-    run: Run, phase: Phase, state: RunState | None, resumed: Found | None, weights: LanguageModel | None
+    run: Run, phase: Phase, state: RunState | None, resumed: VerifiedCheckpoint | None, weights: LanguageModel | None
 ) -> tuple[RunState, Outcome]:
     """Enters a phase, or goes on in the middle of it, and trains to its end.
 
@@ -170,9 +170,9 @@ def _train_phase(
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
     enter = None
     if resumed is None:
-        enter = entering(plan.recipe, phase, plan.layout, state, weights, given_adapters(plan, phase))
+        enter = enter_phase(plan.recipe, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))
     # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
-    steps = compile_steps(plan, phase, first_step, run.console.show)
+    steps = compile_steps(plan, phase, first_step, run.console.log)
     steps.require_room()
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
@@ -182,7 +182,7 @@ def _train_phase(
         if resumed is not None:
             batches.restore(resumed.position())
         assert state is not None
-        run.console.show(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
+        run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state, batches)
         run.keep_programs(phase, steps)
         # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
@@ -194,10 +194,10 @@ def _train_phase(
             phase,
             steps,
             batches,
-            reports=Reports(phase.name, run.workload(), listeners, plan.config.trainer.watch),
+            reports=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch),
             hooks=[*profiling, run.eval_hook(phase, data), *run.export_hooks(phase)],
             saver=saver,
-            ballot=run.ballot,
+            flag_sync=run.flag_sync,
             stop=run.stop,
         )
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlm.config.decode import decode, drop_stale_keys, dump, encode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ class Outer:
 
 
 def read(**tree) -> Outer:
-    return decode(Outer, Source(tree))
+    return decode(Outer, ConfigSource(tree))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_refuses_what_does_not_fit(given, message):
 
 
 def test_names_file_and_line():
-    source = Source({"inner": {"text": 1}}, {("inner", "text"): "run.yaml:7"})
+    source = ConfigSource({"inner": {"text": 1}}, {("inner", "text"): "run.yaml:7"})
     with pytest.raises(ConfigError, match=r"^run\.yaml:7: inner\.text: 1 given"):
         decode(Outer, source)
 
@@ -135,7 +135,7 @@ outers = st.builds(
 
 @given(outers)
 def test_what_is_written_reads_back(value):
-    assert decode(Outer, Source(yaml.safe_load(dump(value)))) == value
+    assert decode(Outer, ConfigSource(yaml.safe_load(dump(value)))) == value
     assert encode(value)["shape"]["type"] in ("circle", "square")
 
 

@@ -8,7 +8,7 @@ import pytest
 from jaxlm import __main__, train
 from jaxlm.config.decode import dump
 from jaxlm.config.load import decode_run, read_config, run_id_of
-from jaxlm.config.yaml import Source, load_yaml
+from jaxlm.config.yaml import ConfigSource, load_yaml
 
 GOOD = """
 data: {train_urls: ["text.txt"], vocab_size: 300}
@@ -174,7 +174,7 @@ def test_what_is_saved_loads_back_equal(text, here):
     (here / "saved.yaml").write_text(dump(config))
     assert read_config(here / "saved.yaml") == config
     changed = replace(config, trainer=replace(config.trainer, seed=5))
-    assert decode_run(Source({"trainer": {"seed": 5}}), None).trainer.seed == changed.trainer.seed
+    assert decode_run(ConfigSource({"trainer": {"seed": 5}}), None).trainer.seed == changed.trainer.seed
 
 
 def test_another_type_on_the_command_line_drops_the_old_types_keys(here, capsys):
@@ -197,9 +197,9 @@ def test_t4_where_a_runs_name_comes_from(monkeypatch):
     """Trap T4: in the reference it is random unless it is written, so that nothing is ever resumed."""
     monkeypatch.delenv("RUN_ID", raising=False)
     tracked = {"trainer": {"tracker": {"type": "wandb", "id": "tracked"}}}
-    assert run_id_of(decode_run(Source({}), None)) == "run"
-    assert run_id_of(decode_run(Source({}), "stem")) == "stem"
-    assert run_id_of(decode_run(Source(tracked), "stem")) == "tracked"
+    assert run_id_of(decode_run(ConfigSource({}), None)) == "run"
+    assert run_id_of(decode_run(ConfigSource({}), "stem")) == "stem"
+    assert run_id_of(decode_run(ConfigSource(tracked), "stem")) == "tracked"
     monkeypatch.setenv("RUN_ID", "environment")
-    assert run_id_of(decode_run(Source(tracked), "stem")) == "environment"
-    assert run_id_of(decode_run(Source({"trainer": {"id": "written"}}), "stem")) == "written"
+    assert run_id_of(decode_run(ConfigSource(tracked), "stem")) == "environment"
+    assert run_id_of(decode_run(ConfigSource({"trainer": {"id": "written"}}), "stem")) == "written"

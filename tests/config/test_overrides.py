@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def test_help_wins_over_everything(flag):
 
 
 def test_overrides_merge_sections_and_replace_lists():
-    source = Source({"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]})
+    source = ConfigSource({"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]})
     after = override(source, {"a": {"c": 3}, "many.1.n": 5, "new.deep.key": 7}).tree
     assert after == {"a": {"b": 1, "c": 3}, "many": [{"n": 1}, {"n": 5}], "new": {"deep": {"key": 7}}}
     assert override(source, {"many": []}).tree["many"] == []
@@ -55,13 +55,13 @@ def test_overrides_merge_sections_and_replace_lists():
 
 
 def test_an_override_says_where_it_came_from():
-    assert override(Source({"many": [1]}), {"many.0": 2}).marks[("many", 0)] == "command line --many.0"
+    assert override(ConfigSource({"many": [1]}), {"many.0": 2}).marks[("many", 0)] == "command line --many.0"
 
 
 @pytest.mark.parametrize("name", ["many.2", "many.x", "scalar.inside"])
 def test_overrides_that_lead_nowhere(name):
     with pytest.raises(ConfigError, match=f"--{name}"):
-        override(Source({"many": [1, 2], "scalar": 3}), {name: 1})
+        override(ConfigSource({"many": [1, 2], "scalar": 3}), {name: 1})
 
 
 def test_options_alone():

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import draccus
 
-from jaxlm.config.schema import Key, attribute_docs, sections
+from jaxlm.config.schema import ConfigKey, attribute_docs, sections
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class Optional:
 def test_every_section_once_with_what_it_adds():
     top, shape, ring, square, rule = sections(Whole)
     assert [key.name for key in top.keys] == ["shape", "rules", "named", "perhaps"]
-    assert top.keys[0] == Key("shape", "section", None, "of one kind.")
-    assert top.keys[1] == Key("rules", "list of section", "[]", "in order.")
-    assert top.keys[3] == Key("perhaps", "section or null", "null", "or not.")
+    assert top.keys[0] == ConfigKey("shape", "section", None, "of one kind.")
+    assert top.keys[1] == ConfigKey("rules", "list of section", "[]", "in order.")
+    assert top.keys[3] == ConfigKey("perhaps", "section or null", "null", "or not.")
     assert (shape.path, shape.choice, [key.name for key in shape.keys]) == ("shape", None, ["size", "weight"])
-    assert shape.keys[1] == Key("weight", "float or null", "null", "two numbers of one meaning.")
+    assert shape.keys[1] == ConfigKey("weight", "float or null", "null", "two numbers of one meaning.")
     # The default's own values are shown, and what is as for all choices is not said again.
     assert (ring.choice, ring.is_default) == ("ring", True)
     assert [(key.name, key.default) for key in ring.keys] == [("size", "4"), ("width", "7")]
     assert (square.choice, square.is_default, square.keys) == ("square", False, ())
     assert (rule.path, rule.meaning, rule.is_default) == ("rules.N", "in order.", True)
-    assert rule.keys == (Key("every", "int", "required", "how often."),)
+    assert rule.keys == (ConfigKey("every", "int", "required", "how often."),)
 
 
 def test_a_section_that_is_not_there_unless_it_is_written():

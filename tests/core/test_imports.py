@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from jaxlm.core.imports import resting
+from jaxlm.core.imports import gc_paused
 
 
 class Cycle:
@@ -15,10 +15,10 @@ class Cycle:
 
 def test_it_comes_back_and_garbage_of_the_rest_is_found():
     enabled = gc.isenabled()
-    with resting():
+    with gc_paused():
         assert not gc.isenabled()
         garbage = weakref.ref(Cycle())
-        with resting():
+        with gc_paused():
             pass
         assert not gc.isenabled()  # an inner rest does not end the outer one
     assert gc.isenabled() == enabled
@@ -29,12 +29,12 @@ def test_it_comes_back_and_garbage_of_the_rest_is_found():
 
 def test_it_comes_back_after_a_failure_and_stays_off_where_it_was_off():
     enabled = gc.isenabled()
-    with pytest.raises(KeyError), resting():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled() == enabled
     gc.disable()
     try:
-        resting()(lambda: None)()
+        gc_paused()(lambda: None)()
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -44,7 +44,7 @@ def test_what_the_host_froze_stays_frozen():
     gc.freeze()
     try:
         before = gc.get_freeze_count()
-        with resting():
+        with gc_paused():
             pass
         assert gc.get_freeze_count() == before
     finally:

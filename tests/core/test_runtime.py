@@ -29,7 +29,7 @@ def two(monkeypatch):
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(jax, "process_index", lambda: number)
         monkeypatch.setattr(runtime, "broadcast_from_main", broadcast)
-        monkeypatch.setattr(runtime, "everywhere", lambda holds: said.append(holds) or (holds and all_well))
+        monkeypatch.setattr(runtime, "all_processes", lambda holds: said.append(holds) or (holds and all_well))
         return said
 
     return become

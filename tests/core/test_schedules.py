@@ -12,10 +12,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jaxlm.config.decode import decode, encode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.lr_shapes import Cosine, InvSqrt, Polynomial, Power
-from jaxlm.core.schedules import Shape, low_points, make_schedule
+from jaxlm.core.schedules import ScheduleSpec, low_points, make_schedule
 from jaxlm.optim.adam import AdamConfig
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "lr_schedules.json").read_text())
@@ -24,7 +24,7 @@ NO_ERROR = {"E13_linear_decay_zero"}  # listed beside the errors, but none: stay
 
 
 def adam(optimizer: dict) -> AdamConfig:
-    return decode(AdamConfig, Source(PUBLISHED | optimizer))
+    return decode(AdamConfig, ConfigSource(PUBLISHED | optimizer))
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: case["name"])
@@ -51,7 +51,7 @@ def test_known_errors(case):
             config.schedule(case["num_train_steps"])
 
 
-def by_hand(shape: Shape, num_steps: int, points: list[int]) -> np.ndarray:
+def by_hand(shape: ScheduleSpec, num_steps: int, points: list[int]) -> np.ndarray:
     """All values up to the end, in float64, segment after segment, from the description alone."""
     steps = lambda value, n: int(value * n) if value <= 1 else int(value)  # noqa: E731
     ratio, peak, before, values = shape.min_ratio, shape.peak, 0.0, []
@@ -87,7 +87,7 @@ def by_hand(shape: Shape, num_steps: int, points: list[int]) -> np.ndarray:
 MOST_STEPS = 200
 LENGTHS = st.one_of(st.floats(0, 1), st.integers(2, 300))
 SHAPES = st.builds(
-    Shape,
+    ScheduleSpec,
     peak=st.floats(1e-6, 10),
     warmup=LENGTHS,
     decay=st.one_of(st.none(), LENGTHS),
@@ -104,8 +104,8 @@ CYCLES = st.one_of(
 )
 
 
-def check_schedule(shape: Shape, cycles: dict, num_steps: int) -> None:
-    shape = Shape(**vars(shape) | cycles)
+def check_schedule(shape: ScheduleSpec, cycles: dict, num_steps: int) -> None:
+    shape = ScheduleSpec(**vars(shape) | cycles)
     try:
         schedule = make_schedule(shape, num_steps)
     except ConfigError:
@@ -139,7 +139,7 @@ def check_schedule(shape: Shape, cycles: dict, num_steps: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, cycles=CYCLES, num_steps=st.integers(1, MOST_STEPS))
-@example(Shape(1.0, 0, 1.0, "linear", 0.1), {"cycles": [199]}, 200)
+@example(ScheduleSpec(1.0, 0, 1.0, "linear", 0.1), {"cycles": [199]}, 200)
 def test_whatever_is_asked_for(shape, cycles, num_steps):
     check_schedule(shape, cycles, num_steps)
 
@@ -152,24 +152,24 @@ def test_whatever_is_asked_for_five_thousand_times(shape, cycles, num_steps):
 
 
 def test_t5_one_means_all_of_it_and_not_one_step():
-    schedule = make_schedule(Shape(1.0, 1, None, "linear", 0.1), 100)
+    schedule = make_schedule(ScheduleSpec(1.0, 1, None, "linear", 0.1), 100)
     assert [s.name for s in schedule.segments] == ["warmup"]
     assert float(schedule(50)) == pytest.approx(0.5)
     assert low_points(None, 1, 100) == [0, 100]
     lines = [name for _, _, name in schedule.corner_points()]
     assert lines == ["warmup from", "end"]  # and it is shown before anything is trained
     with pytest.raises(ConfigError, match="1 means all of it, not one step"):
-        make_schedule(Shape(1.0, 1.5, None, "linear", 0.1), 100)
+        make_schedule(ScheduleSpec(1.0, 1.5, None, "linear", 0.1), 100)
 
 
 def test_d23_decay_of_all_does_not_lose_the_warmup():
-    schedule = make_schedule(Shape(1.0, 0.1, 1.0, "linear", 0.1), 1000)
+    schedule = make_schedule(ScheduleSpec(1.0, 0.1, 1.0, "linear", 0.1), 1000)
     assert [float(schedule(s)) for s in (0, 50, 100)] == pytest.approx([0.0, 0.5, 1.0])
 
 
 def test_d24_a_warmup_longer_than_its_cycle_is_cut_to_it():
     for kind in ("linear", "cosine"):
-        schedule = make_schedule(Shape(1.0, 300, None, kind, 0.1, cycles=[100]), 200)
+        schedule = make_schedule(ScheduleSpec(1.0, 300, None, kind, 0.1, cycles=[100]), 200)
         assert [float(schedule(s)) for s in (0, 50, 99, 100, 200)] == pytest.approx([0, 0.5, 0.99, 1.0, 0.1])
 
 
@@ -205,7 +205,7 @@ def test_d26_low_points_that_do_not_fit_are_errors(cycles, length):
 
 
 def test_the_first_update_has_no_rate_and_the_last_one_nearly_the_least():
-    schedule = make_schedule(Shape(1.0, 0.1, None, "linear", 0.1), 100)
+    schedule = make_schedule(ScheduleSpec(1.0, 0.1, None, "linear", 0.1), 100)
     assert float(schedule(0)) == 0.0
     assert float(schedule(99)) == pytest.approx(0.1 + 0.9 / 90)
     assert float(schedule(100)) == pytest.approx(0.1)
@@ -213,13 +213,13 @@ def test_the_first_update_has_no_rate_and_the_last_one_nearly_the_least():
 
 def test_a_rewarmed_cycle_begins_at_the_low_point_and_another_jumps():
     for rewarmup, expected in ((10, [0.01 + 0.99 / 90, 0.01, 0.01 + 0.99 / 10]), (0, [0.01 + 0.99 / 90, 1.0, 0.9901])):
-        shape = Shape(1.0, 10, None, "linear", 0.01, rewarmup=rewarmup, cycles=[100])
+        shape = ScheduleSpec(1.0, 10, None, "linear", 0.01, rewarmup=rewarmup, cycles=[100])
         schedule = make_schedule(shape, 200)
         assert [float(schedule(s)) for s in (99, 100, 101)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_thousands_of_cycles_are_one_look_up():
-    small, large = (make_schedule(Shape(1.0, 0.1, None, "cosine", 0.1, cycles=n), 10_000) for n in (2, 3000))
+    small, large = (make_schedule(ScheduleSpec(1.0, 0.1, None, "cosine", 0.1, cycles=n), 10_000) for n in (2, 3000))
     lines = [len(str(jax.make_jaxpr(schedule)(3)).splitlines()) for schedule in (small, large)]
     assert lines[0] == lines[1]
 
@@ -229,7 +229,7 @@ class TestSections:
 
     def value(self, section: dict, step: int, **keys) -> float:
         config = adam({"learning_rate": 1.0, "warmup": 0, "min_lr_ratio": 0.1, "lr_schedule": section} | keys)
-        assert decode(AdamConfig, Source(_without_type(config))) == config
+        assert decode(AdamConfig, ConfigSource(_without_type(config))) == config
         return float(config.schedule(1000)(step))
 
     def test_cosine(self):
@@ -288,7 +288,7 @@ def _without_type(config: AdamConfig) -> dict:
 
 def test_decay_ends_where_the_ratio_says():
     for kind in ("linear", "cosine", "inv"):
-        assert float(make_schedule(Shape(1.0, 10, None, kind, 0.25), 100)(100)) == pytest.approx(0.25)
+        assert float(make_schedule(ScheduleSpec(1.0, 10, None, kind, 0.25), 100)(100)) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,13 @@ def test_decay_ends_where_the_ratio_says():
     ],
 )
 def test_what_makes_no_schedule_is_refused(changes, named):
-    shape = Shape(**{"peak": 1.0, "warmup": 0.1, "decay": None, "kind": "cosine", "min_ratio": 0.1} | changes)
+    shape = ScheduleSpec(**{"peak": 1.0, "warmup": 0.1, "decay": None, "kind": "cosine", "min_ratio": 0.1} | changes)
     with pytest.raises(ConfigError, match=named):
         make_schedule(shape, 100)
 
 
 def test_corner_points_lie_on_the_schedule():
-    schedule = make_schedule(Shape(1.0, 10, 20, "linear", 0.0), 100)
+    schedule = make_schedule(ScheduleSpec(1.0, 10, 20, "linear", 0.0), 100)
     assert [(step, name) for step, _, name in schedule.corner_points()] == [
         (0, "warmup from"),
         (10, "stable from"),

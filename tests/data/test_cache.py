@@ -15,7 +15,7 @@ from jaxlm.core import atomic_io as durable
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as cache_building
 from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_recipe
+from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.files import find_files
@@ -41,10 +41,10 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 300)
 
 
-def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, show=lambda line: None) -> TokenCache:
+def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, log=lambda line: None) -> TokenCache:
     files = find_files([str(corpus)], "data.train_urls", "text")
-    made_from = cache_recipe(files, tokenizer, bos=bos, eos=eos)
-    return open_or_build(folder, files, TextFormat().encoder(tokenizer, bos=bos, eos=eos, key=""), made_from, show)
+    made_from = cache_key(files, tokenizer, bos=bos, eos=eos)
+    return open_or_build(folder, files, TextFormat().encoder(tokenizer, bos=bos, eos=eos, key=""), made_from, log)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -81,10 +81,10 @@ def test_wide_ids_for_wide_vocabularies(tmp_path, tokenizer, corpus, monkeypatch
 
 def test_is_built_once_and_leaves_nothing_else(tmp_path, tokenizer, corpus):
     said: list[str] = []
-    build(tmp_path / "cache" / "train", corpus, tokenizer, show=said.append)
+    build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
     assert len(said) == 1
     assert said[0].startswith("train: 12 documents, ")
-    build(tmp_path / "cache" / "train", corpus, tokenizer, show=said.append)
+    build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
     assert len(said) == 1
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".lock", "train"]
     assert sorted(p.name for p in (tmp_path / "cache" / "train").iterdir()) == sorted(FILES)
@@ -122,7 +122,7 @@ class TestOtherRecipe:
 
     def test_text_key(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "body")
-        made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        made_from = cache_key(files, tokenizer, bos=True, eos=True)
         encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
         with pytest.raises(ConfigError, match="text_key: text then, body now"):
             open_or_build(tmp_path / "train", files, encoder, made_from, print)
@@ -138,7 +138,7 @@ class TestOtherRecipe:
 
     def test_order(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "text")[::-1]
-        made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        made_from = cache_key(files, tokenizer, bos=True, eos=True)
         encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
         with pytest.raises(ConfigError, match="the order of the files"):
             open_or_build(tmp_path / "train", files, encoder, made_from, print)
@@ -190,7 +190,7 @@ class TestDamage:
 def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
-    monkeypatch.setattr(cache_building, "locked", None)
+    monkeypatch.setattr(cache_building, "folder_lock", None)
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written"):
         build(tmp_path / "cache" / "validation", corpus, tokenizer)
@@ -213,7 +213,7 @@ def test_no_text_at_all(tmp_path, tokenizer):
 def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
     monkeypatch.setattr(cache_building, "_SHOW_EVERY_S", -1.0)
     said: list[str] = []
-    build(tmp_path / "train", corpus, tokenizer, show=said.append)
+    build(tmp_path / "train", corpus, tokenizer, log=said.append)
     assert len(said) > 5
     assert " of 0.0 MB, 12 documents, " in said[-2]
 
@@ -221,7 +221,7 @@ def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jaxlm.data import cache_building
+from jaxlm.data.cache import build as cache_building
 from tests.data.helpers import small_tokenizer
 from tests.data.test_cache import build
 
@@ -359,7 +359,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, corpus, tokenizer, mo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "sync", full)
+        patch.setattr(durable, "fsync", full)
         with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*make room and start again"):
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()

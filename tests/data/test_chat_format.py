@@ -156,9 +156,9 @@ def config(tokenizer, tmp_path):
     )
 
 
-def windows_of(config: DataConfig, seq_len: int, show=lambda _: None):
+def windows_of(config: DataConfig, seq_len: int, log=lambda _: None):
     config.check()
-    return config.open(config.load_tokenizer(show), seq_len, show).train[""]
+    return config.open(config.load_tokenizer(log), seq_len, log).train[""]
 
 
 def test_masks_reach_the_batch_and_conversations_stay_whole(config, tokenizer):

@@ -124,7 +124,7 @@ class TestTrainedTokenizer:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "sync", full)
+            patch.setattr(durable, "fsync", full)
             with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*tokenizer"):
                 config.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()
@@ -135,7 +135,7 @@ class TestTrainedTokenizer:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "publish", interrupted)
+            patch.setattr(durable, "commit_folder", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 config.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.config.decode import decode, encode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.corpus import CorpusConfig
@@ -22,7 +22,7 @@ def made(tmp_path, monkeypatch):
 
     def make(source=None, **keys) -> DataConfig:
         own = {"type": PLACE, "num_records": 50} | (source or {})
-        return decode(DataConfig, Source({"source": own, "cache_dir": str(tmp_path), "vocab_size": 270, **keys}))
+        return decode(DataConfig, ConfigSource({"source": own, "cache_dir": str(tmp_path), "vocab_size": 270, **keys}))
 
     return make
 
@@ -46,7 +46,7 @@ def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp
         found = [tokenizer.decode(cache.tokens[a:b].tolist()) for a, b in zip(cache.offsets, cache.offsets[1:])]  # noqa: B905
         assert found == expected
     assert cache.source_of(0) == "document 1 of validation.jsonl"
-    assert decode(DataConfig, Source(encode(config))) == config
+    assert decode(DataConfig, ConfigSource(encode(config))) == config
 
 
 def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, monkeypatch):

@@ -17,10 +17,10 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache.token_cache import DamagedCacheError
-from jaxlm.data.loader import WindowBatches, eval_batches, train_batches
-from jaxlm.data.mixture import Mixture, Stage
-from jaxlm.data.packing import Windows
-from jaxlm.data.shuffle import permuted
+from jaxlm.data.loader import SequenceBatches, eval_batches, train_batches
+from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.packing import PackedSequences
+from jaxlm.data.shuffle import permute
 from tests.data.helpers import numbered_cache
 
 SEQ_LEN = 8
@@ -38,7 +38,7 @@ def layout_of(replica: int = 1, data: int = 1, model: int = 1, **mapping: str) -
 
 @pytest.fixture(scope="module")
 def windows():
-    return Windows(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 windows, the last one not full
+    return PackedSequences(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 windows, the last one not full
 
 
 def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) -> dict[str, np.ndarray]:
@@ -56,12 +56,12 @@ def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) ->
     }
 
 
-def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> WindowBatches:
+def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> SequenceBatches:
     layout = layout or layout_of()
-    ways = layout.ways(BATCH)
-    microbatch = -(-batch_size // (num_microbatches * ways)) * ways
+    num_shards = layout.num_shards(BATCH)
+    microbatch = -(-batch_size // (num_microbatches * num_shards)) * num_shards
     return train_batches(
-        Mixture({"": windows}, [Stage(0, (1,))], seed=seed, shuffle=shuffle),
+        Mixture({"": windows}, [MixtureStage(0, (1,))], seed=seed, shuffle=shuffle),
         BatchSchedule((BatchStage(0, batch_size, num_microbatches, microbatch),)),
         layout,
     )
@@ -72,7 +72,7 @@ def rows(batch: TokenBatch) -> dict[str, np.ndarray]:
     return {name: np.asarray(getattr(batch, name).array).reshape(-1, SEQ_LEN) for name in NAMES}
 
 
-def take(batches: WindowBatches, number: int) -> list[dict[str, np.ndarray]]:
+def take(batches: SequenceBatches, number: int) -> list[dict[str, np.ndarray]]:
     taken = [rows(next(batches)) for _ in range(number)]
     batches.close()
     return taken
@@ -127,9 +127,9 @@ def test_sharded_batches_equal_unsharded_ones(windows, shape, num_microbatches):
     sharded = open_batches(windows, layout=layout, **options)
     first = next(sharded)
     shard = first.tokens.array.addressable_shards[0].data.shape
-    ways = shape.get("replica", 1) * shape["data"]
+    num_shards = shape.get("replica", 1) * shape["data"]
     length = SEQ_LEN // 4 if POSITION in shape else SEQ_LEN
-    assert shard == (num_microbatches, 16 // num_microbatches // ways, length)
+    assert shard == (num_microbatches, 16 // num_microbatches // num_shards, length)
     assert len(first.tokens.array.addressable_shards) == 8
     assert_same([rows(first), *take(sharded, 5)], take(open_batches(windows, **options), 6))
 
@@ -146,7 +146,7 @@ def test_under_a_runs_layout_the_rows_are_the_plain_ones(windows, tensor_paralle
     options = {"batch_size": 16, "num_microbatches": num_microbatches, "shuffle": shuffle}
     found = take(open_batches(windows, layout=layout, **options), 6)  # 96 examples: two epochs and a half
     epoch, index = np.divmod(np.arange(96), 38)
-    places = permuted(index, 38, seed=5, epoch=epoch) if shuffle else index
+    places = permute(index, 38, seed=5, epoch=epoch) if shuffle else index
     for number, batch in enumerate(found):
         expected = plain_rows(windows.cache.num_tokens, places[16 * number : 16 * (number + 1)])
         for name in NAMES:
@@ -183,7 +183,7 @@ SIZES = ((0, 4), (3, 16), (5, 8))
 @pytest.mark.parametrize("before", [0, 2, 3, 4, 7])
 def test_sizes_that_change_take_each_example_once_and_a_position_goes_on(windows, before):
     """Against one batch after another, cut out of the order by a plain loop."""
-    mixture = Mixture({"": windows}, [Stage(0, (1,))], seed=5, shuffle=True)
+    mixture = Mixture({"": windows}, [MixtureStage(0, (1,))], seed=5, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 2, size // 2) for start, size in SIZES))
     sizes = [4, 4, 4, 16, 16, 8, 8, 8, 8, 8]
     order = plain_rows(windows.cache.num_tokens, mixture.find(np.arange(sum(sizes)))[1])
@@ -204,8 +204,11 @@ def test_sizes_that_change_take_each_example_once_and_a_position_goes_on(windows
 
 
 def test_the_records_of_a_step_are_those_that_it_took():
-    sources = {"a": Windows(numbered_cache(SEQ_LEN * 20), SEQ_LEN), "b": Windows(numbered_cache(SEQ_LEN * 9), SEQ_LEN)}
-    mixture = Mixture(sources, [Stage(0, (3, 1)), Stage(13, (1, 1))], seed=2, shuffle=True)
+    sources = {
+        "a": PackedSequences(numbered_cache(SEQ_LEN * 20), SEQ_LEN),
+        "b": PackedSequences(numbered_cache(SEQ_LEN * 9), SEQ_LEN),
+    }
+    mixture = Mixture(sources, [MixtureStage(0, (3, 1)), MixtureStage(13, (1, 1))], seed=2, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 1, size) for start, size in SIZES))
     batches = train_batches(mixture, schedule, layout_of())
     batches.restore({"examples": 7, "step": 2})  # with other sizes before, for instance
@@ -237,7 +240,7 @@ def test_a_far_position_costs_no_more_than_a_near_one(windows):
     batches.close()
 
 
-class CountingWindows(Windows):
+class CountingWindows(PackedSequences):
     """Windows that remember who was read."""
 
     def __init__(self, cache, seq_len):
@@ -259,7 +262,7 @@ def test_each_row_is_read_once_though_many_devices_hold_it():
 
 def test_a_failure_names_the_place_and_keeps_its_traceback():
     cache = numbered_cache(SEQ_LEN * 10)
-    broken = Windows(dataclasses.replace(cache, vocab_size=45), SEQ_LEN)
+    broken = PackedSequences(dataclasses.replace(cache, vocab_size=45), SEQ_LEN)
     batches = open_batches(broken, batch_size=2, shuffle=False)
     next(batches)
     next(batches)

@@ -61,9 +61,9 @@ def asked_anew():
     mirror.list_remote.cache_clear()
 
 
-def files(*urls, folder: Path, show=lambda _: None):
+def files(*urls, folder: Path, log=lambda _: None):
     mirror.list_remote.cache_clear()  # as a new process
-    return find_files(list(urls), "data.train_urls", "text", folder, show)
+    return find_files(list(urls), "data.train_urls", "text", folder, log)
 
 
 def listed(*urls):
@@ -83,7 +83,7 @@ class TestHttp:
         assert listed(url) == [(f"x-{number}.jsonl", 19) for number in range(1, 4)]
         assert handler.fetched == []
         said: list[str] = []
-        found = files(url, folder=tmp_path / "mirror", show=said.append)
+        found = files(url, folder=tmp_path / "mirror", log=said.append)
         assert texts(found) == ["text 1", "text 2", "text 3"]
         assert [file.name for file in found] == ["x-1.jsonl", "x-2.jsonl", "x-3.jsonl"]
         assert len(said) == 3
@@ -183,7 +183,7 @@ def test_progress_is_shown_while_a_file_is_copied(memory, tmp_path, monkeypatch)
     address, write = memory
     write("x.txt", "text " * 2_000_000)
     said: list[str] = []
-    files(f"{address}/x.txt", folder=tmp_path, show=said.append)
+    files(f"{address}/x.txt", folder=tmp_path, log=said.append)
     assert len(said) > 2
     assert "x.txt: copying, " in said[-2]
     assert said[-2].endswith(" of 10.0 MB")

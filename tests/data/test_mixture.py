@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.config.decode import decode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.mixture import Mixture, Stage
-from jaxlm.data.packing import Windows
+from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.named import SourceConfig
 from jaxlm.data.train_weights import block_counts, weight_stages
@@ -27,14 +27,14 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 BLOCK = 8
 
 
-def source(number: int, num_windows: int) -> Windows:
+def source(number: int, num_windows: int) -> PackedSequences:
     """Window w of source n holds the tokens n * 1000 + w."""
     tokens = [number * 1000 + place // SEQ_LEN for place in range(num_windows * SEQ_LEN + 1)]
-    return Windows(cache_of([tokens]), SEQ_LEN)
+    return PackedSequences(cache_of([tokens]), SEQ_LEN)
 
 
 SOURCES = {"a": source(1, 11), "b": source(2, 30), "c": source(3, 5)}
-STAGES = [Stage(0, (4, 3, 1)), Stage(19, (1, 6, 1)), Stage(45, (1, 3, 4))]
+STAGES = [MixtureStage(0, (4, 3, 1)), MixtureStage(19, (1, 6, 1)), MixtureStage(45, (1, 3, 4))]
 
 
 def mixture(stages=STAGES, sources=SOURCES, seed: int = 0, shuffle: bool = True) -> Mixture:
@@ -90,7 +90,7 @@ def test_a_source_more_leaves_the_others_their_order():
     def own(mixed: Mixture) -> list[int]:
         return [place for name, place in stream(mixed, 200) if name == "a"][:30]
 
-    alone = mixture([Stage(0, (2,))], {"a": SOURCES["a"]})
+    alone = mixture([MixtureStage(0, (2,))], {"a": SOURCES["a"]})
     assert own(alone) == own(mixture())
     assert own(mixture(seed=1)) != own(mixture())
 
@@ -101,7 +101,7 @@ def test_exhausted_after_counts_the_examples():
     for name, windows, end in zip(SOURCES, SOURCES.values(), mixed.exhausted_after(), strict=True):
         places = [i for i, (drawn_name, _) in enumerate(drawn) if drawn_name == name]
         assert end == (places[len(windows) - 1] + 1 if len(places) >= len(windows) else None), name
-    assert mixture([Stage(0, (4, 4, 0))]).exhausted_after()[2] is None
+    assert mixture([MixtureStage(0, (4, 4, 0))]).exhausted_after()[2] is None
 
 
 weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
@@ -121,10 +121,10 @@ def test_counts_are_the_weights_to_less_than_one_example(values, block_size):
 def test_stages_anywhere_agree_with_a_stream_made_one_by_one(lengths, seed, data):
     counts = st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)
     starts = np.cumsum([0, *lengths])
-    stages = [Stage(int(start), tuple(data.draw(counts))) for start in starts]
+    stages = [MixtureStage(int(start), tuple(data.draw(counts))) for start in starts]
     mixed = mixture(stages, seed=seed)
     seen = dict.fromkeys(SOURCES, 0)
-    fresh = mixture([Stage(0, (99, 99, 99))], seed=seed)
+    fresh = mixture([MixtureStage(0, (99, 99, 99))], seed=seed)
     orders = {name: [p for n, p in stream(fresh, 900) if n == name] for name in SOURCES}
     for name, place in stream(mixed, int(starts[-1]) + 20):
         assert place == orders[name][seen[name]]
@@ -170,7 +170,7 @@ def config(tmp_path):
 
 def opened(config: DataConfig):
     config.check()
-    return config.open(config.load_tokenizer(show=lambda _: None), 8, show=lambda _: None)
+    return config.open(config.load_tokenizer(log=lambda _: None), 8, log=lambda _: None)
 
 
 def test_mixture_fields(config, tmp_path):
@@ -246,7 +246,7 @@ def test_the_identity_is_the_sources_content(config):
 
 def test_the_forms_of_shuffle():
     def read(text: str) -> object:
-        return decode(DataConfig, Source({"shuffle": yaml.safe_load(text)})).shuffle
+        return decode(DataConfig, ConfigSource({"shuffle": yaml.safe_load(text)})).shuffle
 
     assert [read("true"), read("false")] == [True, False]
     assert read("{type: era, era_length: 100}") == EraShuffle(100)

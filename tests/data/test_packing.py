@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.data.cache.token_cache import DamagedCacheError
-from jaxlm.data.packing import Windows, whole_documents
+from jaxlm.data.packing import PackedSequences, pack_documents
 from tests.data.helpers import cache_of, numbered_cache
 
 lengths_of_documents = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -36,7 +36,7 @@ def by_hand(documents: list[list[int]], seq_len: int) -> list[list[tuple]]:
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
 def test_agrees_with_one_token_at_a_time(lengths, seq_len):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
-    windows = Windows(cache_of(documents), seq_len)
+    windows = PackedSequences(cache_of(documents), seq_len)
     columns = windows.read(np.arange(len(windows)))
     names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
     found = np.stack([columns[name] for name in names], axis=-1).tolist()
@@ -48,7 +48,7 @@ def test_agrees_with_one_token_at_a_time(lengths, seq_len):
 def test_every_token_but_each_documents_first_is_a_target_once(lengths, seq_len):
     numbers = iter(range(1000))
     documents = [[next(numbers) for _ in range(length)] for length in lengths]
-    windows = Windows(cache_of(documents), seq_len)
+    windows = PackedSequences(cache_of(documents), seq_len)
     columns = windows.read(np.arange(len(windows)))
     counted = columns["loss_mask"] == 1
     assert sorted(columns["targets"][counted].tolist()) == [t for document in documents for t in document[1:]]
@@ -56,7 +56,7 @@ def test_every_token_but_each_documents_first_is_a_target_once(lengths, seq_len)
 
 
 def test_windows_may_be_asked_for_in_any_order():
-    windows = Windows(numbered_cache(100), 8)
+    windows = PackedSequences(numbered_cache(100), 8)
     everything = windows.read(np.arange(len(windows)))
     some = np.array([5, 0, 12, 5])
     for name, column in windows.read(some).items():
@@ -66,8 +66,8 @@ def test_windows_may_be_asked_for_in_any_order():
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
 def test_documents_without_tokens_change_nothing(seq_len):
-    full = Windows(cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
-    with_empty = Windows(cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
+    full = PackedSequences(cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
+    with_empty = PackedSequences(cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
     everything = np.arange(len(full))
     assert len(with_empty) == len(full)
     for name, column in full.read(everything).items():
@@ -75,7 +75,7 @@ def test_documents_without_tokens_change_nothing(seq_len):
 
 
 def test_columns_are_apart():
-    columns = Windows(numbered_cache(100), 8).read(np.arange(3))
+    columns = PackedSequences(numbered_cache(100), 8).read(np.arange(3))
     expected = {name: column.copy() for name, column in columns.items()}
     columns["tokens"][:] = -1
     np.testing.assert_array_equal(columns["targets"], expected["targets"])
@@ -84,8 +84,8 @@ def test_columns_are_apart():
 def test_a_token_beyond_the_vocabulary_is_named():
     cache = cache_of([[1, 2, 3], [4, 500, 6]], vocab_size=300)
     with pytest.raises(DamagedCacheError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
-        Windows(cache, 4).read(np.array([1]))
-    np.testing.assert_array_equal(Windows(cache, 3).read(np.array([0]))["tokens"], [[1, 2, 3]])
+        PackedSequences(cache, 4).read(np.array([1]))
+    np.testing.assert_array_equal(PackedSequences(cache, 3).read(np.array([0]))["tokens"], [[1, 2, 3]])
 
 
 def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: int, most: int) -> list[list[tuple]]:
@@ -120,8 +120,8 @@ def test_whole_documents_agree_with_one_document_at_a_time(lengths, seq_len, mos
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
     cache = dataclasses.replace(cache_of(documents), targets=np.concatenate(masks).astype(np.uint8))
-    whole = whole_documents(cache, seq_len, most=most)
-    windows, expected = Windows(cache, seq_len, whole), packed_by_hand(documents, masks, seq_len, most)
+    whole = pack_documents(cache, seq_len, most=most)
+    windows, expected = PackedSequences(cache, seq_len, whole), packed_by_hand(documents, masks, seq_len, most)
     assert len(windows) == len(expected)
     assert whole.num_truncated == sum(n > seq_len + 1 for n in lengths)
     assert whole.num_lost == sum(max(0, n - seq_len - 1) for n in lengths)

@@ -13,9 +13,9 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as cache_building
 from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_recipe
-from jaxlm.data.cache.ray_workers import RayConfig, joined
-from jaxlm.data.cache.workers import HERE
+from jaxlm.data.cache.cache_key import cache_key
+from jaxlm.data.cache.ray_workers import RayConfig, join_cluster
+from jaxlm.data.cache.workers import LOCAL_WORKERS
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.files import find_files
@@ -80,7 +80,7 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
         def recipe(self):
             return {}
 
-        def nothing_to_learn(self):
+        def no_targets_message(self):
             return ""
 
     write_corpus(tmp_path / "text")
@@ -91,11 +91,11 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
 
     def build(name: str, encoder: Encoder, workers, text: str = "text") -> dict[str, bytes]:
         files = find_files([str(tmp_path / text)], "x", "text")
-        made_from = cache_recipe(files, tokenizer, bos=True, eos=True)
+        made_from = cache_key(files, tokenizer, bos=True, eos=True)
         open_or_build(tmp_path / name / "train", files, encoder, made_from, said.append, workers)
         return {path.name: path.read_bytes() for path in (tmp_path / name / "train").iterdir()}
 
-    expected = build("local", usual, HERE)
+    expected = build("local", usual, LOCAL_WORKERS)
     before = signal.getsignal(signal.SIGTERM)
     with RayConfig().cluster(said.append, shared=True) as workers:
         import ray
@@ -113,7 +113,7 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
         with pytest.raises(ConfigError, match=r"^this cannot be tokenized"):
             build("bad", Slow(usual, tmp_path / "begun"), workers, "bad.txt")
         # Another process's machine; here it is the same one.
-        with joined(workers.meeting) as node:
+        with join_cluster(workers.meeting) as node:
             end = time.monotonic() + 60
             while sum(n["Alive"] for n in ray.nodes()) == alone and time.monotonic() < end:
                 assert node.poll() is None

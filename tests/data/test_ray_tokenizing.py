@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass
 
 from jaxlm.data.cache.ray_workers import RayConfig, tokenize_on_ray
-from jaxlm.data.cache.workers import HERE
+from jaxlm.data.cache.workers import LOCAL_WORKERS
 from jaxlm.data.config import DataConfig
 from tests.data.helpers import write_corpus
 
@@ -16,9 +16,9 @@ def test_a_cluster_is_there_while_caches_are_made_and_not_for_those_that_are_the
     @dataclass(frozen=True)
     class Cluster(RayConfig):
         @contextlib.contextmanager
-        def cluster(self, show, *, shared):
+        def cluster(self, log, *, shared):
             events.append(f"begun, shared {shared}")
-            yield HERE
+            yield LOCAL_WORKERS
             events.append("stopped")
 
     write_corpus(tmp_path / "text")

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.data import shuffle
-from jaxlm.data.shuffle import permuted, shuffled, shuffled_in_eras
+from jaxlm.data.shuffle import permute, shuffle_in_eras, shuffle_indices
 
 
 def order(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
-    return permuted(np.arange(size), size, seed=seed, epoch=np.full(size, epoch))
+    return permute(np.arange(size), size, seed=seed, epoch=np.full(size, epoch))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64, 65, 997, 1024, 1025, 4096, 65537])
@@ -29,7 +29,7 @@ def test_is_a_permutation_for_any_size_seed_and_epoch(size, seed, epoch):
     size=st.integers(2**33, 2**50), indices=st.lists(st.integers(0, 2**33 - 1), min_size=1, max_size=50, unique=True)
 )
 def test_sizes_that_no_array_could_hold(size, indices):
-    places = permuted(np.array(indices), size, seed=1, epoch=np.zeros(len(indices), np.int64))
+    places = permute(np.array(indices), size, seed=1, epoch=np.zeros(len(indices), np.int64))
     assert len(set(places.tolist())) == len(indices)
     assert places.min() >= 0
     assert places.max() < size
@@ -39,7 +39,7 @@ def test_sizes_that_no_array_could_hold(size, indices):
 @given(data=st.data(), size=st.integers(1, 2000))
 def test_an_index_is_answered_alone_as_among_others(data, size):
     index, epoch = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 5))
-    alone = permuted(np.array([index]), size, seed=9, epoch=np.array([epoch]))
+    alone = permute(np.array([index]), size, seed=9, epoch=np.array([epoch]))
     assert alone[0] == order(size, 9, epoch)[index]
 
 
@@ -61,16 +61,16 @@ def test_the_endless_order_is_each_epochs_permutation(size, start, steps, block)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shuffle, "_BLOCK", block)
         shuffle._block.cache_clear()
-        found = shuffled(examples, size, seed=5)
+        found = shuffle_indices(examples, size, seed=5)
     shuffle._block.cache_clear()
     assert found.tolist() == expected
-    assert shuffled(examples, size, seed=5).tolist() == expected
+    assert shuffle_indices(examples, size, seed=5).tolist() == expected
 
 
 def epochs_of(size: int, num_epochs: int) -> np.ndarray:
     """[num_epochs, size]: one order a row."""
     epochs, indices = np.repeat(np.arange(num_epochs), size), np.tile(np.arange(size), num_epochs)
-    return permuted(indices, size, seed=0, epoch=epochs).reshape(num_epochs, size)
+    return permute(indices, size, seed=0, epoch=epochs).reshape(num_epochs, size)
 
 
 def excess(counts: np.ndarray, degrees_of_freedom: int) -> float:
@@ -104,7 +104,7 @@ def test_neighbours_are_torn_apart():
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 70), era_length=st.integers(1, 80), seed=st.integers(0, 2**32))
 def test_eras_are_shuffled_within_themselves_anew_in_each_epoch(size, era_length, seed):
-    found = shuffled_in_eras(np.arange(3 * size), size, era_length, seed=seed).reshape(3, size)
+    found = shuffle_in_eras(np.arange(3 * size), size, era_length, seed=seed).reshape(3, size)
     for epoch in found:
         for first in range(0, size, era_length):
             era = np.arange(first, min(first + era_length, size))
@@ -112,4 +112,4 @@ def test_eras_are_shuffled_within_themselves_anew_in_each_epoch(size, era_length
     if era_length >= 40 and size >= 40:
         assert len({tuple(epoch) for epoch in found}) == 3
     somewhere = np.array([2 * size + size // 2, size // 3])
-    np.testing.assert_array_equal(shuffled_in_eras(somewhere, size, era_length, seed=seed), found.ravel()[somewhere])
+    np.testing.assert_array_equal(shuffle_in_eras(somewhere, size, era_length, seed=seed), found.ravel()[somewhere])

@@ -30,7 +30,7 @@ PLACES = {
     "first phase": lambda: at_step(8),
     "second phase": lambda: at_step(14),
     # The first phase's last checkpoint is there, and nothing of the second.
-    "boundary": lambda: setattr(train, "entering", die_in_second_phase(train.entering)),
+    "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.entering)),
     # The surgery is done, and its checkpoint is not yet saved.
     "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_phase(Saver.save_entry)),
     # All of that checkpoint is written, and it has not got its name.

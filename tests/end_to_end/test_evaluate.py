@@ -135,7 +135,7 @@ def test_sample_computes_as_its_keys_say(finished, monkeypatch, capsys):
         seen.append({leaf.dtype.name for leaf in jax.tree.leaves(writer.model)})
         return [[]]
 
-    monkeypatch.setattr("jaxlm.sample.continued", generate)
+    monkeypatch.setattr("jaxlm.sample.generate_tokens", generate)
     for keys in ((), ("--trainer.mp", "p=f32,c=bfloat16")):
         assert sample(["--checkpoint", "checkpoints/run", *keys]) == 0
     assert seen == [{"float32"}, {"bfloat16"}]
@@ -149,7 +149,7 @@ def test_samples_are_of_the_average_where_that_is_asked_for(finished, monkeypatc
         seen.append({path: np.asarray(leaf.array) for path, leaf in tree.leaves(writer.model)})
         return [[]]
 
-    monkeypatch.setattr("jaxlm.sample.continued", generate)
+    monkeypatch.setattr("jaxlm.sample.generate_tokens", generate)
     for weights in ((), ("--weights", "trained"), ("--weights", "ema")):
         assert sample(["--checkpoint", "checkpoints/run", *weights]) == 0
     trained, named, averaged = seen

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.folder import open_folder, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
@@ -40,7 +40,7 @@ def imported(tmp_path_factory):
     place = tmp_path_factory.mktemp("imported")
     (place / "text.txt").write_text("some text to make a tokenizer of " * 50)
     data = DataConfig(train_urls=[f"{place}/text.txt"], cache_dir=f"{place}/cache", vocab_size=270)
-    tokenizer = data.load_tokenizer(show=lambda _: None)
+    tokenizer = data.load_tokenizer(log=lambda _: None)
     write_folder(place / "hf", tokenizer, tokenizer.vocab_size + 20)
     return place / "hf"
 
@@ -52,13 +52,13 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
         "data": {"tokenizer": str(imported)},
         "model": {"seq_len": 16},
     }
-    config = decode_run(Source(tree), None)
+    config = decode_run(ConfigSource(tree), None)
     assert config.model == Qwen3Config(**{**MODEL.__dict__, "seq_len": 16})
     assert not config.use_hf_model_config, "what is saved needs no other files"
     with pytest.raises(ConfigError, match=r"model\.type: llama given, but .* holds a qwen3"):
-        decode_run(Source({**tree, "model": {"type": "llama"}}), None)
+        decode_run(ConfigSource({**tree, "model": {"type": "llama"}}), None)
     with pytest.raises(ConfigError, match="names no folder"):
-        decode_run(Source({"use_hf_model_config": True}), None)
+        decode_run(ConfigSource({"use_hf_model_config": True}), None)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_cannot_be_is_said_before_anything_is_done(change, message):
     model = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 32, "num_layers": 1, "num_heads": 4}
     tree = {"model": model, "trainer": {"train_batch_size": 8}, **change}
     with pytest.raises(ConfigError, match=message):
-        make_plan(decode_run(Source(tree), None), "x", 64)
+        make_plan(decode_run(ConfigSource(tree), None), "x", 64)
 
 
 @pytest.mark.slow

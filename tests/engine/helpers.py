@@ -16,10 +16,10 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
-from jaxlm.engine.phases import Phase, Recipe, entering
+from jaxlm.engine.phases import Phase, StateBuilder, enter_phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
@@ -98,14 +98,14 @@ class TinyRun:
     def __post_init__(self):
         key = (id(self.where), repr((self.phase, self.model)), self.precision)
         if key not in _PROGRAMS:
-            recipe = Recipe(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+            recipe = StateBuilder(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))
             with self.where.use():
-                state = entering(recipe, self.phase, self.where, None)()
+                state = enter_phase(recipe, self.phase, self.where, None)()
             _PROGRAMS[key] = (recipe, step, jax.tree.map(np.asarray, state), shardings(state, self.where))
         self.recipe, self._step, state, places = _PROGRAMS[key]
         self.state: RunState = jax.tree.map(lambda a, place: jax.device_put(a.copy(), place), state, places)
-        self._blank = Ballot(self.where).cast(Wishes())
+        self._blank = FlagSync(self.where).to_devices(SyncFlags())
 
     def step(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> dict[str, float]:
         """One step on a batch; returns its metrics."""

@@ -12,11 +12,11 @@ from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, TinyRun, arrays, lay
 
 def unit_shapes(run: TinyRun) -> Counter[tuple[str, tuple[int, ...]]]:
     """(layer or other, shape) of each parameter as a device computes with it: whole but for its tensor-parallel part."""
-    ways = {axis: run.where.mesh.shape[name] for axis, name in run.where.compute.items() if isinstance(name, str)}
+    num_shards = {axis: run.where.mesh.shape[name] for axis, name in run.where.compute.items() if isinstance(name, str)}
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for _, leaf in tree.leaves(run.state.model):
         kind = "layer" if any(axis.name == "layers" for axis in leaf.axes) else "other"
-        shape = tuple(axis.size // ways.get(axis.name, 1) for axis in leaf.axes if axis.name != "layers")
+        shape = tuple(axis.size // num_shards.get(axis.name, 1) for axis in leaf.axes if axis.name != "layers")
         found[kind, shape] += 1
     return found
 

@@ -13,10 +13,10 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.precision import parse_precision
-from jaxlm.engine.phases import Recipe
+from jaxlm.engine.phases import StateBuilder
 from jaxlm.engine.state import step_key
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
@@ -120,9 +120,9 @@ class Counted(NextToken):
 @pytest.mark.parametrize(("optimizer", "times"), [(AdamConfig(), 1), (SOPHIA, 2)])
 def test_only_who_asks_has_it_in_its_program(optimizer, times):
     where, own = one_device(), phase(objective=Counted(), optimizer=optimizer)
-    abstract = Recipe(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
+    abstract = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
     Counted.traced.clear()
     with where.use():
-        ballot = Ballot(where).cast(Wishes())
-        jax.eval_shape(make_train_step(own, where, F32, abstract), abstract, batch(arrays(0), where), ballot)
+        flag_sync = FlagSync(where).to_devices(SyncFlags())
+        jax.eval_shape(make_train_step(own, where, F32, abstract), abstract, batch(arrays(0), where), flag_sync)
     assert len(Counted.traced) == times

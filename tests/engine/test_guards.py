@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxlm.config.decode import decode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Signs
+from jaxlm.core.guards import StepStats
 from jaxlm.core.precision import DynamicLossScale, parse_precision
-from jaxlm.engine.phases import Recipe
+from jaxlm.engine.phases import StateBuilder
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema, EmaDecaySqrt
@@ -36,28 +36,28 @@ class Judging:
 
     def __call__(self, loss: float, norm: float = 1.0) -> bool:
         finite = np.isfinite(loss) and np.isfinite(norm)
-        signs = Signs(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
-        applies, self.slot, self.metrics = self._judge(self.slot, signs)
+        stats = StepStats(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
+        applies, self.slot, self.metrics = self._judge(self.slot, stats)
         return bool(applies)
 
 
 def optimizer(text: Any) -> AdamConfig:
-    return decode(AdamConfig, Source({"skip_bad_steps": text}))
+    return decode(AdamConfig, ConfigSource({"skip_bad_steps": text}))
 
 
 def test_t8_true_is_not_a_window_of_one_step():
-    assert optimizer(False).judges == ()
-    assert optimizer(True).judges == (SkipBadSteps(),)
-    assert optimizer(True).judges[0].rolling_interval_length == 128
-    assert optimizer(64).judges == (SkipBadSteps(64),)
-    assert optimizer({"sigma_factor": 3.0}).judges == (SkipBadSteps(sigma_factor=3.0),)
-    judge = Judging(optimizer(True).judges[0])
+    assert optimizer(False).guards == ()
+    assert optimizer(True).guards == (SkipBadSteps(),)
+    assert optimizer(True).guards[0].rolling_interval_length == 128
+    assert optimizer(64).guards == (SkipBadSteps(64),)
+    assert optimizer({"sigma_factor": 3.0}).guards == (SkipBadSteps(sigma_factor=3.0),)
+    judge = Judging(optimizer(True).guards[0])
     losses = 3 + 0.1 * np.random.default_rng(0).normal(size=200)
     assert all(judge(loss) for loss in losses)
     assert not judge(300.0)  # it does trigger
     for never in (1, 7, -1):
         with pytest.raises(ConfigError, match="skip_bad_steps"):
-            optimizer(never).judges  # noqa: B018
+            optimizer(never).guards  # noqa: B018
 
 
 @pytest.mark.parametrize("sign", ["loss", "norm"])
@@ -213,12 +213,12 @@ def test_watches_and_averages_change_no_bit_of_training(where):
 def test_d27_every_average_can_be_traced(name):
     """Against float64; one of them cannot run under jit in the program that its key comes from."""
     average = AVERAGES[name]
-    follow, rng = jax.jit(average.follow), np.random.default_rng(0)
+    updated, rng = jax.jit(average.updated), np.random.default_rng(0)
     weights = rng.normal(size=(8, 3)).astype(np.float32)
     slot, expected, total = average.init_slot({"w": jnp.asarray(weights)}), weights.astype(np.float64), 0.0
     for number in range(8):
         weights = rng.normal(size=(8, 3)).astype(np.float32)
-        slot = follow(slot, {"w": jnp.asarray(weights)}, jnp.asarray(number))
+        slot = updated(slot, {"w": jnp.asarray(weights)}, jnp.asarray(number))
         count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
         total += count
         expected = expected + (1 - 0.8 if name == "ema" else count / total) * (weights - expected)
@@ -226,7 +226,7 @@ def test_d27_every_average_can_be_traced(name):
 
 
 def test_an_average_is_of_what_trains_alone():
-    recipe = Recipe(MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),))
+    recipe = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),))
     state = recipe.abstract_state(recipe.phases[0])
     kept = {path for path, _ in tree.leaves(state.slots["ema"].weights)}
     assert kept
@@ -243,7 +243,7 @@ OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_trains_the_same_on_every_mesh(kind):
-    config = decode(OptimizerConfig, Source({"type": kind, "learning_rate": OPTIMIZERS[kind], "warmup": 0}))
+    config = decode(OptimizerConfig, ConfigSource({"type": kind, "learning_rate": OPTIMIZERS[kind], "warmup": 0}))
 
     def losses(where) -> list[float]:
         run = TinyRun(where, phase(optimizer=config))

@@ -14,10 +14,10 @@ from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
 from jaxlm.engine.loop import Done, run_phase
-from jaxlm.engine.metrics import MAX_IN_FLIGHT, Reports, Workload
+from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.step import Report
-from jaxlm.engine.sync import Ballot
+from jaxlm.engine.sync import FlagSync
 from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
 
 WORKLOAD = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20)
@@ -54,17 +54,17 @@ class Given:
 
 def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: str = "allow") -> list[StepInfo]:
     seen: list[StepInfo] = []
-    ballot = Ballot(run.where)
+    flag_sync = FlagSync(run.where)
     with run.where.use(), jax.transfer_guard(guard):
         _, outcome = run_phase(
             run.state,
             run.phase,
             train_step,
             Given(batches),  # type: ignore[arg-type]
-            reports=Reports(run.phase.name, WORKLOAD, [seen.append]),
+            reports=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
             hooks=(),
             saver=NoSaver(),  # type: ignore[arg-type]
-            ballot=ballot,
+            flag_sync=flag_sync,
             stop=StopRequest(),
         )
     assert isinstance(outcome, Done)
@@ -107,13 +107,13 @@ def test_only_the_oldest_of_the_steps_in_flight_is_waited_for():
     run = TinyRun(layout(), phase(end=12))
     dispatched, waited, behind = 0, [], []
 
-    def dispatch(state: Any, _: Any, vote: jax.Array) -> tuple[Any, Report]:
+    def dispatch(state: Any, _: Any, flags: jax.Array) -> tuple[Any, Report]:
         nonlocal dispatched
         behind.extend(dispatched - step for step in waited)
         waited.clear()
         dispatched += 1
         pending = lambda value: Pending(value, dispatched, waited)  # noqa: E731
-        return state, Report({"train/loss": pending(1.0)}, {}, pending(np.zeros_like(vote)))  # type: ignore[arg-type]
+        return state, Report({"train/loss": pending(1.0)}, {}, pending(np.zeros_like(flags)))  # type: ignore[arg-type]
 
     through_the_loop(run, dispatch, [None] * 12)
     assert behind
@@ -147,11 +147,11 @@ def waits(making_s: float, step_s: float) -> list[float]:
             push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),
             drain=lambda: None,
             skip_time=lambda: None,
-            tally=None,
+            flags=None,
         ),
         hooks=[],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
-        ballot=SimpleNamespace(cast=lambda _: None, result=lambda *_: SimpleNamespace(save=False, stop=0)),
+        flag_sync=SimpleNamespace(cast=lambda _: None, result=lambda *_: SimpleNamespace(save=False, stop=0)),
         stop=SimpleNamespace(signal=0),
     )
     batches.ahead.close()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.metrics import Reports, Totals, Workload
+from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import Report
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener
@@ -61,7 +61,7 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
     phase = TinyRun(one_device()).phase
     progress = ProgressListener(Console(shown), phase, lambda step: "", skipped=0)
     workload = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, phase.end)
-    reports = Reports("train", workload, [seen.append, progress], clock=clock)
+    reports = AsyncMetrics("train", workload, [seen.append, progress], clock=clock)
     values = {"train/objective": 1.0, "grad/norm/total": 1.0, "train/skipped_steps": 0.0, "optim/learning_rate": 1.0}
     metrics = {name: jnp.float32(value) for name, value in values.items()}
     for step in range(phase.end - 2, phase.end + 1):
@@ -77,7 +77,7 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
 
 def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
     seen: list[StepInfo] = []
-    reports = Reports("train", Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20), [seen.append])
+    reports = AsyncMetrics("train", Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20), [seen.append])
     where = one_device()
     run = TinyRun(where)
     with where.use():

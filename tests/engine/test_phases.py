@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxlm.engine.phases import Recipe, entering
+from jaxlm.engine.phases import StateBuilder, enter_phase
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.averaging import Ema
 from tests.engine.helpers import F32, MODEL, VOCAB, one_device, phase
@@ -12,10 +12,10 @@ def test_nothing_of_the_phase_before_stays_on_the_devices():
     """Adam's moments and an average are three times the model, which no later phase has a use for."""
     first = phase(averages={"ema": Ema()})
     second = phase(index=1, name="second", start=20, end=40, trainable=("head",))
-    recipe, where = Recipe(MODEL, vocab_axis(VOCAB), 0, F32, (first, second)), one_device()
+    recipe, where = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second)), one_device()
     with where.use():
-        before = entering(recipe, first, where, None)()
-        state = entering(recipe, second, where, before)()
+        before = enter_phase(recipe, first, where, None)()
+        state = enter_phase(recipe, second, where, before)()
     for array in jax.tree.leaves((before.model, before.opt_state, before.slots)):
         assert array.is_deleted()
     assert not any(array.is_deleted() for array in jax.tree.leaves(state))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.data.packing import Windows, whole_documents
+from jaxlm.data.packing import PackedSequences, pack_documents
 from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
@@ -48,7 +48,7 @@ def test_t7_with_chats_of_uneven_answers_the_gradient_does_not_depend_on_the_mic
     documents = [rng.integers(0, VOCAB, 4 + n).tolist() for n in lengths]
     asked = np.concatenate([[0] * 4 + [1] * n for n in lengths]).astype(np.uint8)
     cache = dataclasses.replace(cache_of(documents, VOCAB), targets=asked)
-    windows = Windows(cache, MODEL.seq_len, whole_documents(cache, MODEL.seq_len, most=0))
+    windows = PackedSequences(cache, MODEL.seq_len, pack_documents(cache, MODEL.seq_len, most=0))
     columns = windows.read(np.arange(16))
     assert len(set(columns["loss_mask"].sum(axis=1))) > 4
     whole, cut = TinyRun(one_device()), TinyRun(one_device())
@@ -70,10 +70,10 @@ def test_every_mesh_trains_the_same(name, single_device_losses):
 def test_shards_have_the_shape_that_the_mapping_says():
     where = layout(model=2)
     run = TinyRun(where)
-    ways = {"data": 4, "model": 2, "replica": 1}
+    num_shards = {"data": 4, "model": 2, "replica": 1}
     for path, leaf in tree.leaves(run.state.model):
         expected = tuple(
-            axis.size // ways.get(where.parameter.get(axis.name), 1)  # type: ignore[arg-type]
+            axis.size // num_shards.get(where.parameter.get(axis.name), 1)  # type: ignore[arg-type]
             for axis in leaf.axes
         )
         assert {shard.data.shape for shard in leaf.array.addressable_shards} == {expected}, path

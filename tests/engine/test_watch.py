@@ -6,9 +6,9 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.phases import Recipe, entering
+from jaxlm.engine.phases import StateBuilder, enter_phase
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.engine.watch import NUM_BINS, WatchConfig, arrived, batch_hash
 from tests.engine import helpers
 
@@ -19,15 +19,15 @@ WATCH = WatchConfig(["grads", "params", "updates", "opt_state"], interval=2)
 def watched():
     """(parameters before, numbers) of the first two steps on eight devices, and the losses of plain steps."""
     where, phase = helpers.layout(), helpers.phase()
-    recipe = Recipe(helpers.MODEL, helpers.vocab_axis(helpers.VOCAB), 0, helpers.F32, (phase,))
+    recipe = StateBuilder(helpers.MODEL, helpers.vocab_axis(helpers.VOCAB), 0, helpers.F32, (phase,))
     step = make_train_step(phase, where, helpers.F32, recipe.abstract_state(phase), WATCH)
     seen = []
     with where.use():
-        state = entering(recipe, phase, where, None)()
+        state = enter_phase(recipe, phase, where, None)()
         for number in range(2):
             model = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             columns = helpers.arrays(number)
-            state, report = step(state, helpers.batch(columns, where), Ballot(where).cast(Wishes()))
+            state, report = step(state, helpers.batch(columns, where), FlagSync(where).to_devices(SyncFlags()))
             after = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             seen.append((model, after, jax.device_get(report.watched), float(report.metrics["grad/norm/total"])))
     return seen

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, Mesh
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
 from jaxlm.core.sharding import Layout
 from jaxlm.data.loader import eval_batches
-from jaxlm.data.packing import Windows
+from jaxlm.data.packing import PackedSequences
 from jaxlm.evals.base import EvalContext, ValidationSet
-from jaxlm.evals.loss import LossEval, LossMeter, LossSums, by_group, macro
+from jaxlm.evals.loss import EvalLoss, LossEval, LossMeter, by_group, macro
 from jaxlm.models.base import vocab_axis
 from tests.data.helpers import cache_of
 from tests.engine.helpers import F32, MODEL, VOCAB
@@ -21,9 +21,11 @@ from tests.engine.helpers import F32, MODEL, VOCAB
 TOKEN_BYTES = np.arange(VOCAB, dtype=np.int32) % 5
 
 
-def windows(seed: int, num_documents: int) -> Windows:
+def windows(seed: int, num_documents: int) -> PackedSequences:
     rng = np.random.default_rng(seed)
-    return Windows(cache_of([rng.integers(0, VOCAB, 30).tolist() for _ in range(num_documents)], VOCAB), MODEL.seq_len)
+    return PackedSequences(
+        cache_of([rng.integers(0, VOCAB, 30).tolist() for _ in range(num_documents)], VOCAB), MODEL.seq_len
+    )
 
 
 def test_sources_tags_the_total_and_the_means_over_sources():
@@ -45,7 +47,7 @@ def test_sources_tags_the_total_and_the_means_over_sources():
             LossMeter(F32, TOKEN_BYTES),
         )
 
-        def alone() -> dict[str, LossSums]:
+        def alone() -> dict[str, EvalLoss]:
             return {name: meter.measure(model, ((batch, None) for batch in batches(name)))[0] for name in data}
 
         found, whole = tested.run(model), alone()
@@ -73,7 +75,7 @@ def test_sources_tags_the_total_and_the_means_over_sources():
 
 
 def test_without_tokens_there_is_no_mean():
-    nothing, some = LossSums(0, 0, 0, 0), LossSums(6, 3, 4, 2)
+    nothing, some = EvalLoss(0, 0, 0, 0), EvalLoss(6, 3, 4, 2)
     assert macro([some, nothing]) == {"macro_loss": 2.0, "macro_bpb": 2 / math.log(2)}
     assert math.isnan(macro([nothing])["macro_loss"])
-    assert by_group({"a": some, "b": some}, {"a": ["b"]}) == {"a": some, "b": LossSums(12, 6, 8, 4)}
+    assert by_group({"a": some, "b": some}, {"a": ["b"]}) == {"a": some, "b": EvalLoss(12, 6, 8, 4)}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.forecast.hlo import Collective, collectives, collectives_a_run, is_squeezed, kernels
+from jaxlm.forecast.hlo import Collective, collectives, collectives_per_run, has_compiler_remat, kernels
 
 
 def program(turns: int) -> str:
@@ -29,7 +29,7 @@ def test_collectives_of_nested_loops():
     text = program(turns=5)
     added = Collective("all-reduce", "f32", (2, 4))
     assert collectives(text)[added] == 1
-    executed = collectives_a_run(text)
+    executed = collectives_per_run(text)
     assert executed[added] == 15
     assert sum(n for c, n in executed.items() if c.kind == "all-gather") == 3
     assert added.num_bytes == 32
@@ -96,7 +96,7 @@ ENTRY %main (p: (s32[])) -> (s32[]) {
   ROOT %w = (s32[]) while(%p), condition=%cond, body=%body
 }
 """
-    assert collectives_a_run(text) == {
+    assert collectives_per_run(text) == {
         Collective("all-gather", "bf16", (1, 16)): 80,
         Collective("reduce-scatter", "bf16", (32, 2)): 80,
     }
@@ -104,5 +104,5 @@ ENTRY %main (p: (s32[])) -> (s32[]) {
 
 def test_what_the_compiler_computes_again_is_seen():
     line = "  %gemm_fusion_dot.285{} = bf16[64,64]{{1,0}} fusion(%a), kind=kCustom, calls=%c\n"
-    assert not is_squeezed(line.format(""))
-    assert all(is_squeezed(line.format(mark)) for mark in (".remat", ".remat2", ".remat.1"))
+    assert not has_compiler_remat(line.format(""))
+    assert all(has_compiler_remat(line.format(mark)) for mark in (".remat", ".remat2", ".remat.1"))

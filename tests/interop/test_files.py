@@ -259,7 +259,7 @@ def test_without_torch_safetensors_are_imported(tmp_path):
             sys.modules[name] = None
         import jax
         from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
-        from jaxlm.interop.folder import open_folder
+        from jaxlm.interop.hf.folder import open_folder
         from jaxlm.models.base import vocab_axis
         opened = open_folder(__import__("pathlib").Path({str(folder)!r}))
         abstract = jax.eval_shape(lambda: opened.config.build(vocab_axis({VOCAB}), key=jax.random.key(0)))

@@ -6,13 +6,13 @@ import pytest
 
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.levanter.config import from_levanter
 
 
 def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
-    source, notes = from_levanter(Source(tree))
+    source, notes = from_levanter(ConfigSource(tree))
     return decode_run(source, None), notes
 
 
@@ -192,7 +192,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 def test_levanters_spelling_is_the_same_run(name):
     theirs, ours, words = SAME[name]
     config, notes = read(theirs)
-    assert config == decode_run(Source(ours), None)
+    assert config == decode_run(ConfigSource(ours), None)
     assert len(notes) == len(words)
     for word in words:
         assert any(word in note for note in notes), notes

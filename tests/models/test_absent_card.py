@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from jaxlm.models.attention.absent_card import absent_card
+from jaxlm.models.attention.absent_card import compiling_for_cuda
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 
 HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capability=(9, 0))
@@ -12,13 +12,13 @@ HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capa
 def test_kernels_are_taken_to_be_right_and_jax_is_answered():
     asked = fused.check_compute_capability
     assert choose_attention(HOPPER).name == "blocks", "there is no such device here to test it on"
-    with absent_card((9, 0)):
+    with compiling_for_cuda((9, 0)):
         assert choose_attention(HOPPER).name == "cudnn"
         assert fused.check_compute_capability("9.0")
         assert fused.check_compute_capability("8.0")
         assert not fused.check_compute_capability("10.0")
         assert not fused.is_cuda_compute_capability_equal("10.3")
-    with absent_card((8, 0)):
+    with compiling_for_cuda((8, 0)):
         assert not fused.check_compute_capability("9.0")
     assert fused.check_compute_capability is asked
     assert choose_attention(HOPPER).name == "blocks"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.models.attention.api import Visibility, attention
+from jaxlm.models.attention.api import AttentionMask, attention
 from jaxlm.models.families.gpt2 import Gpt2Config
 
 B, T, S, HEADS, KV_HEADS, SIZE = 2, 7, 9, 4, 2, 8
@@ -34,7 +34,7 @@ def random_case(seed=0):
 
 def run(q, k, v, visible, **options):
     name = lambda array, *axes: hax.named(jnp.asarray(array), axes)  # noqa: E731
-    seen = Visibility(
+    seen = AttentionMask(
         *(name(a, "batch", p) for a, p in zip(visible, ["position"] * 2 + ["key_position"] * 2, strict=True))
     )
     out = attention(
@@ -136,7 +136,7 @@ def test_axes_in_any_order():
         ("heads", "position", "head_size", "batch")
     )
     keys, values = (hax.named(jnp.asarray(a), ("batch", "key_position", "kv_heads", "head_size")) for a in (k, v))
-    seen = Visibility(
+    seen = AttentionMask(
         *(
             hax.named(jnp.asarray(a), ("batch", p))
             for a, p in zip(visible, ["position"] * 2 + ["key_position"] * 2, strict=True)

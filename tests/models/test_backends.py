@@ -8,12 +8,12 @@ import pytest
 
 from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.attention.backends.blockwise import block_attention, blocks_of
-from jaxlm.models.attention.backends.reference import plain_attention
+from jaxlm.models.attention.backends.blockwise import blocks_of, blockwise_attention
+from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.token_sharding import HeadPlacement
+from jaxlm.models.token_sharding import HeadSharding
 
 B, K, G, H = 2, 2, 2, 8
 SCALE = 0.3
@@ -50,7 +50,7 @@ def definition(q, k, v, segments, window, d_out):
 
 
 def blocks(q, k, v, segments, window):
-    return block_attention(q, k, v, segments, SCALE, window)
+    return blockwise_attention(q, k, v, segments, SCALE, window)
 
 
 def splash(q, k, v, segments, window):
@@ -58,7 +58,7 @@ def splash(q, k, v, segments, window):
 
 
 def plain(q, k, v, segments, window):
-    return plain_attention(q, k, v, jnp.asarray(allowed(np.asarray(segments), window)), SCALE, 0.0, None)
+    return reference_attention(q, k, v, jnp.asarray(allowed(np.asarray(segments), window)), SCALE, 0.0, None)
 
 
 @pytest.mark.parametrize("backend", [blocks, plain])
@@ -134,7 +134,7 @@ def by_autodiff(q, k, v, segments, window, rule):
 )
 def test_rules_of_scores(rule):
     q, k, v, segments, d_out = random_case(150, 2)
-    out, vjp = jax.vjp(lambda *qkv: block_attention(*qkv, segments, SCALE, 40, rule), q, k, v)
+    out, vjp = jax.vjp(lambda *qkv: blockwise_attention(*qkv, segments, SCALE, 40, rule), q, k, v)
     expected, expected_vjp = jax.vjp(lambda *qkv: by_autodiff(*qkv, segments, 40, rule), q, k, v)
     for ours, theirs in zip((out, *vjp(d_out)), (expected, *expected_vjp(d_out)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
@@ -162,12 +162,12 @@ def test_kernels_see_their_own_rows_and_heads():
 
     q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))
     named = lambda a, *axes: hax.named(jnp.asarray(a.reshape(4, 16, -1, H)), axes)  # noqa: E731
-    run = lambda *args: block_attention(*args, window=None)  # noqa: E731
+    run = lambda *args: blockwise_attention(*args, window=None)  # noqa: E731
     expected = run(q, k, v, segments, SCALE)
     for model in (2, 4):
         with layout(model=model).use() as where:
             queries = named(q, "batch", "position", "heads", "head_size")
-            place = HeadPlacement.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
+            place = HeadSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
             assert (place.heads == place.kv_heads) == (model == 2)
             out = jax.jit(place.mapped(run))(q, k, v, segments, SCALE)
             assert where.mesh.size == 8

@@ -16,8 +16,8 @@ from jaxlm.core import tree
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.models.attention import choose as choice
 from jaxlm.models.attention import selftest
-from jaxlm.models.attention.api import Visibility, attention
-from jaxlm.models.attention.backends.blockwise import block_attention
+from jaxlm.models.attention.api import AttentionMask, attention
+from jaxlm.models.attention.backends.blockwise import blockwise_attention
 from jaxlm.models.attention.backends.cudnn import (
     DOCUMENTS_A_CALL,
     are_whole,
@@ -26,7 +26,7 @@ from jaxlm.models.attention.backends.cudnn import (
     lengths_and_offsets,
 )
 from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
-from jaxlm.models.attention.selftest import Shape, disagreement, packed_rows, verdict, whole_rows
+from jaxlm.models.attention.selftest import AttentionShape, disagreement, packed_rows, verdict, whole_rows
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -35,7 +35,7 @@ from jaxlm.models.stacks import Transformer
 from tests.engine.helpers import layout
 
 fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-F32 = Shape(jnp.float32, head_size=8, group=2, windowed=False)
+F32 = AttentionShape(jnp.float32, head_size=8, group=2, windowed=False)
 
 
 @pytest.fixture
@@ -78,10 +78,12 @@ def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
 
     def attend(q, k, segments):
         rows = hax.named(segments, ("batch", "position"))
-        visibility = Visibility(rows, rows, *(a.rename({"position": "key_position"}) for a in (rows, rows)), True)
+        attention_mask = AttentionMask(
+            rows, rows, *(a.rename({"position": "key_position"}) for a in (rows, rows)), True
+        )
         axes = ("batch", "key_position", "kv_heads", "head_size")
         k = hax.named(k, axes)
-        return attention(hax.named(q, ("batch", "position", "heads", "head_size")), k, k, visibility).array
+        return attention(hax.named(q, ("batch", "position", "heads", "head_size")), k, k, attention_mask).array
 
     q, k = jnp.zeros((8, 64, 4, 16), jnp.bfloat16), jnp.zeros((8, 64, 2, 16), jnp.bfloat16)
     with layout(model=2).use():
@@ -190,7 +192,7 @@ def stood_in(monkeypatch):
 @pytest.mark.usefixtures("stood_in")
 def test_is_plain_attention(monkeypatch, rows, packed, windowed):
     monkeypatch.setattr(selftest, "TOLERANCE", 1e-5)
-    shape = Shape(jnp.float32, head_size=8, group=2, windowed=windowed)
+    shape = AttentionShape(jnp.float32, head_size=8, group=2, windowed=windowed)
     attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
     assert disagreement(jax.jit(attend), rows(), shape) is None
 
@@ -199,7 +201,7 @@ def test_is_plain_attention(monkeypatch, rows, packed, windowed):
 
 
 def reference(q, k, v, segments):
-    return block_attention(q, k, v, segments, F32.scale, None)
+    return blockwise_attention(q, k, v, segments, F32.scale, None)
 
 
 def leaking(q, k, v, segments):
@@ -250,8 +252,8 @@ def test_the_self_test_finds_a_wrong_kernel(attend, found):
 
 
 def test_bfloat16_is_within_the_tolerance():
-    shape = Shape(jnp.bfloat16, head_size=64, group=2, windowed=True)
-    attend = lambda q, k, v, s: block_attention(q, k, v, s, shape.scale, shape.window)  # noqa: E731
+    shape = AttentionShape(jnp.bfloat16, head_size=64, group=2, windowed=True)
+    attend = lambda q, k, v, s: blockwise_attention(q, k, v, s, shape.scale, shape.window)  # noqa: E731
     assert disagreement(jax.jit(attend), packed_rows(), shape) is None
 
 

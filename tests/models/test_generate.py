@@ -13,10 +13,10 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs
 from jaxlm.models.inference import generate as decode
-from jaxlm.models.inference.generate import CACHE_DTYPES, Decoding, continued, generate, stream
+from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate, generate_tokens, stream_tokens
 from jaxlm.models.inference.kv_cache import quantized
 from jaxlm.models.inference.sampling import Sampling
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.unstacked import Generator
 from tests.engine.helpers import layout
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]
@@ -98,8 +98,8 @@ def test_stops_before_the_end_token(llama):
 @pytest.mark.parametrize("shards", [{}, {"model": 2}, {"replica": 2}], ids=str)
 def test_a_mesh_gives_the_same_tokens(llama, shards):
     """Fewer rows than devices, of several lengths; with an int8 cache too."""
-    decoding = Decoding(12, temperature=0.0)
-    alone = [continued(Writer.of(llama), [prompt], decoding)[0] for prompt in PROMPTS]
+    decoding = GenerationConfig(12, temperature=0.0)
+    alone = [generate_tokens(Generator.of(llama), [prompt], decoding)[0] for prompt in PROMPTS]
     where = layout(**shards)
     with where.use():
         placed = jax.tree.map(
@@ -107,30 +107,30 @@ def test_a_mesh_gives_the_same_tokens(llama, shards):
             llama,
             is_leaf=lambda a: isinstance(a, hax.NamedArray),
         )
-        assert continued(Writer.of(placed), PROMPTS, decoding) == alone
-        small = continued(Writer.of(placed), PROMPTS, replace(decoding, cache_dtype="int8"))
-    assert small == continued(Writer.of(llama), PROMPTS, replace(decoding, cache_dtype="int8"))
+        assert generate_tokens(Generator.of(placed), PROMPTS, decoding) == alone
+        small = generate_tokens(Generator.of(placed), PROMPTS, replace(decoding, cache_dtype="int8"))
+    assert small == generate_tokens(Generator.of(llama), PROMPTS, replace(decoding, cache_dtype="int8"))
 
 
 @pytest.mark.slow
 def test_other_reasons_to_stop(llama):
     """Several end tokens; and a condition on the row, which is asked every few tokens."""
-    decoding = Decoding(24, temperature=1.0, seed=1)
-    free = continued(Writer.of(llama), PROMPTS[:2], decoding)
+    decoding = GenerationConfig(24, temperature=1.0, seed=1)
+    free = generate_tokens(Generator.of(llama), PROMPTS[:2], decoding)
     ends = (free[0][7], free[1][3])
     cut = [row[: min(row.index(end) for end in ends if end in row)] for row in free]
-    assert continued(Writer.of(llama), PROMPTS[:2], replace(decoding, stop_ids=ends)) == cut
-    few = continued(Writer.of(llama), PROMPTS[:2], decoding, until=lambda row: row[:2] == free[0][:2])
+    assert generate_tokens(Generator.of(llama), PROMPTS[:2], replace(decoding, stop_ids=ends)) == cut
+    few = generate_tokens(Generator.of(llama), PROMPTS[:2], decoding, until=lambda row: row[:2] == free[0][:2])
     assert (len(few[0]), few[1]) == (16, free[1])
     assert few[0] == free[0][:16]
 
 
 @pytest.mark.slow
 def test_a_stream_is_what_is_generated(llama):
-    decoding = Decoding(10, temperature=0.7, seed=2)
-    pieces = list(stream(Writer.of(llama), PROMPTS, decoding, every=4))
+    decoding = GenerationConfig(10, temperature=0.7, seed=2)
+    pieces = list(stream_tokens(Generator.of(llama), PROMPTS, decoding, every=4))
     assert [len(piece[0]) for piece in pieces] == [4, 4, 2]
-    whole = continued(Writer.of(llama), PROMPTS, decoding)
+    whole = generate_tokens(Generator.of(llama), PROMPTS, decoding)
     assert [list(chain(*rows)) for rows in zip(*pieces, strict=True)] == whole
 
 
@@ -141,7 +141,8 @@ def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
     rng = np.random.default_rng(3)
     prompts = rng.integers(0, 40, size=(16, 8)).tolist()
     exact, rounded = (
-        continued(Writer.of(llama), prompts, Decoding(16, temperature=0.0, cache_dtype=d)) for d in ("float32", dtype)
+        generate_tokens(Generator.of(llama), prompts, GenerationConfig(16, temperature=0.0, cache_dtype=d))
+        for d in ("float32", dtype)
     )
     same = np.mean([a == b for a, b in zip(chain(*exact), chain(*rounded), strict=True)])
     assert same >= 0.9, same

@@ -13,7 +13,7 @@ from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.moe import Grouping, RouterSums, num_active
+from jaxlm.models.moe import Grouping, RouterStats, num_active
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
 
@@ -106,7 +106,7 @@ def test_balance_is_that_of_transformers():
     chosen = np.stack([np.bincount(np.argsort(-l[real.ravel()])[:, :2].ravel(), minlength=5) for l in logits])
     softmax = np.asarray(jax.nn.softmax(logits))[:, real.ravel()]
     Layers, Expert = Axis("layers", 3), Axis("routes", 5)
-    sums = RouterSums(
+    sums = RouterStats(
         hax.named(jnp.asarray(chosen, jnp.float32), (Layers, Expert)),
         hax.named(jnp.asarray(softmax.sum(axis=1)), (Layers, Expert)),
         hax.zeros(Layers),
@@ -115,7 +115,7 @@ def test_balance_is_that_of_transformers():
         z_weight=0.0,
         num_chosen=2,
     )
-    found = sums.auxiliaries()["router/balance_loss"]
+    found = sums.aux_losses()["router/balance_loss"]
     mask = torch.tensor(real).float()
     expected = theirs(tuple(torch.tensor(l) for l in logits), 5, 2, mask)
     assert float(found.sum.mean()) == pytest.approx(expected.item(), rel=1e-5)

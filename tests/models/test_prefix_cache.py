@@ -11,9 +11,9 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mistral import MistralConfig
 from jaxlm.models.families.mpt import MptConfig
 from jaxlm.models.inference import prefix_cache as kept_module
-from jaxlm.models.inference.generate import Decoding, continued, stream
-from jaxlm.models.inference.prefix_cache import Kept
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
+from jaxlm.models.inference.prefix_cache import PrefixCache
+from jaxlm.models.inference.unstacked import Generator
 from tests.engine.helpers import layout
 
 SIZES = {"seq_len": 512, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -25,27 +25,27 @@ def text(seed, length):
     return np.random.default_rng(seed).integers(0, END, length).tolist()
 
 
-def follow(model, decoding, monkeypatch):
+def updated(model, decoding, monkeypatch):
     """(continuations with what is kept, those without, tokens that were not read again) of turns that do all there is to do
     to what is kept: go on behind it, write an earlier turn anew, begin otherwise, ask the same again."""
-    held, recalled = [], Kept.recalled
+    held, recalled = [], PrefixCache.recalled
 
     def told(self, *args):
         found = recalled(self, *args)
         held.append(found[1])
         return found
 
-    monkeypatch.setattr(Kept, "recalled", told)
-    kept, prompt, writer = Kept(), text(0, 65), Writer.of(model)
+    monkeypatch.setattr(PrefixCache, "recalled", told)
+    kept, prompt, writer = PrefixCache(), text(0, 65), Generator.of(model)
     ours, anew = [], []
     for turn in range(6):
-        pieces = stream(writer, [prompt], decoding, every=8, kept=kept)
+        pieces = stream_tokens(writer, [prompt], decoding, every=8, kept=kept)
         if turn == 1:
             ours.append(next(pieces)[0])  # broken off behind the first piece
             pieces.close()
         else:
             ours.append([token for (piece,) in pieces for token in piece])
-        anew.append(continued(writer, [prompt], decoding)[0][: len(ours[-1])])
+        anew.append(generate_tokens(writer, [prompt], decoding)[0][: len(ours[-1])])
         following = [*prompt, *ours[-1], END, *text(turn + 1, 5)]
         prompt = [following, following, [*following[:60], END, *following[61:]], text(9, 80), prompt, following][turn]
     return ours, anew, held
@@ -53,7 +53,7 @@ def follow(model, decoding, monkeypatch):
 
 @pytest.mark.slow
 def test_every_turn_is_that_of_reading_it_anew(built, monkeypatch):
-    ours, anew, held = follow(built(LLAMA), Decoding(NEW, temperature=0.0), monkeypatch)
+    ours, anew, held = updated(built(LLAMA), GenerationConfig(NEW, temperature=0.0), monkeypatch)
     assert ours == anew
     # Fewer than 64 are never read. Turn 3 shares 60 tokens with the one before, turn 4 none, and 5 is 4 once more.
     second, third, fourth = 65 + NEW + 6, 65 + NEW + 6 + 8 + 6, 65 + NEW + 6 + 8 + 6 + NEW + 6
@@ -75,8 +75,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_whatever_the_cache_is_of(name, built, monkeypatch):
     config, options = OTHERS[name]
-    ours, anew, held = follow(
-        built(config), Decoding(**{"max_new_tokens": NEW, "temperature": 0.0, **options}), monkeypatch
+    ours, anew, held = updated(
+        built(config), GenerationConfig(**{"max_new_tokens": NEW, "temperature": 0.0, **options}), monkeypatch
     )
     assert ours == anew
     assert sum(map(bool, held)) == 4
@@ -86,21 +86,23 @@ def test_whatever_the_cache_is_of(name, built, monkeypatch):
 def test_on_a_mesh_and_in_pieces(built, monkeypatch):
     """A long turn is read in pieces beside the cache; rows that fill up the batch are padding throughout."""
     monkeypatch.setattr(kept_module, "_PIECE", 64)
-    model, where, decoding = built(LLAMA), layout(model=2), Decoding(NEW, temperature=0.0)
-    kept, prompts = Kept(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
-    expected = [continued(Writer.of(model), [prompt], decoding)[0] for prompt in prompts]
+    model, where, decoding = built(LLAMA), layout(model=2), GenerationConfig(NEW, temperature=0.0)
+    kept, prompts = PrefixCache(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
+    expected = [generate_tokens(Generator.of(model), [prompt], decoding)[0] for prompt in prompts]
     with where.use():
         placed = jax.tree.map(
             lambda a: NamedArray(jax.device_put(a.array, where.parameter_sharding(a.axes)), a.axes),
             model,
             is_leaf=lambda a: isinstance(a, NamedArray),
         )
-        writer = Writer.of(placed)
+        writer = Generator.of(placed)
         for prompt, whole in zip(prompts, expected, strict=True):
-            assert [t for (piece,) in stream(writer, [prompt], decoding, every=8, kept=kept) for t in piece] == whole
+            assert [
+                t for (piece,) in stream_tokens(writer, [prompt], decoding, every=8, kept=kept) for t in piece
+            ] == whole
 
 
 def test_a_cache_of_another_kind_is_not_kept():
-    kept = Kept()
+    kept = PrefixCache()
     kept.keep({"tokens": [1, 2]}, [1, 2])
     assert kept.recalled(None, [1, 2] * 80, 1, 8) == (None, 0)

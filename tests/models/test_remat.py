@@ -5,7 +5,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.remat import CANDIDATES, auto_is, parse_keep
+from jaxlm.models.remat import CANDIDATES, auto_policy, parse_remat
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from jaxlm.models.remat import CANDIDATES, auto_is, parse_keep
     [(True, "full"), (False, "cheap"), ("auto", "auto"), ("none", "none"), (["query", "mlp"], ("query", "mlp"))],
 )
 def test_reads(value, keep):
-    assert parse_keep(value) == keep
+    assert parse_remat(value) == keep
     hash(Gpt2Config(gradient_checkpointing=value))
 
 
@@ -28,7 +28,7 @@ def test_auto_is_whatever_the_compiler_found_to_fit(tiny_llama, built, as_inputs
 
     def program(keep):
         model = built(tiny_llama)
-        with auto_is(keep):
+        with auto_policy(keep):
             gradient = jax.grad(lambda model: model.hidden(inputs).final.array.sum())
             return jax.jit(gradient).lower(model).compile().memory_analysis().temp_size_in_bytes
 

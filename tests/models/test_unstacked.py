@@ -14,10 +14,10 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference import unstacked as apart_module
-from jaxlm.models.inference.generate import CACHE_DTYPES, Decoding, continued
+from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate_tokens
 from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.sampling import Sampling
-from jaxlm.models.inference.unstacked import Writer, apart, together
+from jaxlm.models.inference.unstacked import Generator, stack, unstack
 
 SIZES = {"seq_len": 32, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}
 MODELS = {
@@ -41,13 +41,13 @@ def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
     part = lambda of: jax.tree.map(lambda a: a["position", of], whole, is_leaf=lambda a: isinstance(a, hax.NamedArray))  # noqa: E731
     step = jax.jit(lambda model, inputs, cache: model.hidden(inputs, cache=cache))
     stacked = step(model, part(slice(0, 8)), model.init_cache(Axis("batch", 2), 16, CACHE_DTYPES[dtype])).cache
-    model_apart, cache_apart = apart((model, stacked))
+    model_apart, cache_apart = unstack((model, stacked))
     for at in range(8, 12):
         expected = step(model, part(slice(at, at + 1)), stacked)
         got = step(model_apart, part(slice(at, at + 1)), cache_apart)
         stacked, cache_apart = expected.cache, got.cache
         np.testing.assert_allclose(got.final.array, expected.final.array, rtol=1e-5, atol=1e-5)
-    for joined, expected in zip(jax.tree.leaves(together(cache_apart)), jax.tree.leaves(stacked), strict=True):
+    for joined, expected in zip(jax.tree.leaves(stack(cache_apart)), jax.tree.leaves(stacked), strict=True):
         np.testing.assert_allclose(joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=1e-5)
 
 
@@ -55,10 +55,10 @@ def test_a_writer_takes_its_model_apart_once(built, monkeypatch):
     """However many texts it writes; only their caches are laid out each time."""
     model, taken = built(LlamaConfig(**SIZES, intermediate_dim=48)), []
     copied = apart_module._copied_apart
-    monkeypatch.setattr(apart_module, "_copied_apart", lambda tree: taken.append(type(tree)) or copied(tree))
-    writer, decoding = Writer.of(model), Decoding(3, temperature=0.0)
-    together_ = continued(writer, [[1, 2], [3, 4]], decoding)
-    assert [continued(writer, [prompt], decoding)[0] for prompt in ([1, 2], [3, 4])] == together_
+    monkeypatch.setattr(apart_module, "_unstacked_copy", lambda tree: taken.append(type(tree)) or copied(tree))
+    writer, decoding = Generator.of(model), GenerationConfig(3, temperature=0.0)
+    together_ = generate_tokens(writer, [[1, 2], [3, 4]], decoding)
+    assert [generate_tokens(writer, [prompt], decoding)[0] for prompt in ([1, 2], [3, 4])] == together_
     assert taken.count(type(model)) == 1
     assert len(taken) == 4
 
@@ -74,6 +74,6 @@ def test_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
     prompt = jax.eval_shape(lambda: left_padded([[1, 2, 3]] * rows, rows, 0))
     greedy = Sampling(temperature=0.0)
     state = jax.eval_shape(lambda *given: decode._begin(*given, greedy, 960, None), model, prompt, None, keys, stops)
-    given = (*jax.eval_shape(apart, (model, state)), keys, stops, jnp.int32(64))
+    given = (*jax.eval_shape(unstack, (model, state)), keys, stops, jnp.int32(64))
     temporary = decode._advance.lower(*given, greedy).compile().memory_analysis().temp_size_in_bytes
     assert temporary < 4 * 128 * 344

@@ -14,7 +14,7 @@ def test_a_terminal_has_one_moving_line_that_gives_way_to_others():
     console = Console(stream)
     console.progress("step 1")
     console.progress("step 2")
-    console.show("eval")
+    console.log("eval")
     assert stream.getvalue().split("\r\x1b[2K") == ["", "step 1", "step 2", "eval\n"]
 
 
@@ -31,7 +31,7 @@ def test_the_log_has_lines_but_no_moving_ones(tmp_path):
     console = Console(Terminal())
     console.log_to(tmp_path / "train.log")
     console.progress("step 1")
-    console.show("eval")
+    console.log("eval")
     console.close()
     assert (tmp_path / "train.log").read_text() == "eval\n"
 

@@ -14,21 +14,21 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
 from jaxlm.engine.loop import pause
 from jaxlm.forecast.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
-from jaxlm.observe.profile_summary import Event, describe_profile, sum_up
+from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, sum_up
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase
 
 OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}
 
 
-def hook_of(config: ProfilerConfig, folder: Path, show: Callable[[str], None], **options: Any) -> ProfileHook:
+def hook_of(config: ProfilerConfig, folder: Path, log: Callable[[str], None], **options: Any) -> ProfileHook:
     """Of a phase of 20 steps."""
     usual: dict[str, Any] = {"first_step": 0, "until": phase().end, "program": str}
-    return ProfileHook(config, folder, phase(), show=show, **(usual | options))
+    return ProfileHook(config, folder, phase(), log=log, **(usual | options))
 
 
-def event(name: str, start: float, end: float, device: str = "d0", line: str = "t0") -> Event:
-    return Event(device, line, name, start, end)
+def event(name: str, start: float, end: float, device: str = "d0", line: str = "t0") -> ProfileEvent:
+    return ProfileEvent(device, line, name, start, end)
 
 
 def test_times_of_nested_and_parallel_operations_in_closed_form():
@@ -97,16 +97,16 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
     monkeypatch.setattr(loop, "pause", marked)
     note = lambda text, value=None: lambda *_, **__: order.append(text) or value  # noqa: E731
     hook = SimpleNamespace(due=lambda step: step == 2, run=note("hook"))
-    wishes = SimpleNamespace(save=False, stop=0)
+    flags = SimpleNamespace(save=False, stop=0)
     loop.run_phase(
         SimpleNamespace(step=0),
         phase(end=3),
         lambda *_: order.append("step") or (None, None),
         Numbers(),
-        reports=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), tally=None),
+        reports=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None),
         hooks=[hook],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
-        ballot=SimpleNamespace(cast=lambda _: None, result=lambda *_: wishes),
+        flag_sync=SimpleNamespace(cast=lambda _: None, result=lambda *_: flags),
         stop=SimpleNamespace(signal=0),
     )
     assert " ".join(order) == (

@@ -16,15 +16,15 @@ from jaxlm.config.load import load_config
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
-from jaxlm.observe.trackers import JsonlTracker, RunFacts, TrackerConfig, check_trackers, environment, read_jsonl
-from jaxlm.observe.trackers.guarded import GuardedTracker, Patience
+from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
+from jaxlm.observe.trackers.guarded import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.trackio import TrackioConfig
 from jaxlm.observe.trackers.wandb import WandbConfig, WandbTracker
 from tests.observe.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"
-FACTS = RunFacts("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
+FACTS = RunInfo("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
 
 
 def test_floats_come_back_to_the_last_bit_and_what_is_not_finite_is_null(tmp_path):
@@ -143,7 +143,7 @@ class Recording:
 
 def test_a_guarded_tracker_gets_everything_in_order():
     inside, lines = Recording(), []
-    tracker = GuardedTracker("t", inside.opened, lines.append)
+    tracker = BackgroundTracker("t", inside.opened, lines.append)
     for step in range(1, 100):
         tracker.log(step, {"x": float(step)})
         if step % 30 == 0:
@@ -158,8 +158,8 @@ def test_a_guarded_tracker_gets_everything_in_order():
 
 def test_records_gather_until_it_is_time_or_a_flush_asks_for_them():
     slow, quick = Recording(), Recording()
-    patient = GuardedTracker("t", slow.opened, print, Patience(gather_s=60.0))
-    hasty = GuardedTracker("t", quick.opened, print, Patience(gather_s=0.01))
+    patient = BackgroundTracker("t", slow.opened, print, TrackerTimeouts(gather_s=60.0))
+    hasty = BackgroundTracker("t", quick.opened, print, TrackerTimeouts(gather_s=0.01))
     deadline = time.monotonic() + 10
     while not (slow.calls and quick.calls) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -182,8 +182,8 @@ def test_a_tracker_that_fails_is_said_once_and_harms_nobody(where, tmp_path):
     other = Recording()
     trackers = (
         whole,
-        GuardedTracker("broken", broken.opened, lines.append),
-        GuardedTracker("t", other.opened, lines.append),
+        BackgroundTracker("broken", broken.opened, lines.append),
+        BackgroundTracker("t", other.opened, lines.append),
     )
     for step in range(1, 20):
         for tracker in trackers:
@@ -200,7 +200,9 @@ def test_a_tracker_that_fails_is_said_once_and_harms_nobody(where, tmp_path):
 @pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
 def test_a_tracker_that_blocks_holds_nobody_up(where):
     stuck, lines = Recording(block=where), []
-    tracker = GuardedTracker("stuck", stuck.opened, lines.append, Patience(max_waiting=50, flush_s=0.2, close_s=0.2))
+    tracker = BackgroundTracker(
+        "stuck", stuck.opened, lines.append, TrackerTimeouts(max_waiting=50, flush_s=0.2, close_s=0.2)
+    )
     slowest = 0.0
     for step in range(1, 30):
         began = time.perf_counter()
@@ -220,7 +222,7 @@ def test_a_tracker_that_blocks_holds_nobody_up(where):
 
 def test_a_queue_that_runs_full_ends_the_tracker():
     stuck, lines = Recording(block="open"), []
-    tracker = GuardedTracker("stuck", stuck.opened, lines.append, Patience(max_waiting=5))
+    tracker = BackgroundTracker("stuck", stuck.opened, lines.append, TrackerTimeouts(max_waiting=5))
     for step in range(100):
         tracker.log(step, {})
     tracker.close()
@@ -280,13 +282,13 @@ def test_dumps_of_xla_need_its_flag(monkeypatch, tmp_path):
 WANDB_RUN = """
 import sys
 from jaxlm.core.types import Histogram
-from jaxlm.engine.trackers import RunFacts
-from jaxlm.engine.trackers.guarded import GuardedTracker
-from jaxlm.engine.trackers.wandb import WandbConfig
+from jaxlm.observe.trackers import RunInfo
+from jaxlm.observe.trackers.guarded import BackgroundTracker
+from jaxlm.observe.trackers.wandb import WandbConfig
 
-facts = RunFacts("my run", 0, True, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
+facts = RunInfo("my run", 0, True, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
 config = WandbConfig(**eval(sys.argv[1]))
-tracker = GuardedTracker("wandb", lambda: config.open(facts), print)
+tracker = BackgroundTracker("wandb", lambda: config.open(facts), print)
 for step in (1, 2, 3, 2):
     tracker.log(step, {"train/loss": 5.0 - step})
     if step != 1:
@@ -374,7 +376,7 @@ def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
     lines: list[str] = []
     facts = dataclasses.replace(FACTS, resume_step=0, is_new=is_new)
     config = WandbConfig(mode="offline", save_code=False)
-    tracker = GuardedTracker("wandb", lambda: config.open(facts), lines.append)
+    tracker = BackgroundTracker("wandb", lambda: config.open(facts), lines.append)
     tracker.log(121, {"x": 1.0})
     tracker.close()
     assert handle.finish.call_count == 1
@@ -433,13 +435,13 @@ def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
 
 
 TRACKIO_RUN = """
-from jaxlm.engine.trackers import RunFacts
-from jaxlm.engine.trackers.guarded import GuardedTracker
-from jaxlm.engine.trackers.trackio import TrackioConfig
+from jaxlm.observe.trackers import RunInfo
+from jaxlm.observe.trackers.guarded import BackgroundTracker
+from jaxlm.observe.trackers.trackio import TrackioConfig
 
 for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (True, {1: 7})):
-    facts = RunFacts("run", 0, is_new, {"trainer": {"seed": 7}}, "", {"parameter_count": 1234})
-    tracker = GuardedTracker("trackio", lambda: TrackioConfig().open(facts), print)
+    facts = RunInfo("run", 0, is_new, {"trainer": {"seed": 7}}, "", {"parameter_count": 1234})
+    tracker = BackgroundTracker("trackio", lambda: TrackioConfig().open(facts), print)
     for step, value in records.items():
         tracker.log(step, {"x": float(value)})
     tracker.close()
@@ -449,7 +451,7 @@ for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (Tr
 def test_trackio_that_is_not_installed_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     lines: list[str] = []
-    GuardedTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
+    BackgroundTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
     (line,) = lines
     assert "it is not installed: pip install 'jaxlm[trackio]'" in line
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from jaxlm.config.decode import decode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.linear import Linear
@@ -215,7 +215,7 @@ def own() -> set[str]:
 
 
 def config_of(kind: str, **keys: Any) -> OptimizerConfig:
-    return decode(OptimizerConfig, Source({"type": kind, **COMMON, **keys}))
+    return decode(OptimizerConfig, ConfigSource({"type": kind, **COMMON, **keys}))
 
 
 def by_hand(kind: str, config: Any, scale: float) -> Arrays:

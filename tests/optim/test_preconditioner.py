@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlm.optim.preconditioner import first_factor, whiten
+from jaxlm.optim.preconditioner import initial_factor, precondition
 from tests.engine.helpers import layout
 
 ROWS, COLUMNS = hax.make_axes(rows=6, columns=4)
@@ -23,10 +23,10 @@ def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_si
     matrices = (
         spread[0] @ rng.normal(size=(3000, 6, 4)) @ spread[1]
     )  # rows' covariance: spread[0]^2, columns': spread[1]^2
-    factors = tuple(first_factor((), (axis,), 1.0, max_dense_size) for axis in (ROWS, COLUMNS))
+    factors = tuple(initial_factor((), (axis,), 1.0, max_dense_size) for axis in (ROWS, COLUMNS))
 
     def step(factors, matrix):
-        white, *fitted = whiten(matrix, *factors, rate=0.02, damping=0.0)
+        white, *fitted = precondition(matrix, *factors, rate=0.02, damping=0.0)
         return tuple(fitted), (white, fitted[0].times(jnp.eye(6)), fitted[1].times(jnp.eye(4)))
 
     _, (white, left, right) = jax.jit(lambda: jax.lax.scan(step, factors, jnp.asarray(matrices, jnp.float32)))()
@@ -47,12 +47,12 @@ def test_what_does_not_divide_is_kept_whole():
 
 def test_rows_without_gradients_stay_finite():
     """Nothing whitens zeros; they are left alone once noise of the assumed size would be whitened."""
-    factors = tuple(first_factor((hax.Axis("experts", 2),), (axis,), 1.0, 8) for axis in (ROWS, COLUMNS))
+    factors = tuple(initial_factor((hax.Axis("experts", 2),), (axis,), 1.0, 8) for axis in (ROWS, COLUMNS))
     matrix = jnp.zeros((2, 6, 4)).at[0].set(jnp.asarray(np.random.default_rng(0).normal(size=(6, 4))))
     matrix = matrix.at[0, 2].set(0.0)  # one row of the first, all of the second
 
     def step(factors, _):
-        white, *fitted = whiten(matrix, *factors, rate=0.1, damping=1e-9)
+        white, *fitted = precondition(matrix, *factors, rate=0.1, damping=1e-9)
         return tuple(fitted), white
 
     (left, right), white = jax.jit(lambda: jax.lax.scan(step, factors, None, 1000))()

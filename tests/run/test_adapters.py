@@ -12,20 +12,20 @@ import pytest
 
 from jaxlm.config.decode import encode
 from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.loader import train_batches
-from jaxlm.engine.phases import entering
-from jaxlm.engine.state import create
+from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
-from jaxlm.run.adapters import check_adapters, export_adapters, given_adapters, with_adapters, without_adapters
-from jaxlm.run.load_model import open_model, open_trained
+from jaxlm.run.adapters import check_adapters, export_adapters, initial_adapter_leaves, with_adapters, without_adapters
+from jaxlm.run.load_model import open_checkpoint, open_model
 from jaxlm.run.plan import make_plan
 from jaxlm.train import train
 from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
@@ -51,10 +51,10 @@ def busy(model):
 def adapted(tmp_path_factory):
     """A plan, its model with busy adapters, and the folder that they were exported to."""
     config = {"model": {"type": "llama", **SIZES}, "phases": [PHASE], "trainer": {"train_batch_size": 8}}
-    plan = make_plan(decode_run(Source(config), None), "x", 61)
+    plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     with plan.layout.use():
-        plain = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
+        plain = place_state(plan.recipe.initial_model, plan.recipe.abstract_initial_model, plan.layout)
         change = lambda model: busy(lora_of(plan).apply(model, refs={}, calibration=None, key=jax.random.key(1)))  # noqa: E731
         model = jax.jit(change)(plain)
         export_adapters(folder, model, plan, jnp.float32)
@@ -174,7 +174,7 @@ def begun_from(folder: Path, **keys):
         "phases": [{**PHASE, "surgery": [lora]}],
         "trainer": {"train_batch_size": 8},
     }
-    return make_plan(decode_run(Source(config), None), "x", 61)
+    return make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
 def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
@@ -186,16 +186,16 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (4, 8.0, 0.1, False)
     check_adapters(plan)
     with plan.layout.use():
-        weights = create(plan.recipe.first_model, plan.recipe.abstract_first_model, plan.layout)
-        given = given_adapters(plan, plan.phases[0])
-        state = entering(plan.recipe, plan.phases[0], plan.layout, None, weights, given)()
+        weights = place_state(plan.recipe.initial_model, plan.recipe.abstract_initial_model, plan.layout)
+        given = initial_adapter_leaves(plan, plan.phases[0])
+        state = enter_phase(plan.recipe, plan.phases[0], plan.layout, None, weights, given)()
         for (path, ours), (_, expected) in zip(tree.leaves(state.model), tree.leaves(model), strict=True):
             np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
         export_adapters(tmp_path / "again", state.model, plan, jnp.float32)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
     shutil.rmtree(moved)
-    assert decode_run(Source(encode(plan.config)), None) == plan.config, "what is saved needs no other files"
+    assert decode_run(ConfigSource(encode(plan.config)), None) == plan.config, "what is saved needs no other files"
     with pytest.raises(ConfigError, match="surgery lora: from_peft: "):
         begun_from(moved)
 
@@ -232,9 +232,9 @@ def test_training_goes_on_where_peft_stands(tmp_path):
         for r in tuned(tmp_path, instructions, 1, {"type": "lora", "from_peft": str(tmp_path / "adapter")})
         if "train/loss" in r
     )
-    trained = open_trained(tmp_path / "checkpoints" / "lora")
+    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
     plan = trained.plan
-    data = plan.data[0].open(trained.tokenizer, plan.config.model.seq_len, show=lambda _: None)
+    data = plan.data[0].open(trained.tokenizer, plan.config.model.seq_len, log=lambda _: None)
     sizes = plan.batches.train
     batches = train_batches(data.examples(sizes, seed=plan.config.trainer.seed), sizes, plan.layout)
     batch = jax.tree.map(np.asarray, next(batches))
@@ -278,7 +278,7 @@ def tuned(place: Path, instructions: Path, steps: int, lora: dict = LORA):
         "phases": [{**PHASE, "surgery": [lora]}],
         "evals": [],
     }
-    train(decode_run(Source(config), None))
+    train(decode_run(ConfigSource(config), None))
     return read_jsonl(place / "logs" / "lora" / "metrics.jsonl")
 
 
@@ -296,7 +296,7 @@ def test_lora_on_instructions(tmp_path, real):
     records = tuned(tmp_path, DOLLY if real else write_instructions(tmp_path / "train.jsonl"), steps)
     losses = [r["train/loss"] for r in records if "train/loss" in r]
     assert np.mean(losses[-3:]) < losses[0] - (0.1 if real else 1.0)
-    trained = open_trained(tmp_path / "checkpoints" / "lora")
+    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
     plan = trained.plan
     with plan.layout.use():
         model = trained.load_model()
@@ -325,7 +325,7 @@ def plan_base(folder, plan):
     """The imported model as it was."""
     from jaxlm.interop.hf.folder import load_model
 
-    return load_model(folder, jax.eval_shape(plan.recipe.first_model), plan.config.model, plan.layout)
+    return load_model(folder, jax.eval_shape(plan.recipe.initial_model), plan.config.model, plan.layout)
 
 
 @jax.jit

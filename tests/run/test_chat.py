@@ -11,8 +11,8 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.inference.generate import Decoding, generate
-from jaxlm.models.inference.prefix_cache import Kept
+from jaxlm.models.inference.generate import GenerationConfig, generate
+from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.run.load_model import open_model
 from tests.answers import SPECIAL, write_tokenizer
 from tests.engine.helpers import one_device
@@ -35,14 +35,16 @@ def folder(tmp_path_factory):
 
 
 def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch):
-    held, recalled = [], Kept.recalled
-    monkeypatch.setattr(Kept, "recalled", lambda *args: held.append(found := recalled(*args)) or found)
+    held, recalled = [], PrefixCache.recalled
+    monkeypatch.setattr(PrefixCache, "recalled", lambda *args: held.append(found := recalled(*args)) or found)
     named = open_model(str(folder), {})
     template = ChatTemplate.load(None, named.tokenizer, "x")
     assert (named.stop_ids, turn_ends(template, named.tokenizer)) == ((0,), (SPECIAL.index("<|end|>"),))
     with named.plan.layout.use():
         model = named.for_use()
-        talk = Conversation(model, named.tokenizer, template, Decoding(12, temperature=0.0, stop_ids=(0,)), "Be short.")
+        talk = Conversation(
+            model, named.tokenizer, template, GenerationConfig(12, temperature=0.0, stop_ids=(0,)), "Be short."
+        )
         text = "<|system|>Be short.<|end|>"
         for line in ("Hello", "And now?", "That was far too long."):
             said = "".join(talk.answer(line))

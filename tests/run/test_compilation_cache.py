@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlm.run.compilation_cache import keep_compiled_programs
+from jaxlm.run.compilation_cache import enable_compilation_cache
 
 
 def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
@@ -22,7 +22,7 @@ def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         try:
-            keep_compiled_programs(str(tmp_path))
+            enable_compilation_cache(str(tmp_path))
             jax.config.update(names[1], 0.0)
             whole = compile_again()
             for damaged in (b"", b"no program", whole[: len(whole) // 2]):

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.remat import CANDIDATES
 from jaxlm.run.compile import CompiledStep, StepPrograms, compile_step
@@ -17,7 +17,7 @@ SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 
 
 def plan_of(vocab: int = 512, **changes):
     tree = {"model": SIZES | {"num_kv_heads": 2}, "trainer": {"train_batch_size": 16}} | changes
-    return make_plan(decode_run(Source(tree), "compiled"), "compiled", vocab)
+    return make_plan(decode_run(ConfigSource(tree), "compiled"), "compiled", vocab)
 
 
 def compiled(plan, **options):
@@ -46,9 +46,9 @@ def test_the_least_recomputation_that_fits_is_chosen():
 
 
 @pytest.mark.parametrize(("squeezed", "chosen"), [((), "none"), (("none",), "cheap"), (("none", "cheap"), "cheap")])
-def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, squeezed, chosen):
+def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, compiler_remat, chosen):
     def attempt(plan, phase, stage, keep, limit):
-        return CompiledStep(mock.Mock(), mock.Mock(), keep, 1.0, 900, limit, squeezed=keep in squeezed), ""
+        return CompiledStep(mock.Mock(), mock.Mock(), keep, 1.0, 900, limit, compiler_remat=keep in compiler_remat), ""
 
     monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
     monkeypatch.setattr("jaxlm.run.compile._attempt", attempt)
@@ -57,7 +57,7 @@ def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, 
 
 def test_a_step_without_room_is_refused_before_there_is_a_state():
     def needing(num_bytes: int | None) -> CompiledStep:
-        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30, squeezed=False)
+        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30, compiler_remat=False)
 
     for enough in (1 << 30, None):
         StepPrograms({(1, 8): needing(enough)}).require_room()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
@@ -50,7 +50,7 @@ class Trainings:
     def run(self, run_id: str, steps: int, **sections: Any) -> Any:
         stream = io.StringIO()
         try:
-            return train(decode_run(Source(self.config(run_id, steps, **sections)), None), Console(stream))
+            return train(decode_run(ConfigSource(self.config(run_id, steps, **sections)), None), Console(stream))
         finally:
             self.said = stream.getvalue()
 

@@ -10,7 +10,7 @@ import pytest
 from jaxlm.config.decode import decode
 from jaxlm.config.load import decode_run
 from jaxlm.config.trainer import TrainerConfig
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import mesh_shape
@@ -24,7 +24,7 @@ MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num
 
 def plan_of(**trainer: Any) -> Plan:
     tree = {"model": {**MODEL, "num_kv_heads": 4}, "trainer": {"train_batch_size": 16, **trainer}}
-    return make_plan(decode_run(Source(tree), None), "x", 64)
+    return make_plan(decode_run(ConfigSource(tree), None), "x", 64)
 
 
 def mappings(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -52,7 +52,7 @@ INDIVISIBLE = [
 
 def divided(devices: int, model: int, replica: int, batch: int, per_device: int, key: str = "per_device_parallelism"):
     shape = mesh_shape(devices, replica=replica, model=model)
-    trainer = decode(TrainerConfig, Source({"train_batch_size": batch, key: per_device}))
+    trainer = decode(TrainerConfig, ConfigSource({"train_batch_size": batch, key: per_device}))
     batches = plan_batches(trainer, shape.replica * shape.data)
     sizes = (shape.replica, shape.data, shape.model)
     return sizes, batches.train.first.microbatch, batches.train.first.num_microbatches, batches.eval

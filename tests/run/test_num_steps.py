@@ -3,10 +3,10 @@
 import pytest
 
 from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.run.num_steps import check_length, with_length_of_data
+from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -20,10 +20,10 @@ def resolved(tmp_path):
     def resolve(data=None, said=None, **sections):
         own = {"train_urls": [f"{tmp_path}/a.txt"]} if data is None else data
         own = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 260, **own}
-        config = decode_run(Source({"model": dict(MODEL), "data": own, **sections}), None)
-        tokenizer = config.data.load_tokenizer(show=lambda _: None)
-        show = (lambda _: None) if said is None else said.append
-        return with_length_of_data(config, BatchSchedule.constant(8), tokenizer, show), tokenizer
+        config = decode_run(ConfigSource({"model": dict(MODEL), "data": own, **sections}), None)
+        tokenizer = config.data.load_tokenizer(log=lambda _: None)
+        log = (lambda _: None) if said is None else said.append
+        return with_num_steps_of_data(config, BatchSchedule.constant(8), tokenizer, log), tokenizer
 
     resolve.folder = tmp_path
     return resolve
@@ -38,7 +38,7 @@ def test_epochs_are_as_many_steps_as_they_take(resolved):
     windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
     assert steps(config) == [-(-3 * len(windows) // 8)]
     assert (
-        with_length_of_data(config, BatchSchedule.constant(8), tokenizer, print) == config
+        with_num_steps_of_data(config, BatchSchedule.constant(8), tokenizer, print) == config
     )  # as a run that goes on does it
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
     assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]
@@ -76,4 +76,4 @@ def test_a_mixture_ends_when_its_stop_strategy_says(resolved):
     assert sum("steps instead of 400000: then the data is read" in line for line in said) == 2
     assert steps(resolved({**mixed, "stop_strategy": "all_exhausted"}, trainer={"num_train_steps": 3})[0]) == [3]
     with pytest.raises(ConfigError, match="epoch: 1 given, but phase 'train' trains on several sources"):
-        check_length(decode_run(Source({"data": mixed, "epoch": 1}), None))
+        check_num_steps(decode_run(ConfigSource({"data": mixed, "epoch": 1}), None))

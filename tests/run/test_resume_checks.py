@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.run import resume_checks as lineage
 from jaxlm.run.plan import make_plan
-from jaxlm.run.resume_checks import check_same_data, moved_stages
+from jaxlm.run.resume_checks import changed_stages, check_same_data
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
@@ -21,9 +21,9 @@ def said(batch: Any, weights: Any, examples: int) -> list[str]:
     """At step 30 of a run that has read so many sequences."""
     data = {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}, "train_weights": weights}
     trainer = {"train_batch_size": batch, "num_train_steps": 100}
-    plan = make_plan(decode_run(Source({"model": SIZES, "data": data, "trainer": trainer}), None), "x", 64)
+    plan = make_plan(decode_run(ConfigSource({"model": SIZES, "data": data, "trainer": trainer}), None), "x", 64)
     cursor = Cursor(step=30, phase=0, phase_name="train", entering=False, temporary=True)
-    return moved_stages(cursor, {"examples": examples, "step": 30}, plan.phases[0], plan)
+    return changed_stages(cursor, {"examples": examples, "step": 30}, plan.phases[0], plan)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
     """Each machine reads its own copy; what is compared is what decides about the tokens."""
     (tmp_path / "a.txt").write_text("some text")
     tree = {"model": SIZES, "data": {"train_urls": [str(tmp_path)], "cache_dir": "nowhere"}}
-    plan, compared = make_plan(decode_run(Source(tree), None), "x", 64), []
-    monkeypatch.setattr(lineage, "same_everywhere", lambda text: compared.append(text) or len(set(compared)) == 1)
+    plan, compared = make_plan(decode_run(ConfigSource(tree), None), "x", 64), []
+    monkeypatch.setattr(lineage, "same_on_all_processes", lambda text: compared.append(text) or len(set(compared)) == 1)
     for fingerprint, text, differs in (
         ("t", "some text", False),
         ("t", "some more", True),

@@ -13,7 +13,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.layers import dropout, with_keys
+from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
@@ -110,12 +110,12 @@ def test_the_mean_and_variance_of_dropout_are_those_of_the_closed_form():
 def test_every_layer_that_drops_has_a_key_of_its_own(model):
     adapted_ = adapted(model, target="attn|mlp", dropout=0.5)
     key = jax.random.key(7)
-    keyed = tree.modules(with_keys(adapted_, key), LoraLinear)
+    keyed = tree.modules(with_dropout_keys(adapted_, key), LoraLinear)
     words = {jax.random.key_data(layer.key).tobytes() for layer in keyed}
     assert len(words) == len(keyed) == 7
     own = {jax.random.key_data(k).tobytes() for n in (2, 3, 7) for k in jax.random.split(key, n)}
     assert not words & own, "and none that a block may split off"
-    for unkeyed in (with_keys(adapted_, None), with_keys(adapted(model, target="attn|mlp"), key)):
+    for unkeyed in (with_dropout_keys(adapted_, None), with_dropout_keys(adapted(model, target="attn|mlp"), key)):
         assert all(layer.key is None for layer in tree.modules(unkeyed, LoraLinear)), "0 is none, to the last bit"
 
 

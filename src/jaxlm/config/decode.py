@@ -18,14 +18,14 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
 from jaxlm.config.durations import format_duration, parse_duration
 from jaxlm.config.plugins import import_choice, is_import_path
-from jaxlm.config.yaml import KeyPath, Source
+from jaxlm.config.yaml import ConfigSource, KeyPath
 from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T")
 _SIMPLE = {bool: "true or false", int: "a whole number", float: "a number", str: "text", timedelta: "a duration (15m)"}
 
 
-def decode(kind: type[T], source: Source) -> T:
+def decode(kind: type[T], source: ConfigSource) -> T:
     """The dataclass that a tree describes.
 
     Raises:
@@ -120,7 +120,7 @@ class _MismatchError(Exception):
 
 
 class _Decoder:
-    def __init__(self, source: Source):
+    def __init__(self, source: ConfigSource):
         self._source = source
 
     def dataclass(self, kind: Any, tree: Any, path: KeyPath, default: Any = None) -> Any:

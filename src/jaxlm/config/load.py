@@ -10,7 +10,7 @@ from jaxlm.config.decode import decode, drop_stale_keys
 from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
 from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import Source, load_yaml, merge
+from jaxlm.config.yaml import ConfigSource, load_yaml, merge
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
@@ -45,7 +45,7 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
             "no configuration is given. --config_path run.yaml reads a file (config/quickstart.yaml trains on text that"
             " every Python has), --section.key value sets one key, and --help lists all keys"
         )
-    source = Source({}) if parsed.config_path is None else load_yaml(parsed.config_path)
+    source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:
         print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
@@ -70,15 +70,15 @@ def read_config(path: Path) -> RunConfig:
     return decode_run(from_levanter(load_yaml(path))[0], path.stem)
 
 
-def decode_run(source: Source, name: str | None, kind: type[R] = RunConfig) -> R:
+def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig) -> R:
     """A run from a tree: phases take what they leave out from the top level, and the run its id where it has none: from
     the environment's RUN_ID, a tracker's `id`, or `name`."""
     load_installed_plugins()
     tree = with_hf_model(_with_inherited(source.tree))
-    config = decode(kind, Source(tree, source.marks))
+    config = decode(kind, ConfigSource(tree, source.marks))
     filled = with_peft_keys(tree, config.model)
     if filled is not tree:
-        config = decode(kind, Source(filled, source.marks))
+        config = decode(kind, ConfigSource(filled, source.marks))
     name = _name_elsewhere(config) or name
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))

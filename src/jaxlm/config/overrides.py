@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlm.config.schema import Section, sections
-from jaxlm.config.yaml import KeyPath, Source, merge, parse_value
+from jaxlm.config.schema import ConfigSection, sections
+from jaxlm.config.yaml import ConfigSource, KeyPath, merge, parse_value
 from jaxlm.core.errors import ConfigError
 
 _WIDTH = 118
@@ -61,7 +61,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     return Arguments(named[0] if named else None, {name: parse_value(text) for name, text in given.items()})
 
 
-def override(source: Source, options: dict[str, Any]) -> Source:
+def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:
     """The tree with each option laid over it: sections are merged, lists replaced, `phases.1.name` reaches into a list.
 
     Raises:
@@ -72,7 +72,7 @@ def override(source: Source, options: dict[str, Any]) -> Source:
         path: KeyPath = tuple(name.split("."))
         tree = _set(tree, path, value, name)
         marks[tuple(int(p) if str(p).isdigit() else p for p in path)] = f"command line --{name}"
-    return Source(tree, marks)
+    return ConfigSource(tree, marks)
 
 
 def option_tree(options: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def help_text(kind: type, command: str) -> str:
     return "\n".join(lines)
 
 
-def _describe(section: Section) -> Iterator[str]:
+def _describe(section: ConfigSection) -> Iterator[str]:
     if section.choice is not None:
         yield f"\n {section.path}.type: {section.choice}{' (the default)' if section.is_default else ''}"
     elif section.path:

@@ -40,7 +40,7 @@ def is_import_path(name: Any) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def imported(path: str) -> Any:
+def import_name(path: str) -> Any:
     """What stands at `package.module:name`; None where the module has nothing of that name.
 
     Raises:
@@ -67,7 +67,7 @@ def import_choice(registry: Any, name: str) -> type:
     Raises:
         ConfigError: there is no such class, or it is not a dataclass of this registry.
     """
-    found = imported(name)
+    found = import_name(name)
     if not (isinstance(found, type) and issubclass(found, registry) and dataclasses.is_dataclass(found)):
         what = "nothing" if found is None else f"no dataclass that extends {registry.__module__}.{registry.__name__}"
         raise ConfigError(f"'{name}': there is {what} of that name in {name.partition(':')[0]}")

@@ -13,7 +13,7 @@ from jaxlm.config.decode import encode, is_choice
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key.
 
     Attributes:
@@ -30,7 +30,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """Keys that stand side by side.
 
     Attributes:
@@ -45,7 +45,7 @@ class Section:
     choice: str | None
     is_default: bool
     meaning: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,18 @@ class _Place:
     default: Any
 
 
-def sections(kind: type) -> Iterator[Section]:
+def sections(kind: type) -> Iterator[ConfigSection]:
     """All sections of a configuration, outer ones first; one that occurs in several places, only at the first."""
     yield from _walk(kind, _Place("", "", MISSING), None, (), {kind})
 
 
-def _walk(kind: Any, place: _Place, choice: str | None, shared: tuple[Key, ...], seen: set[Any]) -> Iterator[Section]:
+def _walk(
+    kind: Any, place: _Place, choice: str | None, shared: tuple[ConfigKey, ...], seen: set[Any]
+) -> Iterator[ConfigSection]:
     default = place.default if type(place.default) is kind else None
     keys = tuple(_keys(kind, default))
     is_default = place.default is not None if choice is None else default is not None
-    yield Section(place.path, choice, is_default, place.meaning, tuple(key for key in keys if key not in shared))
+    yield ConfigSection(place.path, choice, is_default, place.meaning, tuple(key for key in keys if key not in shared))
     docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         for inner, suffix in _dataclasses_in(hints[item.name]):
@@ -74,26 +76,26 @@ def _walk(kind: Any, place: _Place, choice: str | None, shared: tuple[Key, ...],
                 yield from _enter(inner, _Place(path, docs.get(item.name, ""), _default(item, default)), seen)
 
 
-def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[Section]:
+def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[ConfigSection]:
     if not is_choice(kind):
         yield from _walk(kind, place, None, (), seen)
         return
     shared = tuple(_keys(kind, None))
-    yield Section(place.path, None, place.default is not None, place.meaning, shared)
+    yield ConfigSection(place.path, None, place.default is not None, place.meaning, shared)
     for choice, member in sorted(kind.get_known_choices().items()):
         yield from _walk(member, place, choice, shared, seen)
 
 
-def _keys(kind: Any, instance: Any) -> Iterator[Key]:
+def _keys(kind: Any, instance: Any) -> Iterator[ConfigKey]:
     docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         default = _default(item, instance)
         meaning = docs.get(item.name, "")
         if default is not MISSING and dataclasses.is_dataclass(default):
-            yield Key(item.name, "section", None, meaning)
+            yield ConfigKey(item.name, "section", None, meaning)
         else:
             shown = "required" if default is MISSING else _short(encode(default))
-            yield Key(item.name, _type_name(hints[item.name]), shown, meaning)
+            yield ConfigKey(item.name, _type_name(hints[item.name]), shown, meaning)
 
 
 def _dataclasses_in(hint: Any) -> Iterator[tuple[Any, str]]:

@@ -21,7 +21,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """What a file says, and where.
 
     Attributes:
@@ -39,7 +39,7 @@ class Source:
         return self.marks.get(path, "")
 
 
-def load_yaml(path: Path | str) -> Source:
+def load_yaml(path: Path | str) -> ConfigSource:
     """Reads a file and everything that it includes.
 
     Raises:
@@ -55,7 +55,7 @@ def load_yaml(path: Path | str) -> Source:
         raise ConfigError(
             f"{path}: the file holds {_kind(tree)}; a mapping of sections was expected (data:, model:, ...)"
         )
-    return Source(tree, reader.marks)
+    return ConfigSource(tree, reader.marks)
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxlm.core.runtime import broadcast_from_main
 _LOCK_NAME = ".lock"
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A name beside `path` that nobody else takes: no other process of this host, and no other host on a shared disk."""
     return path.with_name(f"{path.name}.{platform.node()}-{secrets.token_hex(4)}.tmp")
 
@@ -33,7 +33,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, show: Callable[[str], None]) -> Iterator[None]:
+def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Holds `folder` against other processes of this machine; the kernel lets go when the process dies.
 
     The lock file stays behind: deleting it while another process waits on it would let two in.
@@ -44,57 +44,57 @@ def locked(folder: Path, show: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            show(f"another process is writing in {folder}; waiting until it is done")
+            log(f"another process is writing in {folder}; waiting until it is done")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path to write; it takes the name `path` once the block has ended and the bytes are on disk."""
-    unfinished = temporary(path)
+    unfinished = temporary_path(path)
     try:
         yield unfinished
-        sync(unfinished)
+        fsync(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-    sync(path.parent)
+    fsync(path.parent)
 
 
 @contextlib.contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder to make and fill; it takes the name `folder` once the block has ended and its files are on disk.
 
     Call it with the lock.
     """
     remove_leftovers(folder)
-    unfinished = temporary(folder)
+    unfinished = temporary_path(folder)
     try:
         yield unfinished
         for path in unfinished.iterdir():
-            sync(path)
-        publish(unfinished, folder)
+            fsync(path)
+        commit_folder(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def publish(unfinished: Path, folder: Path) -> None:
+def commit_folder(unfinished: Path, folder: Path) -> None:
     """Gives a folder whose files are all on disk its final name; where another host was faster, its folder stays."""
-    sync(unfinished)
+    fsync(unfinished)
     try:
         os.rename(unfinished, folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-    sync(folder.parent)
+    fsync(folder.parent)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk, or what this user may have of it, is full."""
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Waits until a file's bytes, or a folder's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -103,7 +103,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_free(folder: Path) -> None:
+def check_unused(folder: Path) -> None:
     """Every process calls this before any of them writes: what process 0 sees counts.
 
     Raises:
@@ -120,7 +120,7 @@ def is_taken(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def publishing(folder: Path) -> Iterator[Path]:
+def publish_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, beside the one whose name it takes once the block has ended and all bytes are on disk."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
@@ -128,8 +128,8 @@ def publishing(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         for path in (*unfinished.iterdir(), unfinished):
-            sync(path)
+            fsync(path)
         os.replace(unfinished, folder)  # an empty folder of that name is replaced
-        sync(folder.parent)
+        fsync(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

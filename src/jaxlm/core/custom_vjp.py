@@ -28,7 +28,7 @@ def is_twice_differentiable() -> bool:
     return _twice.value
 
 
-class OwnBackward:
+class CustomVjp:
     """`jax.custom_vjp`, but for what is traced inside of `twice_differentiable`: that is the function as it is written."""
 
     def __init__(self, definition: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 
-class Signs(NamedTuple):
+class StepStats(NamedTuple):
     """What a step shows before its update is applied.
 
     Attributes:
@@ -23,7 +23,7 @@ class Signs(NamedTuple):
     finite: jax.Array
 
 
-class Judgement(NamedTuple):
+class Verdict(NamedTuple):
     """What a judge makes of a step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Judgement(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-class Judge(abc.ABC):
+class StepGuard(abc.ABC):
     """A judge of steps with a memory, which is part of the state: checkpointed, and the same on every process."""
 
     name: ClassVar[str]
@@ -48,5 +48,5 @@ class Judge(abc.ABC):
         """The memory before the first step. Traceable."""
 
     @abc.abstractmethod
-    def judge(self, slot: Any, signs: Signs) -> Judgement:
+    def judge(self, slot: Any, stats: StepStats) -> Verdict:
         """Judges one step. Traceable."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def resting() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Has the collector rest, as a context or a decorator: for imports, plans and compiled programs.
 
     It would search all that is there again each time that there is a quarter more: 0.5 of a start's 3.4 s of CPU
@@ -41,7 +41,7 @@ def restore_is_constant_dim() -> None:
 
 def import_libraries() -> None:
     """Imports the two libraries that bring the most with them; every part of jaxlm needs both."""
-    with resting():
+    with gc_paused():
         import haliax as haliax
         import optax as optax
     restore_is_constant_dim()

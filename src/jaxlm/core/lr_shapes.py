@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 Number = jax.Array | np.ndarray | float
 
 
-class Stretch(NamedTuple):
+class ShapeSpan(NamedTuple):
     """Where in a decay a value is asked for. All may be traced.
 
     Attributes:
@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decay(draccus.ChoiceRegistry, abc.ABC):
+class LrShape(draccus.ChoiceRegistry, abc.ABC):
     """A way down, by `type:`. A plain name means the same with its defaults."""
 
     reaches_zero: ClassVar[bool] = True
@@ -48,33 +48,33 @@ class Decay(draccus.ChoiceRegistry, abc.ABC):
     """Whether a decay that is written down as no steps at all leaves the peak as it is, rather than being a mistake."""
 
     @abc.abstractmethod
-    def value(self, at: Stretch) -> Number:
+    def value(self, at: ShapeSpan) -> Number:
         """The value there."""
 
 
-@Decay.register_subclass("constant")
+@LrShape.register_subclass("constant")
 @dataclass(frozen=True)
-class Constant(Decay):
+class Constant(LrShape):
     """Stays at the peak; `min_lr_ratio` has no meaning then."""
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         return at.xp.full_like(at.xp.asarray(at.since, np.float32), at.peak)
 
 
-@Decay.register_subclass("linear")
+@LrShape.register_subclass("linear")
 @dataclass(frozen=True)
-class Linear(Decay):
+class Linear(LrShape):
     """A straight line down to the low value."""
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         return at.peak * (1 - (1 - at.low) * at.since / at.length)
 
 
-@Decay.register_subclass("cosine")
+@LrShape.register_subclass("cosine")
 @dataclass(frozen=True)
-class Cosine(Decay):
+class Cosine(LrShape):
     """Half a wave of the cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
 
     Attributes:
@@ -89,15 +89,15 @@ class Cosine(Decay):
         if not self.exponent > 0:
             raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, more than 0 expected")
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
         return at.peak * (at.low + (1 - at.low) * wave**self.exponent)
 
 
-@Decay.register_subclass("polynomial")
+@LrShape.register_subclass("polynomial")
 @dataclass(frozen=True)
-class Polynomial(Decay):
+class Polynomial(LrShape):
     """What is left of the decay, raised to a power.
 
     Attributes:
@@ -110,15 +110,15 @@ class Polynomial(Decay):
         if not self.power > 0:
             raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, more than 0 expected")
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         left = 1 - at.since / at.length
         return at.peak * (at.low + (1 - at.low) * left**self.power)
 
 
-@Decay.register_subclass("inv_sqrt")
+@LrShape.register_subclass("inv_sqrt")
 @dataclass(frozen=True)
-class InvSqrt(Decay):
+class InvSqrt(LrShape):
     """One over the root of the cycle's steps (Vaswani et al. 2017, arXiv:1706.03762, equation 3), never below the low
     value; the decay's length does not matter.
 
@@ -132,27 +132,27 @@ class InvSqrt(Decay):
         if not self.timescale > 0:
             raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, more than 0 expected")
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         steps = at.xp.maximum(at.since + at.warmup, 1.0)
         return at.peak * at.xp.maximum(at.xp.minimum(1.0, (steps / self.timescale) ** -0.5), at.low)
 
 
-@Decay.register_subclass("inv")
+@LrShape.register_subclass("inv")
 @dataclass(frozen=True)
-class Inv(Decay):
+class Inv(LrShape):
     """One over the steps, so scaled that it ends at the low value. Its first step has already come down."""
 
     reaches_zero: ClassVar[bool] = False
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         return at.peak / ((1 / at.low - 1) * at.xp.maximum(at.since, 1.0) / at.length + 1)
 
 
-@Decay.register_subclass("power")
+@LrShape.register_subclass("power")
 @dataclass(frozen=True)
-class Power(Decay):
+class Power(LrShape):
     """A power of the tokens since the decay began, but never above the peak (Shen et al. 2024, arXiv:2408.13359,
     equation 4); neither `min_lr_ratio` nor the decay's length matters.
 
@@ -175,21 +175,21 @@ class Power(Decay):
                 f" seq_length={self.seq_length} given; a above 0, b below 0 and sizes of 1 and more expected"
             )
 
-    def value(self, at: Stretch) -> Number:
-        """See `Decay.value`."""
+    def value(self, at: ShapeSpan) -> Number:
+        """See `LrShape.value`."""
         tokens = at.since * float(self.batch_size) * self.seq_length
         return at.xp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
 
 
-def decay_of(given: str | Decay) -> Decay:
+def lr_shape_of(given: str | LrShape) -> LrShape:
     """The decay that a plain name stands for.
 
     Raises:
         ConfigError: there is none of that name, or it has keys without a default.
     """
-    if isinstance(given, Decay):
+    if isinstance(given, LrShape):
         return given
-    known: dict[str, Any] = Decay.get_known_choices()
+    known: dict[str, Any] = LrShape.get_known_choices()
     if given not in known:
         raise ConfigError(f"optimizer.lr_schedule: '{given}' given. Allowed: {', '.join(known)}")
     required = [f.name for f in dataclasses.fields(known[given]) if f.default is dataclasses.MISSING]
@@ -199,6 +199,6 @@ def decay_of(given: str | Decay) -> Decay:
     return known[given]()
 
 
-def name_of(given: str | Decay) -> str:
+def lr_shape_name(given: str | LrShape) -> str:
     """The name of a decay, for people."""
     return given if isinstance(given, str) else given.get_choice_name(type(given))

@@ -238,10 +238,10 @@ def _check_mapping(mapping: Mapping[str, MeshAxes], sizes: Mapping[str, int], lo
         for name in names:
             if name not in sizes:
                 raise ConfigError(f"trainer: '{axis}' is mapped to '{name}'. Mesh axes: {', '.join(sizes)}")
-        ways = math.prod(sizes[name] for name in names)
-        if axis in logical_axes and logical_axes[axis] % ways:
+        num_shards = math.prod(sizes[name] for name in names)
+        if axis in logical_axes and logical_axes[axis] % num_shards:
             raise ConfigError(
-                f"trainer: '{axis}' has size {logical_axes[axis]}, which the {ways} devices of mesh axis {target} do not"
+                f"trainer: '{axis}' has size {logical_axes[axis]}, which the {num_shards} devices of mesh axis {target} do not"
                 f" divide. Change the model's size, the mesh, or the mapping"
             )
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Judge, Judgement, Signs
+from jaxlm.core.guards import StepGuard, StepStats, Verdict
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class LossScale(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def judges(self) -> tuple[Judge, ...]:
+    def guards(self) -> tuple[StepGuard, ...]:
         """What follows the steps to choose the factor."""
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class Unscaled(LossScale):
     """No factor, and nothing is computed."""
 
     @property
-    def judges(self) -> tuple[Judge, ...]:
+    def guards(self) -> tuple[StepGuard, ...]:
         """None."""
         return ()
 
@@ -66,7 +66,7 @@ class ScaleState(eqx.Module):
 
 
 @dataclass(frozen=True)
-class DynamicLossScale(LossScale, Judge):
+class DynamicLossScale(LossScale, StepGuard):
     """Halves the factor after a step that is not finite, and doubles it after so many that were.
 
     Attributes:
@@ -83,7 +83,7 @@ class DynamicLossScale(LossScale, Judge):
     largest: float = 2.0**24
 
     @property
-    def judges(self) -> tuple[Judge, ...]:
+    def guards(self) -> tuple[StepGuard, ...]:
         """Itself."""
         return (self,)
 
@@ -97,20 +97,20 @@ class DynamicLossScale(LossScale, Judge):
         return jax.tree.map(lambda g: (g * inverse).astype(g.dtype), gradient)
 
     def init_slot(self) -> ScaleState:
-        """See `Judge.init_slot`."""
+        """See `StepGuard.init_slot`."""
         return ScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
-    def judge(self, slot: ScaleState, signs: Signs) -> Judgement:
+    def judge(self, slot: ScaleState, stats: StepStats) -> Verdict:
         """Never leaves out a step that is finite."""
         good_steps = slot.good_steps + 1
         grows = good_steps >= self.growth_interval
         grown = jnp.where(grows, jnp.minimum(slot.scale * 2, self.largest), slot.scale)
         halved = jnp.maximum(slot.scale / 2, self.smallest)
         after = ScaleState(
-            scale=jnp.where(signs.finite, grown, halved),
-            good_steps=jnp.where(signs.finite & ~grows, good_steps, 0),
+            scale=jnp.where(stats.finite, grown, halved),
+            good_steps=jnp.where(stats.finite & ~grows, good_steps, 0),
         )
-        return Judgement(jnp.asarray(True), after, {"train/loss_scale": slot.scale})
+        return Verdict(jnp.asarray(True), after, {"train/loss_scale": slot.scale})
 
 
 _DTYPES = {

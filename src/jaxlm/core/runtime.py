@@ -43,7 +43,7 @@ def broadcast_from_main(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
-def everywhere(holds: bool) -> bool:
+def all_processes(holds: bool) -> bool:
     """Whether something holds on every process; each must ask."""
     if jax.process_count() == 1:
         return holds
@@ -52,7 +52,7 @@ def everywhere(holds: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.asarray(holds))))
 
 
-def same_everywhere(text: str) -> bool:
+def same_on_all_processes(text: str) -> bool:
     """Whether all processes have the same text; each must ask."""
     if jax.process_count() == 1:
         return True
@@ -96,9 +96,9 @@ def main_first(make: Callable[[], T]) -> T:
         try:
             made = made if is_main_process() else make()
         except BaseException:
-            everywhere(False)
+            all_processes(False)
             raise
-        if not everywhere(True):
+        if not all_processes(True):
             raise PeerError("another process has failed; its own output says why")
     return cast(T, made)
 

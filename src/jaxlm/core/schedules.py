@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.lr_shapes import Decay, Stretch, decay_of, name_of
+from jaxlm.core.lr_shapes import LrShape, ShapeSpan, lr_shape_name, lr_shape_of
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScheduleSpec:
     """What a schedule looks like, in numbers. Lengths are steps, or fractions of their cycle.
 
     Attributes:
@@ -36,7 +36,7 @@ class Shape:
     peak: float
     warmup: int | float
     decay: int | float | None
-    kind: str | Decay
+    kind: str | LrShape
     min_ratio: float
     rewarmup: int | float = 0.0
     cycles: int | Sequence[int] | None = None
@@ -71,7 +71,7 @@ class Segment:
 class Schedule:
     """Step to value. Before step 0 and after the last segment the nearest end holds."""
 
-    def __init__(self, segments: Sequence[Segment], decay: Decay, peak: float, low: float):
+    def __init__(self, segments: Sequence[Segment], decay: LrShape, peak: float, low: float):
         self.segments = tuple(segments)
         self._decay, self._peak, self._low = decay, peak, low
         self._starts = np.array([s.start for s in segments], np.int32)
@@ -87,7 +87,7 @@ class Schedule:
         since = xp.clip(xp.asarray(step - xp.asarray(self._starts)[row], np.float32), 0, length)
         line = first + (last - first) * since / length
         with np.errstate(divide="ignore"):  # a power of 0 tokens, which the peak bounds
-            fallen = self._decay.value(Stretch(since, length, warmup, self._peak, self._low))
+            fallen = self._decay.value(ShapeSpan(since, length, warmup, self._peak, self._low))
         return xp.minimum(xp.where(is_decay > 0, fallen, line), self._peak)  # a formula may round to just above it
 
     def corner_points(self) -> list[tuple[int, float, str]]:
@@ -101,7 +101,7 @@ class Schedule:
         return [*points, (end, float(self(end)), "end")]
 
 
-def make_schedule(shape: Shape, num_steps: int) -> Schedule:
+def make_schedule(shape: ScheduleSpec, num_steps: int) -> Schedule:
     """The schedule of a run, or a phase, of `num_steps` steps.
 
     Warmup is cut to its cycle and decay to what warmup leaves, so no part ever overwrites another.
@@ -110,24 +110,24 @@ def make_schedule(shape: Shape, num_steps: int) -> Schedule:
         ConfigError: an unknown decay, low points that do not fit, or a length that is neither a fraction from 0 to 1
             nor a whole number of steps.
     """
-    decay = decay_of(shape.kind)
+    decay = lr_shape_of(shape.kind)
     if not 0 <= shape.min_ratio <= 1:
         raise ConfigError(f"optimizer.min_lr_ratio: {shape.min_ratio} given, 0 to 1 expected")
     if shape.min_ratio == 0 and not decay.reaches_zero:
         raise ConfigError(
-            f"optimizer.lr_schedule: {name_of(decay)} never reaches 0. Give optimizer.min_lr_ratio above 0"
+            f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Give optimizer.min_lr_ratio above 0"
         )
     segments: list[Segment] = []
     points = low_points(shape.cycles, shape.cycle_length, num_steps)
     for number, (start, end) in enumerate(itertools.pairwise(points)):
         name, warmup = ("rewarmup", shape.rewarmup) if number else ("warmup", shape.warmup)
-        steps = min(num_of_steps(name, warmup, end - start), end - start)
+        steps = min(to_num_steps(name, warmup, end - start), end - start)
         low = segments[-1].last if segments else 0.0
         segments += _cycle(shape, decay, Segment(name, start, steps, low, shape.peak, steps), end)
     return Schedule(segments, decay, shape.peak, shape.min_ratio)
 
 
-def _cycle(shape: Shape, decay: Decay, warmup: Segment, end: int) -> Iterator[Segment]:
+def _cycle(shape: ScheduleSpec, decay: LrShape, warmup: Segment, end: int) -> Iterator[Segment]:
     """A cycle from its warmup, which may be empty, to `end`; what is empty is left out."""
     left = end - warmup.end
     falling = left if shape.decay is None else _decay_steps(shape.decay, decay, end - warmup.start, left)
@@ -136,22 +136,22 @@ def _cycle(shape: Shape, decay: Decay, warmup: Segment, end: int) -> Iterator[Se
     if left > falling:
         yield Segment("stable", warmup.end, left - falling, shape.peak, shape.peak, warmup.length)
     if falling:
-        at = Stretch(float(falling), float(falling), float(warmup.length), shape.peak, shape.min_ratio)
+        at = ShapeSpan(float(falling), float(falling), float(warmup.length), shape.peak, shape.min_ratio)
         last = float(decay.value(at))
         yield Segment("decay", end - falling, falling, shape.peak, last, warmup.length)
 
 
-def _decay_steps(length: int | float, decay: Decay, cycle: int, left: int) -> int:
-    steps = num_of_steps("decay", length, cycle)
+def _decay_steps(length: int | float, decay: LrShape, cycle: int, left: int) -> int:
+    steps = to_num_steps("decay", length, cycle)
     if not steps and not decay.may_be_empty:
         raise ConfigError(
             f"optimizer.decay: {length} of a cycle of {cycle} steps is none at all, so that lr_schedule"
-            f" {name_of(decay)} has no effect. Give a longer one, or lr_schedule: constant"
+            f" {lr_shape_name(decay)} has no effect. Give a longer one, or lr_schedule: constant"
         )
     return min(steps, left)
 
 
-def num_of_steps(name: str, value: int | float, num_steps: int) -> int:
+def to_num_steps(name: str, value: int | float, num_steps: int) -> int:
     """Steps that a length stands for: up to 1 it is a fraction of `num_steps`, above it a number of steps.
 
     So 1 means all steps, not one.
@@ -207,7 +207,7 @@ def _by_cycles(cycles: int | Sequence[int], num_steps: int) -> list[int]:
 def _by_length(length: int | float | Sequence[int], num_steps: int) -> list[int]:
     if not isinstance(length, (int, float)):
         return list(itertools.accumulate(length))
-    steps = num_of_steps("cycle_length", length, num_steps)
+    steps = to_num_steps("cycle_length", length, num_steps)
     if steps < 1:
         raise ConfigError(f"optimizer.cycle_length: {length} of {num_steps} steps is less than one step")
     return [steps * number for number in range(1, num_steps // steps)]

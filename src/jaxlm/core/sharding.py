@@ -71,7 +71,7 @@ class Layout:
         """The place of an activation or a batch column with these axes."""
         return NamedSharding(self.mesh, spec_of(axes, self.compute))
 
-    def ways(self, logical_axis: str) -> int:
+    def num_shards(self, logical_axis: str) -> int:
         """Over how many devices computation spreads a logical axis."""
         return self._devices(self.compute.get(logical_axis, ()))
 

@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError
 
 
 @contextlib.contextmanager
-def reaching(
+def storage_errors(
     failure: Callable[[str], Exception], *, here: Path | None = None, told: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
     """Around what speaks to a store by fsspec, whose implementations raise the kinds of their own client libraries.

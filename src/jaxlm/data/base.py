@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxlm.models.base import LanguageModel
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-class Source(abc.ABC):
+class DataSource(abc.ABC):
     """Files of documents that a URL means, here or elsewhere. Known by name and size before anything is copied."""
 
     @property
@@ -33,7 +33,7 @@ class Source(abc.ABC):
         """Whether `files` would have nothing to copy."""
 
     @abc.abstractmethod
-    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
+    def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
         """Name and path of its files; copied into the folder `mirror` first, where they are elsewhere.
 
         Raises:

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxlm.config.decode import encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show
-from jaxlm.data.cache.workers import HERE, Workers
+from jaxlm.data.base import Log
+from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.sources.named import NamedSource
@@ -106,7 +106,7 @@ class DataConfig(SourceConfig):
             "enforce_eos": self.enforce_eos,
         }
 
-    def load_tokenizer(self, show: Show) -> Tokenizer:
+    def load_tokenizer(self, log: Log) -> Tokenizer:
         """The tokenizer that the section names, trained first if that is what it asks for.
 
         Raises:
@@ -117,10 +117,10 @@ class DataConfig(SourceConfig):
             formats = {source.name: source.config.format.recipe() for source in self.sources()}
             return trained_tokenizer(
                 Path(self.cache_dir) / "tokenizer",
-                self._all_files(show),
+                self._all_files(log),
                 self._all_texts,
                 size,
-                show,
+                log,
                 formats={name: recipe for name, recipe in formats.items() if recipe},
             )
         tokenizer = load_tokenizer(self.tokenizer)
@@ -141,16 +141,16 @@ class DataConfig(SourceConfig):
             if source.has(split) and (split == VALIDATION or source.name in names)
         )
 
-    def open(self, tokenizer: Tokenizer, seq_len: int, show: Show, workers: Workers = HERE) -> TokenData:
+    def open(self, tokenizer: Tokenizer, seq_len: int, log: Log, workers: Workers = LOCAL_WORKERS) -> TokenData:
         """The tokens, cut into windows; tokenized first, by `workers`, where no cache is there."""
         names, trained = self._weighed_names(), {}
         for source in self.sources():
             if source.name in names:
-                trained[source.name] = source.open(TRAIN, tokenizer, seq_len, show, workers=workers)
+                trained[source.name] = source.open(TRAIN, tokenizer, seq_len, log, workers=workers)
         sizes = {name: float(len(windows)) for name, windows in trained.items()}
         return TokenData(
             train=trained,
-            validation=self.open_validation(tokenizer, seq_len, show, workers=workers),
+            validation=self.open_validation(tokenizer, seq_len, log, workers=workers),
             weights=weight_stages(self.train_weights or sizes, self.trained_names()) if self.configs else (),
             block_size=self.mixture_block_size,
             shuffle=self.shuffle,
@@ -158,7 +158,7 @@ class DataConfig(SourceConfig):
         )
 
     def open_validation(
-        self, tokenizer: Tokenizer, seq_len: int, show: Show, *, apart: bool = False, workers: Workers = HERE
+        self, tokenizer: Tokenizer, seq_len: int, log: Log, *, apart: bool = False, workers: Workers = LOCAL_WORKERS
     ) -> tuple[ValidationData, ...]:
         """The windows to evaluate on alone, of the sources that have any.
 
@@ -167,7 +167,7 @@ class DataConfig(SourceConfig):
             workers: who tokenizes.
         """
         return tuple(
-            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, show, apart=apart, workers=workers))
+            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, log, apart=apart, workers=workers))
             for source in self.sources()
             if source.has(VALIDATION)
         )
@@ -188,12 +188,12 @@ class DataConfig(SourceConfig):
         stages = weight_stages(self.train_weights, names)
         return [name for name in names if any(stage.weights.get(name) for stage in stages)]
 
-    def _all_files(self, show: Show) -> list[TextFile]:
+    def _all_files(self, log: Log) -> list[TextFile]:
         """Those to train a tokenizer on, under names that differ between sources."""
         return [
             replace(file, name=f"{source.name}/{file.name}") if source.name else file
             for source in self.sources()
-            for file in source.files(TRAIN, show)
+            for file in source.files(TRAIN, log)
         ]
 
     def _all_texts(self) -> Iterator[str]:
@@ -233,8 +233,8 @@ class DataConfig(SourceConfig):
 
     def _check_tokenizer(self) -> None:
         if self.tokenizer != TRAIN_BPE:
-            tokenizer = self.load_tokenizer(show=lambda _: None)
-            if any(source.config.format.adds_ends for source in self.sources()):
+            tokenizer = self.load_tokenizer(log=lambda _: None)
+            if any(source.config.format.adds_special_tokens for source in self.sources()):
                 document_ends(tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
             for source in self.sources():
                 source.encoder(tokenizer)

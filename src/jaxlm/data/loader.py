@@ -15,14 +15,16 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.base import Batches
 from jaxlm.data.mixture import Columns, Mixture
-from jaxlm.data.packing import Windows
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.prefetch import Prefetch
 
 _PREFETCHED = 2
 _COLUMNS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
 
 
-def train_batches(mixture: Mixture, batches: BatchSchedule, layout: Layout, *, first_step: int = 0) -> "WindowBatches":
+def train_batches(
+    mixture: Mixture, batches: BatchSchedule, layout: Layout, *, first_step: int = 0
+) -> "SequenceBatches":
     """Batches {microbatch, batch, position} of a mixture's examples.
 
     Where a batch's examples do not fill its micro-batches, padding without weight does.
@@ -30,7 +32,7 @@ def train_batches(mixture: Mixture, batches: BatchSchedule, layout: Layout, *, f
     Args:
         first_step: the schedule's step that the first batch is of.
     """
-    return WindowBatches(_Order(mixture, batches, layout), first_step)
+    return SequenceBatches(_Order(mixture, batches, layout), first_step)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class _Order:
         return _on_devices(read, axes, self.layout)
 
 
-class WindowBatches(Batches):
+class SequenceBatches(Batches):
     """A step's rows are the examples behind those of all steps before it."""
 
     def __init__(self, order: _Order, first_step: int):
@@ -110,7 +112,9 @@ def _nth_batch(order: _Order, consumed: int, first_step: int, number: int) -> To
     return order.batch(consumed + order.batches.examples_between(first_step, step), order.batches.at(step))
 
 
-def eval_batches(windows: Windows, *, batch_size: int, layout: Layout, max_batches: int | None) -> Iterator[TokenBatch]:
+def eval_batches(
+    windows: PackedSequences, *, batch_size: int, layout: Layout, max_batches: int | None
+) -> Iterator[TokenBatch]:
     """One pass in order, as batches {batch, position}; rows beyond the end are padding with no weight."""
     axes = (hax.Axis(BATCH, batch_size), hax.Axis(POSITION, windows.seq_len))
     num_batches = -(-len(windows) // batch_size)
@@ -118,7 +122,7 @@ def eval_batches(windows: Windows, *, batch_size: int, layout: Layout, max_batch
         yield _on_devices(lambda rows, first=number * batch_size: _padded(windows, first + rows), axes, layout)
 
 
-def _padded(windows: Windows, indices: np.ndarray) -> Columns:
+def _padded(windows: PackedSequences, indices: np.ndarray) -> Columns:
     return _blanked(windows.read(np.minimum(indices, len(windows) - 1)), indices >= len(windows))
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlm.data.packing import Windows
-from jaxlm.data.shuffle import EraShuffle, Shuffle, permuted, shuffled, shuffled_in_eras
+from jaxlm.data.packing import PackedSequences
+from jaxlm.data.shuffle import EraShuffle, Shuffle, permute, shuffle_in_eras, shuffle_indices
 
 Columns = dict[str, np.ndarray]
 _KEPT_BLOCKS = 64
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """A stretch of examples with fixed proportions.
 
     Attributes:
@@ -41,7 +41,9 @@ class Mixture:
         seq_len: of every window.
     """
 
-    def __init__(self, sources: Mapping[str, Windows], stages: Sequence[Stage], *, seed: int, shuffle: Shuffle):
+    def __init__(
+        self, sources: Mapping[str, PackedSequences], stages: Sequence[MixtureStage], *, seed: int, shuffle: Shuffle
+    ):
         """Args: stages: by their starts, the first at 0; each block as long as the sum of its counts."""
         self.names = tuple(sources)
         self.seq_len = next(iter(sources.values())).seq_len
@@ -88,7 +90,7 @@ class Mixture:
             parts.append(f"{name}{listed} of {len(self._windows[number])}")
         return "; ".join(parts)
 
-    def windows(self, number: int) -> Windows:
+    def windows(self, number: int) -> PackedSequences:
         """Of a source."""
         return self._windows[number]
 
@@ -99,8 +101,8 @@ class Mixture:
     def _places(self, number: int, turns: np.ndarray) -> np.ndarray:
         size = len(self._windows[number])
         if isinstance(self._shuffle, EraShuffle):
-            return shuffled_in_eras(turns, size, self._shuffle.era_length, seed=self._seeds[number])
-        return shuffled(turns, size, seed=self._seeds[number]) if self._shuffle else turns % size
+            return shuffle_in_eras(turns, size, self._shuffle.era_length, seed=self._seeds[number])
+        return shuffle_indices(turns, size, seed=self._seeds[number]) if self._shuffle else turns % size
 
     def _turns(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each example, and how many of that source's came before it."""
@@ -134,7 +136,7 @@ class Mixture:
         in_order = np.repeat(np.arange(len(counts)), counts)
         size = len(in_order)
         seed = _seed_of(f"{self._seed} stage {stage}")
-        order = in_order[permuted(np.arange(size), size, seed=seed, epoch=np.full(size, block))]
+        order = in_order[permute(np.arange(size), size, seed=seed, epoch=np.full(size, block))]
         ranks = np.empty(size, np.int64)
         for number, count in enumerate(counts):
             ranks[order == number] = np.arange(count)

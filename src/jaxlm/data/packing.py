@@ -16,7 +16,7 @@ from jaxlm.data.cache.token_cache import TokenCache
 
 
 @dataclass(frozen=True)
-class WholeDocuments:
+class PackedDocuments:
     """Windows of documents that are not cut in two, and what that costs.
 
     Attributes:
@@ -34,7 +34,7 @@ class WholeDocuments:
     num_without_targets: int
 
 
-def whole_documents(cache: TokenCache, seq_len: int, *, most: int) -> WholeDocuments:
+def pack_documents(cache: TokenCache, seq_len: int, *, most: int) -> PackedDocuments:
     """Args: most: documents in a window; 0 means as many as fit."""
     lengths = np.diff(cache.offsets)
     places = np.concatenate([[0], np.cumsum(np.minimum(lengths, seq_len))])
@@ -49,10 +49,10 @@ def whole_documents(cache: TokenCache, seq_len: int, *, most: int) -> WholeDocum
     before = np.concatenate([[0], np.cumsum(asked)])
     some = before[np.minimum(ends, starts + seq_len + 1)] > before[starts]
     lost = np.maximum(lengths - (seq_len + 1), 0)
-    return WholeDocuments(starts[some], ends[some], int((lost > 0).sum()), int(lost.sum()), int((~some).sum()))
+    return PackedDocuments(starts[some], ends[some], int((lost > 0).sum()), int(lost.sum()), int((~some).sum()))
 
 
-def describe_whole(windows: "Windows") -> str:
+def describe_packing(windows: "PackedSequences") -> str:
     """What packing came to, for people."""
     whole = windows.whole
     assert whole is not None
@@ -67,10 +67,10 @@ def describe_whole(windows: "Windows") -> str:
     return "; ".join(parts)
 
 
-class Windows:
+class PackedSequences:
     """The windows of a token cache."""
 
-    def __init__(self, cache: TokenCache, seq_len: int, whole: WholeDocuments | None = None):
+    def __init__(self, cache: TokenCache, seq_len: int, whole: PackedDocuments | None = None):
         """Args: whole: where its documents are not to be cut in two."""
         self.cache = cache
         self.seq_len = seq_len

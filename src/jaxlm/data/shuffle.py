@@ -17,7 +17,7 @@ _ROUNDS = 10  # with 6, where an index of a very small set lands is measurably u
 _WORD = 1 << 64
 
 
-def shuffled(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray:
+def shuffle_indices(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray:
     """int64: the places of `examples` in an endless order, epoch after epoch, each a permutation of 0..size.
 
     Args:
@@ -28,8 +28,8 @@ def shuffled(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray:
     return places[examples - first * _BLOCK]
 
 
-def shuffled_in_eras(examples: np.ndarray, size: int, era_length: int, *, seed: int) -> np.ndarray:
-    """As `shuffled`, but each stretch of `era_length` places (the last one may be shorter) stays where it is."""
+def shuffle_in_eras(examples: np.ndarray, size: int, era_length: int, *, seed: int) -> np.ndarray:
+    """As `shuffle_indices`, but each stretch of `era_length` places (the last one may be shorter) stays where it is."""
     epoch, index = np.divmod(examples, size)
     era, within = np.divmod(index, era_length)
     places = np.empty_like(examples)
@@ -38,17 +38,17 @@ def shuffled_in_eras(examples: np.ndarray, size: int, era_length: int, *, seed: 
         if mine.any():
             # Every era of every epoch has a permutation of its own.
             number = epoch[mine] * (last + 1) + era[mine]
-            places[mine] = era[mine] * era_length + permuted(within[mine], lengths, seed=seed, epoch=number)
+            places[mine] = era[mine] * era_length + permute(within[mine], lengths, seed=seed, epoch=number)
     return places
 
 
 @functools.lru_cache(maxsize=256)  # 8 MB: each source of a mixture has its own
 def _block(number: int, size: int, seed: int) -> np.ndarray:
     epoch, index = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), size)
-    return permuted(index, size, seed=seed, epoch=epoch)
+    return permute(index, size, seed=seed, epoch=epoch)
 
 
-def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: np.ndarray) -> np.ndarray:
+def permute(indices: np.ndarray, size: int, *, seed: int, epoch: np.ndarray) -> np.ndarray:
     """int64: the places of `indices` in a permutation of 0..size that `seed` and `epoch` choose.
 
     Args:

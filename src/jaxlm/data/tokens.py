@@ -6,8 +6,8 @@ from typing import Literal
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.mixture import Mixture, Stage
-from jaxlm.data.packing import Windows
+from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import Shuffle
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.train_weights import WeightStage, block_counts
@@ -25,7 +25,7 @@ class ValidationData:
     """
 
     source: NamedSource
-    windows: Windows
+    windows: PackedSequences
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TokenData:
         stop_strategy: when the data ends.
     """
 
-    train: Mapping[str, Windows]
+    train: Mapping[str, PackedSequences]
     validation: tuple[ValidationData, ...]
     weights: Sequence[WeightStage]
     block_size: int
@@ -71,10 +71,10 @@ class TokenData:
             )
         return max(end for end in ends if end is not None)
 
-    def _stages(self, batches: BatchSchedule) -> list[Stage]:
+    def _stages(self, batches: BatchSchedule) -> list[MixtureStage]:
         names = list(self.train)
         if len(names) == 1:
-            return [Stage(0, (1,))]
+            return [MixtureStage(0, (1,))]
         starts = [batches.examples_before(stage.step) for stage in self.weights]
         counts = [block_counts(stage.weights, names, self.block_size) for stage in self.weights]
-        return [Stage(*stage) for stage in zip(starts, counts, strict=True)]
+        return [MixtureStage(*stage) for stage in zip(starts, counts, strict=True)]

@@ -10,11 +10,11 @@ import jax
 
 from jaxlm.data.base import Batches
 from jaxlm.engine.checkpoint.manager import Saver
-from jaxlm.engine.metrics import Reports
+from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
-from jaxlm.engine.sync import Ballot, Wishes
+from jaxlm.engine.sync import FlagSync, SyncFlags
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def run_phase(
     train_step: Callable[[RunState, Any, jax.Array], tuple[RunState, Any]],
     batches: Batches,
     *,
-    reports: Reports,
+    reports: AsyncMetrics,
     hooks: Sequence[Hook],
     saver: Saver,
-    ballot: Ballot,
+    flag_sync: FlagSync,
     stop: StopRequest,
 ) -> tuple[RunState, Outcome]:
     """Trains from where the state stands to the end of the phase.
@@ -79,12 +79,12 @@ def run_phase(
         waiting_since = time.perf_counter()
         batch = next(batches)
         loading_s = time.perf_counter() - waiting_since
-        wishes = Wishes(stop=stop.signal, save=saver.due_by_clock())
-        state, report = train_step(state, batch, ballot.cast(wishes))
+        flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
+        state, report = train_step(state, batch, flag_sync.to_devices(flags))
         batches.read_ahead()  # while this thread waits for the devices
         step += 1
         reports.push(step, report, loading_s)
-        agreed = ballot.result(Wishes(stop=stop.signal, save=saver.due_by_clock()), reports.tally)
+        agreed = flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), reports.flags)
         ending = step == phase.end or bool(agreed.stop)
         due = [hook for hook in hooks if hook.due(step)]
         saving = ending or agreed.save or saver.due_by_step(step)
@@ -95,7 +95,7 @@ def run_phase(
                     hook.run(step, state)
                 if saving:
                     saver.save(state, step, batches.state(), forced=ending)
-                    reports.tally = None  # every vote cast before this save has been heard
+                    reports.flags = None  # flags that were set before this save have been acted on
             reports.skip_time()
         if first:
             first = False

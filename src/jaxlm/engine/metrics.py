@@ -81,7 +81,7 @@ class Workload:
 
 
 @dataclass
-class _Flight:
+class _PendingStep:
     """A step that was dispatched.
 
     Attributes:
@@ -97,14 +97,14 @@ class _Flight:
     @property
     def is_done(self) -> bool:
         """Whether its report could be had without waiting."""
-        return self.report.tally.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return self.report.flags.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Reports:
-    """The steps in flight, oldest first.
+class AsyncMetrics:
+    """The steps in pending, oldest first.
 
     Attributes:
-        tally: the processes' common decision in the newest report that was fetched.
+        flags: the reduced flags of the newest step that was fetched; None before the first.
     """
 
     def __init__(
@@ -120,32 +120,32 @@ class Reports:
         watch: what the steps were compiled to look at.
         clock: seconds.
         """
-        self.tally: np.ndarray | None = None
+        self.flags: np.ndarray | None = None
         self._phase = phase
         self._workload = workload
         self._listeners = listeners
         self._watch = watch
         self._clock = clock
-        self._flying: deque[_Flight] = deque()
+        self._pending: deque[_PendingStep] = deque()
         self._last_arrival = clock()
         self._hooks_s = 0.0
 
     def push(self, step: int, report: Report, loading_s: float) -> None:
-        """Adds a step that was just dispatched; waits for the oldest one where too many are in flight.
+        """Adds a step that was just dispatched; waits for the oldest one where too many are in pending.
 
         Args:
             loading_s: seconds that the host waited for the step's batch.
         """
         for array in jax.tree.leaves(report):
             array.copy_to_host_async()
-        self._flying.append(_Flight(step, report, loading_s))
-        while len(self._flying) >= MAX_IN_FLIGHT:
-            self._land()
+        self._pending.append(_PendingStep(step, report, loading_s))
+        while len(self._pending) >= MAX_IN_FLIGHT:
+            self._fetch()
 
     def drain(self) -> None:
-        """Waits for every step in flight."""
-        while self._flying:
-            self._land()
+        """Waits for every step in pending."""
+        while self._pending:
+            self._fetch()
 
     def skip_time(self) -> None:
         """Leaves out of the next step's duration what happened since the last one landed (an evaluation, a save).
@@ -156,30 +156,30 @@ class Reports:
         self._hooks_s = now - self._last_arrival
         self._last_arrival = now
 
-    def _land(self) -> None:
-        flight = self._flying.popleft()
-        seconds = self._arrived(flight) if flight.seconds is None else flight.seconds
-        step, report = flight.step, flight.report
+    def _fetch(self) -> None:
+        pending = self._pending.popleft()
+        seconds = self._arrived(pending) if pending.seconds is None else pending.seconds
+        step, report = pending.step, pending.report
         metrics = {name: float(value) for name, value in jax.device_get(report.metrics).items()}
         histograms: dict[str, Histogram] = {}
         if self._watch is not None and self._watch.due(step):
             scalars, histograms = arrived(jax.device_get(report.watched))
             metrics |= scalars
-        self.tally = np.asarray(report.tally)
+        self.flags = np.asarray(report.flags)
         metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
-        metrics |= {"throughput/loading_time": flight.loading_s, "throughput/hook_time": self._hooks_s}
+        metrics |= {"throughput/loading_time": pending.loading_s, "throughput/hook_time": self._hooks_s}
         self._hooks_s = 0.0
         for listener in self._listeners:
             listener(StepInfo(step, self._phase, metrics, histograms))
 
-    def _arrived(self, flight: _Flight) -> float:
+    def _arrived(self, pending: _PendingStep) -> float:
         """Waits for a step, and tells how long it took.
 
         Steps that are found done together share the time since the one before them: when each of them was done, nobody saw.
         """
-        jax.block_until_ready(flight.report)
+        jax.block_until_ready(pending.report)
         now = self._clock()
-        together = [flight, *itertools.takewhile(lambda other: other.is_done, self._flying)]
+        together = [pending, *itertools.takewhile(lambda other: other.is_done, self._pending)]
         seconds = (now - self._last_arrival) / len(together)
         for one in together:
             one.seconds = seconds

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
-from jaxlm.core.guards import Judge
-from jaxlm.core.imports import resting
+from jaxlm.core.guards import StepGuard
+from jaxlm.core.imports import gc_paused
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.state import RunState, creating, first_guard
+from jaxlm.engine.state import RunState, build_state, initial_update_counts
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
-Given = Mapping[str, hax.NamedArray]
+InitialLeaves = Mapping[str, hax.NamedArray]
 """Leaves by path."""
 # What the run's key is folded with first, so that no two uses share randomness.
 _INIT, _SURGERY, _STEPS = 0, 1, 2
@@ -66,9 +66,9 @@ class Phase:
         """(trainable, frozen): the same tree twice, with None where the other has the leaf."""
         return tree.partition(model, self.mask(model))
 
-    def judges(self, precision: Precision) -> tuple[Judge, ...]:
+    def guards(self, precision: Precision) -> tuple[StepGuard, ...]:
         """What looks at every step, and may have its update left out."""
-        return (*self.optimizer.judges, *precision.loss_scale.judges)
+        return (*self.optimizer.guards, *precision.loss_scale.guards)
 
     def averaged(self, state: RunState) -> dict[str, LanguageModel]:
         """The model with each average in the place of what trains, by name; in the model's dtype."""
@@ -90,7 +90,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StateBuilder:
     """How a run's trees come about: the model before any phase, and every phase's surgery.
 
     Attributes:
@@ -104,16 +104,16 @@ class Recipe:
     phases: Sequence[Phase] = field(default_factory=tuple)
     _abstract: dict[int, RunState] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def first_model(self) -> LanguageModel:
+    def initial_model(self) -> LanguageModel:
         """The model before the first phase. Traceable."""
         return self.precision.to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
 
     @functools.cached_property
-    def abstract_first_model(self) -> LanguageModel:
+    def abstract_initial_model(self) -> LanguageModel:
         """Shapes and dtypes of the model before the first phase."""
-        return jax.eval_shape(self.first_model)
+        return jax.eval_shape(self.initial_model)
 
-    def operate(self, model: LanguageModel, phase: Phase) -> LanguageModel:
+    def apply_surgeries(self, model: LanguageModel, phase: Phase) -> LanguageModel:
         """The model with the phase's surgeries done. Traceable."""
         key = jax.random.fold_in(self._key(_SURGERY), phase.index)
         for number, surgery in enumerate(phase.surgeries):
@@ -125,14 +125,14 @@ class Recipe:
         trainable, _ = phase.split(model)
         slot = phase.objective.init_slot(model)
         slots = {} if slot is None else {"objective": slot}
-        slots |= {judge.name: judge.init_slot() for judge in phase.judges(self.precision)}
+        slots |= {judge.name: judge.init_slot() for judge in phase.guards(self.precision)}
         slots |= {name: average.init_slot(trainable) for name, average in phase.averages.items()}
         return RunState(
             step=jnp.asarray(phase.start, jnp.int32),
             key=self._key(_STEPS),
             model=model,
             opt_state=phase.transformation(model).init(trainable),
-            guard=eqx.tree_at(lambda g: g.skipped, first_guard(), jnp.asarray(skipped, jnp.int32)),
+            guard=eqx.tree_at(lambda g: g.skipped, initial_update_counts(), jnp.asarray(skipped, jnp.int32)),
             slots=slots,
         )
 
@@ -143,44 +143,44 @@ class Recipe:
         """
         if phase.index not in self._abstract:
             before = (
-                self.abstract_state(self.phases[phase.index - 1]).model if phase.index else self.abstract_first_model
+                self.abstract_state(self.phases[phase.index - 1]).model if phase.index else self.abstract_initial_model
             )
             enter = functools.partial(self.entered, phase=phase)
             self._abstract[phase.index] = jax.eval_shape(enter, before)
         return self._abstract[phase.index]
 
     def entered(
-        self, model: LanguageModel, skipped: jax.Array | int = 0, given: Given | None = None, *, phase: Phase
+        self, model: LanguageModel, skipped: jax.Array | int = 0, given: InitialLeaves | None = None, *, phase: Phase
     ) -> RunState:
         """The state at the start of a phase, for the model at the end of the one before. Traceable.
 
         Args:
             given: what takes the place of leaves that the phase's surgeries make.
         """
-        operated = self.operate(model, phase)
+        operated = self.apply_surgeries(model, phase)
         if given:
             operated = tree.map_leaves(lambda path, leaf: given.get(path, leaf), operated)
         return self.state(operated, phase, skipped)
 
-    def fresh_state(self, phase: Phase, given: Given | None = None) -> RunState:
+    def initial_state(self, phase: Phase, given: InitialLeaves | None = None) -> RunState:
         """The state at the start of a phase, had the ones before it not trained. Traceable. Args: given: see `entered`."""
-        model = self.first_model()
+        model = self.initial_model()
         for earlier in self.phases[: phase.index]:
-            model = self.operate(model, earlier)
+            model = self.apply_surgeries(model, earlier)
         return self.entered(model, given=given, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
         return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
 
 
-@resting()
-def entering(
-    recipe: Recipe,
+@gc_paused()
+def enter_phase(
+    recipe: StateBuilder,
     phase: Phase,
     layout: Layout,
     before: RunState | None,
     weights: LanguageModel | None = None,
-    given: Given | None = None,
+    given: InitialLeaves | None = None,
 ) -> Callable[[], RunState]:
     """Makes the state at the start of a phase when it is called; what that takes is compiled meanwhile.
 
@@ -192,11 +192,11 @@ def entering(
     """
     like, given = recipe.abstract_state(phase), dict(given or {})
     if before is None and weights is None:
-        return creating(lambda given: recipe.fresh_state(phase, given), like, layout, given)
+        return build_state(lambda given: recipe.initial_state(phase, given), like, layout, given)
     enter = functools.partial(recipe.entered, phase=phase)
     if before is None:
-        return creating(enter, like, layout, weights, jnp.zeros((), jnp.int32), given)
-    enter = creating(enter, like, layout, before.model, before.guard.skipped, given)
+        return build_state(enter, like, layout, weights, jnp.zeros((), jnp.int32), given)
+    enter = build_state(enter, like, layout, before.model, before.guard.skipped, given)
 
     def entered() -> RunState:
         # The program takes the model alone; whoever still holds the state would keep the rest of it on the devices.

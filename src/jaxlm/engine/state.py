@@ -15,7 +15,7 @@ from jaxlm.models.base import LanguageModel
 T = TypeVar("T")
 
 
-class Guard(eqx.Module):
+class UpdateCounts(eqx.Module):
     """Counts of the finite guard.
 
     Attributes:
@@ -43,7 +43,7 @@ class RunState(eqx.Module):
     key: jax.Array
     model: LanguageModel
     opt_state: Any
-    guard: Guard
+    guard: UpdateCounts
     slots: dict[str, Any]
 
 
@@ -63,7 +63,7 @@ def shardings(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
 
 
-def create(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> T:
+def place_state(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> T:
     """Runs `make(*args)` under jit so that every array is born where it rests, never whole on one device.
 
     The buffers of `args` are given up to the result.
@@ -71,11 +71,11 @@ def create(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> T:
     Args:
         like: shapes and dtypes of what it makes.
     """
-    return creating(make, like, layout, *args)()
+    return build_state(make, like, layout, *args)()
 
 
-def creating(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> Callable[[], T]:
-    """Like `create`, which is done when the result is called: until then, the program compiles in a thread."""
+def build_state(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> Callable[[], T]:
+    """Like `place_state`, which is done when the result is called: until then, the program compiles in a thread."""
     program = jax.jit(
         make,
         out_shardings=shardings(like, layout),
@@ -89,6 +89,6 @@ def creating(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> Cal
     return lambda: compiled.result()(*args)
 
 
-def first_guard() -> Guard:
+def initial_update_counts() -> UpdateCounts:
     """Nothing counted yet. Traced, so that it is created on the mesh with the rest."""
-    return Guard(updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
+    return UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))

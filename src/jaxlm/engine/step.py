@@ -19,14 +19,14 @@ import optax
 
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.custom_vjp import twice_differentiable
-from jaxlm.core.guards import Judge, Judgement, Signs
+from jaxlm.core.guards import StepGuard, StepStats, Verdict
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import Sum
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import Guard, RunState, shardings, step_key
-from jaxlm.engine.sync import tally
+from jaxlm.engine.state import RunState, UpdateCounts, shardings, step_key
+from jaxlm.engine.sync import reduce_flags
 from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
@@ -38,12 +38,12 @@ class Report(eqx.Module):
     Attributes:
         metrics: float32 scalars by name.
         watched: what `WatchConfig.look` saw; empty where nothing is watched.
-        tally: int32 {wish}, what the processes want together.
+        flags: int32 {flag}, reduced over all processes.
     """
 
     metrics: dict[str, jax.Array]
     watched: Numbers
-    tally: jax.Array
+    flags: jax.Array
 
 
 class _Sums(eqx.Module):
@@ -58,7 +58,7 @@ class _Sums(eqx.Module):
 def make_train_step(
     phase: Phase, layout: Layout, precision: Precision, abstract: RunState, watch: WatchConfig | None = None
 ) -> jax.stages.Wrapped:
-    """The jitted step of a phase: (state, batch, ballot) -> (state, `Report`). The state is donated.
+    """The jitted step of a phase: (state, batch, flags) -> (state, `Report`). The state is donated.
 
     A step whose objective or gradient norm is not finite, or that a judge leaves out, changes nothing but `step`,
     `guard.skipped` and what the judges remember: the choice is made inside the program, because the donated state could
@@ -70,13 +70,13 @@ def make_train_step(
     """
     optimizer = phase.transformation(abstract.model)
     schedule = phase.optimizer.schedule(phase.num_steps)
-    judges = phase.judges(precision)
+    guards = phase.guards(precision)
 
-    def train_step(state: RunState, batch: Any, ballot: jax.Array) -> tuple[RunState, Report]:
+    def train_step(state: RunState, batch: Any, flag_sync: jax.Array) -> tuple[RunState, Report]:
         sums = _add_up(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
-        verdict = _judge(judges, state.slots, Signs(sums.objective, norm, finite))
+        verdict = _apply_guards(guards, state.slots, StepStats(sums.objective, norm, finite))
         curvature = _curvature(phase, layout, precision, state, batch)
         updated, updates = _updated(phase, optimizer, state, sums, curvature)
         after = jax.tree.map(lambda new, old: jnp.where(verdict.applies, new, old), updated, state)
@@ -94,7 +94,9 @@ def make_train_step(
         if watch is not None:
             trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
             seen = watch.look(state.step + 1, trees, batch)
-        return after, Report({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, seen, tally(ballot))
+        return after, Report(
+            {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, seen, reduce_flags(flag_sync)
+        )
 
     placed = shardings(abstract, layout)
     return jax.jit(
@@ -105,14 +107,14 @@ def make_train_step(
     )
 
 
-def _judge(judges: Sequence[Judge], slots: dict[str, Any], signs: Signs) -> Judgement:
+def _apply_guards(guards: Sequence[StepGuard], slots: dict[str, Any], stats: StepStats) -> Verdict:
     """What all judges together make of a step; the slot is theirs by name."""
-    judged = {judge.name: judge.judge(slots[judge.name], signs) for judge in judges}
-    applies = signs.finite
+    judged = {judge.name: judge.judge(slots[judge.name], stats) for judge in guards}
+    applies = stats.finite
     for one in judged.values():
         applies = applies & one.applies
     metrics = {name: value for one in judged.values() for name, value in one.metrics.items()}
-    return Judgement(applies, {name: one.slot for name, one in judged.items()}, metrics)
+    return Verdict(applies, {name: one.slot for name, one in judged.items()}, metrics)
 
 
 def _updated(
@@ -127,7 +129,7 @@ def _updated(
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, curvature=curvature)
     trainable = optax.apply_updates(trainable, updates)
     averages = {
-        name: average.follow(state.slots[name], trainable, state.guard.updates)
+        name: average.updated(state.slots[name], trainable, state.guard.updates)
         for name, average in phase.averages.items()
     }
     after = RunState(
@@ -135,7 +137,7 @@ def _updated(
         key=state.key,
         model=eqx.combine(trainable, frozen, is_leaf=is_named),
         opt_state=opt_state,
-        guard=Guard(updates=state.guard.updates + 1, skipped=state.guard.skipped),
+        guard=UpdateCounts(updates=state.guard.updates + 1, skipped=state.guard.skipped),
         slots=sums.slots | averages,
     )
     return after, updates

@@ -1,8 +1,8 @@
 """How all processes take the same decision at the same step.
 
-A signal reaches one process, and only process 0 may read the clock; yet all must save and stop together. Each process
-puts its wishes on a ballot that the compiled step reduces over all devices, so the result returns with the metrics that
-are fetched anyway and nobody waits for anybody. With one process there is nothing to agree on, and a wish counts at once.
+A signal reaches one process, and only process 0 reads the clock, yet all processes must save and stop at the same step.
+Each process passes its flags into the compiled step, which reduces them over all devices. The result comes back with the
+metrics that are fetched anyway, so no process waits for another. A single process acts on its own flags at once.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from jaxlm.core.sharding import Layout
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a process wants.
+class SyncFlags:
+    """What a process requests.
 
     Attributes:
         stop: a signal's number, or 0.
@@ -28,35 +28,40 @@ class Wishes:
     save: bool = False
 
 
-class Ballot:
-    """Carries wishes to the compiled step and back."""
+class FlagSync:
+    """Carries the flags of a process to the compiled step and back."""
 
     def __init__(self, layout: Layout):
-        self._alone = jax.process_count() == 1
-        self._like = Ballot.abstract(layout)
-        self._blank = self._filled(Wishes())
+        self._single_process = jax.process_count() == 1
+        self._like = FlagSync.abstract(layout)
+        self._unset = self._filled(SyncFlags())
 
     @staticmethod
     def abstract(layout: Layout) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and place of what `cast` returns."""
-        place = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
-        return jax.ShapeDtypeStruct((layout.mesh.size, 2), np.int32, sharding=place)
+        """Shape, dtype and sharding of what `to_devices` returns."""
+        sharding = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
+        return jax.ShapeDtypeStruct((layout.mesh.size, 2), np.int32, sharding=sharding)
 
-    def cast(self, wishes: Wishes) -> jax.Array:
-        """int32 {device, wish}: every local device carries this process's wishes."""
-        return self._blank if self._alone or wishes == Wishes() else self._filled(wishes)
+    def to_devices(self, flags: SyncFlags) -> jax.Array:
+        """int32 {device, flag}: every local device carries this process's flags."""
+        return self._unset if self._single_process or flags == SyncFlags() else self._filled(flags)
 
-    def result(self, wishes: Wishes, tally: np.ndarray | None) -> Wishes:
-        """The common decision: one's own wishes when alone, else what the last fetched tally says."""
-        if self._alone:
-            return wishes
-        return Wishes() if tally is None else Wishes(stop=int(tally[0]), save=bool(tally[1]))
+    def agreed(self, flags: SyncFlags, reduced: np.ndarray | None) -> SyncFlags:
+        """The common decision.
 
-    def _filled(self, wishes: Wishes) -> jax.Array:
-        rows = np.broadcast_to(np.array([wishes.stop, wishes.save], np.int32), self._like.shape)
+        Args:
+            flags: of this process, which decide where there is no other.
+            reduced: the newest result of `reduce_flags` that was fetched; None before the first.
+        """
+        if self._single_process:
+            return flags
+        return SyncFlags() if reduced is None else SyncFlags(stop=int(reduced[0]), save=bool(reduced[1]))
+
+    def _filled(self, flags: SyncFlags) -> jax.Array:
+        rows = np.broadcast_to(np.array([flags.stop, flags.save], np.int32), self._like.shape)
         return jax.make_array_from_callback(self._like.shape, self._like.sharding, lambda index: rows[index])
 
 
-def tally(ballot: jax.Array) -> jax.Array:
-    """int32 {wish}: the strongest wish of each kind over all devices (traced)."""
-    return jnp.max(ballot, axis=0)
+def reduce_flags(flags: jax.Array) -> jax.Array:
+    """int32 {flag}: the maximum of each flag over all devices (traced)."""
+    return jnp.max(flags, axis=0)

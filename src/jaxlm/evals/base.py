@@ -48,7 +48,7 @@ class EvalContext:
     tokenizer: Any
     token_bytes: np.ndarray
     validation: tuple[ValidationSet, ...]
-    show: Callable[[str], None]
+    log: Callable[[str], None]
     seq_len: int
 
 

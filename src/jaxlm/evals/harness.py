@@ -15,9 +15,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import Decoding, continued
-from jaxlm.models.inference.stop_strings import StopTexts
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.stop_strings import StopStrings
+from jaxlm.models.inference.unstacked import Generator
 
 _USUAL_NEW_TOKENS = 256  # where a task does not say; as in the backend `hf`
 _NAME = "tasks: lm-evaluation-harness"
@@ -203,7 +203,7 @@ class _Answers:
         alike: dict[str, list[int]] = {}
         for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
             alike.setdefault(repr(requests[number].args[1]), []).append(number)
-        texts, writer = [""] * len(requests), Writer.of(self._model)
+        texts, writer = [""] * len(requests), Generator.of(self._model)
         for numbers in alike.values():
             first = requests[numbers[0]]
             asked = _Asked.of(first.args[1], self._model.Pos.size, first.task_name)
@@ -225,13 +225,15 @@ class _Answers:
         )
         return map(utils.make_disjoint_window, windows)
 
-    def _continued(self, writer: Writer, contexts: Sequence[str], asked: "_Asked") -> list[str]:
-        stops = StopTexts(asked.stops, self._tokenizer.decode)
+    def _continued(self, writer: Generator, contexts: Sequence[str], asked: "_Asked") -> list[str]:
+        stops = StopStrings(asked.stops, self._tokenizer.decode)
         stop_ids = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
         room = self._model.Pos.size - asked.max_new_tokens
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
-        decoding = Decoding(asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stop_ids)
-        return [stops.before(ids) for ids in continued(writer, prompts, decoding, stops.until)]
+        decoding = GenerationConfig(
+            asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stop_ids
+        )
+        return [stops.before(ids) for ids in generate_tokens(writer, prompts, decoding, stops.until)]
 
 
 @dataclass(frozen=True)

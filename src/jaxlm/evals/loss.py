@@ -36,7 +36,7 @@ class LossEvalConfig(EvalConfig):
 
 
 @dataclass(frozen=True)
-class LossSums:
+class EvalLoss:
     """What a mean loss is made of.
 
     Attributes:
@@ -61,28 +61,28 @@ class LossSums:
         """Of the text; nan without any."""
         return self.text_nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
-    def __add__(self, other: "LossSums") -> "LossSums":
-        return LossSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "EvalLoss") -> "EvalLoss":
+        return EvalLoss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-NOTHING = LossSums(0.0, 0.0, 0.0, 0.0)
+NOTHING = EvalLoss(0.0, 0.0, 0.0, 0.0)
 
 
-def by_group(sums: Mapping[str, LossSums], tags: Mapping[str, Sequence[str]]) -> dict[str, LossSums]:
+def by_group(sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> dict[str, EvalLoss]:
     """The sums of each source, and of each tag: those of all sources that carry it, every token counting the same.
 
     Args:
         sums: by the source's name.
         tags: of each source. A tag that is named like a source is joined with it.
     """
-    groups: dict[str, LossSums] = {}
+    groups: dict[str, EvalLoss] = {}
     for name, part in sums.items():
         for group in dict.fromkeys((name, *tags.get(name, ()))):
             groups[group] = groups.get(group, NOTHING) + part
     return groups
 
 
-def macro(sums: Iterable[LossSums]) -> dict[str, float]:
+def macro(sums: Iterable[EvalLoss]) -> dict[str, float]:
     """`macro_loss` and `macro_bpb`: means over sources, each counting the same however large; nan without any."""
     parts = [part for part in sums if part.tokens]
     bits = [part.bits_per_byte for part in parts if part.text_bytes]
@@ -114,7 +114,7 @@ class LossMeter:
 
     def measure(
         self, model: LanguageModel, batches: Iterable[tuple[TokenBatch, jax.Array | None]]
-    ) -> tuple[LossSums, ...]:
+    ) -> tuple[EvalLoss, ...]:
         """The sums of each group.
 
         Args:
@@ -129,7 +129,7 @@ class LossMeter:
                 sums += _fetched(flying.pop(0))
         for totals in flying:
             sums += _fetched(totals)
-        return tuple(LossSums(*map(float, column)) for column in sums.T)
+        return tuple(EvalLoss(*map(float, column)) for column in sums.T)
 
     def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> _Totals:
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
@@ -172,7 +172,7 @@ class LossEval(Eval):
         return found | macro(sums.values()) if len(sums) > 1 else found
 
 
-def _named(prefix: str, sums: LossSums) -> dict[str, float]:
+def _named(prefix: str, sums: EvalLoss) -> dict[str, float]:
     return {f"{prefix}loss": sums.loss, f"{prefix}bpb": sums.bits_per_byte}
 
 

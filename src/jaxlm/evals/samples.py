@@ -61,7 +61,7 @@ class SamplesEval(Eval):
             eos_id=tokenizer.eos_id,
         )
         for prompt, ids in zip(config.prompts, continuations, strict=True):
-            self._ctx.show(textwrap.indent(prompt + tokenizer.decode(ids), "  | ", lambda _line: True))
+            self._ctx.log(textwrap.indent(prompt + tokenizer.decode(ids), "  | ", lambda _line: True))
         return {}
 
 

@@ -47,8 +47,8 @@ def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
     if longest > model.Pos.size:
         raise ConfigError(f"a continuation has {longest} tokens; the model reads {model.Pos.size}")
     layout = current_layout()
-    ways = 1 if layout is None else layout.ways(BATCH)
-    rows = -(-batch_size // ways) * ways
+    num_shards = 1 if layout is None else layout.num_shards(BATCH)
+    rows = -(-batch_size // num_shards) * num_shards
     found: list[Scored | None] = [None] * len(pairs)
     # The longest first: whatever does not fit into memory shows at once.
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))

@@ -15,7 +15,7 @@ CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 @dataclass(frozen=True)
-class AbsentDevices:
+class AotDevices:
     """What can be compiled for and not run on.
 
     Attributes:
@@ -34,7 +34,7 @@ def has_compiler(topology: Topology) -> bool:
     return topology.chip.cuda is not None and any(map(is_installed, CUDA_PLUGINS))
 
 
-def absent_devices(topology: Topology) -> AbsentDevices:
+def aot_devices(topology: Topology) -> AotDevices:
     """The devices of a topology whose compiler is installed.
 
     Raises:
@@ -57,7 +57,7 @@ def absent_devices(topology: Topology) -> AbsentDevices:
             f"--topology {topology.name}: the compiler that is installed for it does not start ({why})."
             " Install it whole, or not at all: devices are simulated then"
         ) from error
-    return AbsentDevices(described.devices, f"{name}, ahead of time")
+    return AotDevices(described.devices, f"{name}, ahead of time")
 
 
 def is_installed(module: str) -> bool:

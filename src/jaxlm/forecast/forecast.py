@@ -24,11 +24,11 @@ from jaxlm.config.load import run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.forecast.aot_devices import absent_devices, has_compiler
-from jaxlm.forecast.hlo import Collective, collectives_a_run, kernels
+from jaxlm.forecast.aot_devices import aot_devices, has_compiler
+from jaxlm.forecast.hlo import Collective, collectives_per_run, kernels
 from jaxlm.forecast.roofline import Seconds, Speed, overlapped, roofline
 from jaxlm.forecast.topologies import Topology
-from jaxlm.models.attention.absent_card import absent_card
+from jaxlm.models.attention.absent_card import compiling_for_cuda
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import FULL
 from jaxlm.observe.console import Console, table
@@ -102,9 +102,9 @@ def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Con
     """Shows a forecast for each topology, and one JSON line for each."""
     found = [forecast(config, topology, console) for topology in topologies]
     for one in found:
-        console.show(table(f"{one.topology}: {one.chips} chips", _rows(one)))
+        console.log(table(f"{one.topology}: {one.chips} chips", _rows(one)))
     for one in found:
-        console.show(json.dumps(dataclasses.asdict(one)))
+        console.log(json.dumps(dataclasses.asdict(one)))
 
 
 def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecast:
@@ -112,12 +112,12 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     target = _target(topology)
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], target.devices)
     with plan.layout.use(), target.tracing:
-        step = compile_step(plan, plan.phases[0], console.show, limit=int(topology.chip.memory))
+        step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
     hlo = step.call.as_text() or ""
     speed = _speed(topology, plan.precision.compute)
     time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.keep == FULL)
     of_one = functools.partial(_seconds, plan=plan, topology=topology)
-    communication = sum(n * of_one(one) for one, n in collectives_a_run(hlo).items())
+    communication = sum(n * of_one(one) for one, n in collectives_per_run(hlo).items())
     seconds, exposed = max(time.total, communication), time.total + communication
     scheduled = exposed - overlapped(hlo, speed, of_one) if target.is_card else None
     model = plan.recipe.abstract_state(plan.phases[0]).model
@@ -166,8 +166,8 @@ class _Target:
 
 def _target(topology: Topology) -> _Target:
     if has_compiler(topology):
-        absent, cuda = absent_devices(topology), topology.chip.cuda
-        tracing = nullcontext() if cuda is None else absent_card(cuda.capability)
+        absent, cuda = aot_devices(topology), topology.chip.cuda
+        tracing = nullcontext() if cuda is None else compiling_for_cuda(cuda.capability)
         return _Target(absent.devices, absent.compiler, cuda is not None, tracing)
     if topology.num_chips > _MOST_SIMULATED:
         raise ConfigError(

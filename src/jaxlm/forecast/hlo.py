@@ -55,7 +55,7 @@ def collectives(hlo: str) -> Counter[Collective]:
     return found
 
 
-def collectives_a_run(hlo: str) -> Counter[Collective]:
+def collectives_per_run(hlo: str) -> Counter[Collective]:
     """How often each collective happens when the program runs: loops count as often as they turn.
 
     A loop whose turns cannot be read off counts once.
@@ -86,7 +86,7 @@ def kernels(hlo: str) -> Counter[str]:
     return found
 
 
-def is_squeezed(hlo: str) -> bool:
+def has_compiler_remat(hlo: str) -> bool:
     """Whether the compiler computes something again so that the program needs less memory."""
     return _AGAIN.search(hlo) is not None
 

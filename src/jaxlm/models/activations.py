@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxlm.core.custom_vjp import OwnBackward
+from jaxlm.core.custom_vjp import CustomVjp
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -34,9 +34,9 @@ def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return _gated(name, gate, up)
 
 
-def _keeping_what_it_is_given(definition: Callable[..., jax.Array]) -> OwnBackward:
+def _keeping_what_it_is_given(definition: Callable[..., jax.Array]) -> CustomVjp:
     """A kernel of (name, *arrays) whose backward pass differentiates the definition at the arrays, which alone are kept."""
-    kernel = OwnBackward(definition, nondiff_argnums=(0,))
+    kernel = CustomVjp(definition, nondiff_argnums=(0,))
     kernel.defvjp(
         lambda name, *given: (definition(name, *given), given),
         lambda name, given, d_out: jax.vjp(functools.partial(definition, name), *given)[1](d_out),

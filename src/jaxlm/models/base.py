@@ -14,7 +14,7 @@ from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.types import Sum
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.loss import soft_capped
-from jaxlm.models.remat import AUTO, parse_keep
+from jaxlm.models.remat import AUTO, parse_remat
 
 
 class Inputs(eqx.Module):
@@ -31,7 +31,7 @@ class Inputs(eqx.Module):
     segment_ids: NamedArray
 
 
-class Column(eqx.Module):
+class KVArray(eqx.Module):
     """The keys, or the values, in a cache. Head before position, so that a head's keys are one matrix.
 
     Attributes:
@@ -44,7 +44,7 @@ class Column(eqx.Module):
     scale: NamedArray | None = None
 
 
-class Cache(eqx.Module):
+class KVCache(eqx.Module):
     """Keys and values of everything read so far, for decoding token by token.
 
     Attributes:
@@ -54,15 +54,15 @@ class Cache(eqx.Module):
         fresh: nothing has been read yet: what comes first attends to itself alone, as in training.
     """
 
-    keys: Column
-    values: Column
+    keys: KVArray
+    values: KVArray
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
     fresh: bool = eqx.field(static=True, default=False)
 
 
-class Auxiliary(eqx.Module):
+class AuxLoss(eqx.Module):
     """A number that layers find on their way: logged, and minimised with its coefficient.
 
     Attributes:
@@ -85,7 +85,7 @@ class Hidden(eqx.Module):
 
     final: NamedArray
     cache: Any = None
-    aux: dict[str, Auxiliary] = eqx.field(default_factory=dict)
+    aux: dict[str, AuxLoss] = eqx.field(default_factory=dict)
 
 
 class LanguageModel(eqx.Module):
@@ -128,7 +128,7 @@ class LanguageModel(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        """What the model keeps while it writes up to `capacity` tokens a row: usually a `Cache`. Nothing is in it yet.
+        """What the model keeps while it writes up to `capacity` tokens a row: usually a `KVCache`. Nothing is in it yet.
 
         Args:
             dtype: of its numbers; int8 keeps a scale for each head of each token beside them.
@@ -157,7 +157,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     def __post_init__(self):
         if isinstance(self.gradient_checkpointing, list):  # a model carries its configuration: it must be hashable
             object.__setattr__(self, "gradient_checkpointing", tuple(self.gradient_checkpointing))
-        parse_keep(self.gradient_checkpointing)
+        parse_remat(self.gradient_checkpointing)
 
     @property
     def Pos(self) -> Axis:

@@ -15,13 +15,13 @@ from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import check_at_least, check_choice, check_divides
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Context, ForCache, GatedMlp, Mlp, Past, SelfAttention, embedding
+from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, Mlp, SelfAttention, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.remat import parse_keep
+from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, LayerKind, Transformer, shortest_period
 
 Norm = LayerNorm | RMSNorm
@@ -50,7 +50,7 @@ class DecoderBlock(eqx.Module):
         return config.block(key=key)
 
     def __call__(
-        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
+        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
     ) -> tuple[NamedArray, ForCache, None]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         del index, key  # what differs between layers is in the context, and none drops anything
@@ -171,7 +171,7 @@ class Decoder(LanguageModel):
             HeadSize=config.HeadSize,
             seq_len=config.seq_len,
             scan=config.scan_layers,
-            keep=parse_keep(config.gradient_checkpointing),
+            keep=parse_remat(config.gradient_checkpointing),
             attn_backend=config.attn_backend,
         )
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
@@ -188,7 +188,7 @@ class Decoder(LanguageModel):
         """The position axis at full length."""
         return self.config.Pos
 
-    def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
         """Everything but the head."""
         x = for_lookup(self.tokens)(inputs.tokens)
         if self.embed_scale is not None:
@@ -199,7 +199,7 @@ class Decoder(LanguageModel):
         """The head's weight, {vocab, embed}: the token embedding itself where the two are tied."""
         return for_compute(self.tokens if self.head is None else self.head).weight
 
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         """An empty cache for `capacity` tokens a row."""
         c = self.config
         return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)

@@ -19,16 +19,16 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.activations import activated, gated
-from jaxlm.models.attention.api import Visibility, as_keys, attention
+from jaxlm.models.attention.api import AttentionMask, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES
 from jaxlm.models.attention.choose import AUTO, AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.base import Column
+from jaxlm.models.base import KVArray
 from jaxlm.models.inference.cached_attention import cached_attention
-from jaxlm.models.inference.kv_cache import column_with
+from jaxlm.models.inference.kv_cache import kv_array_with
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
-from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, named
+from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Rotation
 
 
@@ -50,7 +50,7 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        up = named(self.up_proj(x), MLP)
+        up = checkpoint_name(self.up_proj(x), MLP)
         return self.down_proj(NamedArray(activated(self.activation, up.array), up.axes))
 
 
@@ -63,19 +63,19 @@ class GatedMlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        gate, up = named(self.gate_proj(x), MLP), named(self.up_proj(x), MLP)
+        gate, up = checkpoint_name(self.gate_proj(x), MLP), checkpoint_name(self.up_proj(x), MLP)
         out = gated(self.activation, gate.array, up.rearrange(gate.axes).array)
         return self.down_proj(NamedArray(out, gate.axes))
 
 
-class KeysValues(eqx.Module):
+class KeyValue(eqx.Module):
     """One layer's keys and values of new tokens, {batch, position, kv_heads, head_size}."""
 
     keys: NamedArray
     values: NamedArray
 
 
-class Past(eqx.Module):
+class LayerCache(eqx.Module):
     """One layer's keys and values in the cache.
 
     Attributes:
@@ -83,21 +83,23 @@ class Past(eqx.Module):
             is written in place. None where all layers' are written at once, after the last.
     """
 
-    keys: Column
-    values: Column
+    keys: KVArray
+    values: KVArray
     at: jax.Array | None = None
 
-    def with_new(self, new: KeysValues) -> "Past":
+    def with_new(self, new: KeyValue) -> "LayerCache":
         """With the new ones in slots that nobody sees yet."""
         assert self.at is not None
-        return Past(column_with(self.keys, new.keys, self.at), column_with(self.values, new.values, self.at), self.at)
+        return LayerCache(
+            kv_array_with(self.keys, new.keys, self.at), kv_array_with(self.values, new.values, self.at), self.at
+        )
 
 
-ForCache = KeysValues | Past
+ForCache = KeyValue | LayerCache
 """What a layer hands back for the cache: what is to be written, or what it has written."""
 
 
-class Context(eqx.Module):
+class LayerContext(eqx.Module):
     """What the layers of one forward pass, or those of one kind, share.
 
     Attributes:
@@ -107,7 +109,7 @@ class Context(eqx.Module):
         attn_backend: what attention runs on.
     """
 
-    visibility: Visibility
+    attention_mask: AttentionMask
     rotation: Rotation | None = None
     window: int | None = eqx.field(static=True, default=None)
     attn_backend: str = eqx.field(static=True, default=AUTO)
@@ -163,8 +165,8 @@ class SelfAttention(eqx.Module):
     def __call__(
         self,
         x: NamedArray,
-        context: Context,
-        past: Past | None,
+        context: LayerContext,
+        past: LayerCache | None,
         *,
         scale: float | jax.Array | None = None,
         key: jax.Array | None = None,
@@ -178,13 +180,13 @@ class SelfAttention(eqx.Module):
         q, k = q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
-        q, k, v = named(q, QUERY), named(k, KEY), named(v, VALUE)
-        new: ForCache = KeysValues(k, v)
+        q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
+        new: ForCache = KeyValue(k, v)
         if past is not None and past.at is not None:
             new = past = past.with_new(new)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        scale, seen = self.scale if scale is None else scale, context.visibility
+        scale, seen = self.scale if scale is None else scale, context.attention_mask
         if past is None:
             options = {"dropout": self.dropout, "key": key, "backend": context.attn_backend}
             out = attention(
@@ -199,10 +201,10 @@ class SelfAttention(eqx.Module):
 
 T = TypeVar("T")
 # Blocks split their key for what they draw themselves; folded with this, it gives other keys than those.
-_APART = zlib.crc32(b"layers that drop")
+_DROPOUT_SALT = zlib.crc32(b"layers that drop")
 
 
-class Dropping(eqx.Module):
+class DropoutLayer(eqx.Module):
     """A layer that drops nothing until it has a key.
 
     Whoever calls such a layer knows nothing of it: the body of a model gives each its own key before it runs a block, and
@@ -210,15 +212,15 @@ class Dropping(eqx.Module):
     """
 
     @abc.abstractmethod
-    def with_key(self, key: jax.Array) -> "Dropping":
+    def with_key(self, key: jax.Array) -> "DropoutLayer":
         """The same layer, drawing by this key."""
 
 
-def with_keys(block: T, key: jax.Array | None) -> T:
+def with_dropout_keys(block: T, key: jax.Array | None) -> T:
     """The block with a key of its own in every layer that drops something; without a key, the block as it is."""
-    if key is None or not tree.modules(block, Dropping):
+    if key is None or not tree.modules(block, DropoutLayer):
         return block
-    apart, number = jax.random.fold_in(key, _APART), itertools.count()
+    apart, number = jax.random.fold_in(key, _DROPOUT_SALT), itertools.count()
     return tree.map_modules(
-        block, Dropping, ".*", lambda layer: layer.with_key(jax.random.fold_in(apart, next(number)))
+        block, DropoutLayer, ".*", lambda layer: layer.with_key(jax.random.fold_in(apart, next(number)))
     )

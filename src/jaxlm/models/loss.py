@@ -28,12 +28,12 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
-from jaxlm.core.custom_vjp import OwnBackward, is_twice_differentiable
+from jaxlm.core.custom_vjp import CustomVjp, is_twice_differentiable
 from jaxlm.core.sharding import current_platform
-from jaxlm.models.token_sharding import TokenPlacement
+from jaxlm.models.token_sharding import TokenSharding
 
 
-class LossSums(eqx.Module):
+class CrossEntropySums(eqx.Module):
     """Sums over the tokens of a batch, weighted by the loss mask. Scalars, float32.
 
     Attributes:
@@ -67,7 +67,7 @@ def next_token_sums(
     z_loss_weight: float = 0.0,
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
-) -> LossSums:
+) -> CrossEntropySums:
     """Summed next-token loss of a batch, without ever holding the logits of all its tokens.
 
     Differentiable with respect to `hidden` and `head`, each of which costs its matrix product only where a gradient is
@@ -84,7 +84,7 @@ def next_token_sums(
         chunk_tokens: upper bound of tokens a chunk on one device; None takes `default_chunk_tokens`.
     """
     spec = _LossSpec(
-        TokenPlacement.of(hidden, head),
+        TokenSharding.of(hidden, head),
         _checked_cap(soft_cap),
         float(z_loss_weight),
         float(label_smoothing),
@@ -95,7 +95,7 @@ def next_token_sums(
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
     sums: tuple[jax.Array, tuple[jax.Array, ...]] = _loss(spec, x_BSD, w_VD, y_BS, m_BS)  # type: ignore[assignment]
     total, metrics = sums
-    return LossSums(total, *map(jax.lax.stop_gradient, metrics))
+    return CrossEntropySums(total, *map(jax.lax.stop_gradient, metrics))
 
 
 def token_losses(
@@ -110,7 +110,7 @@ def token_losses(
 
     Takes any cotangent: the backward pass makes each chunk's logits anew. Arguments as in `next_token_sums`.
     """
-    place = TokenPlacement.of(hidden, head)
+    place = TokenSharding.of(hidden, head)
     x_BSD, w_VD = _plain(hidden, head)
     chunk, cap = _chunk_or_default(chunk_tokens), _checked_cap(soft_cap)
 
@@ -179,17 +179,17 @@ def _logits(x_CD: jax.Array, w_VD: jax.Array | None, soft_cap: float | None) -> 
     return soft_capped(jnp.einsum("cd,vd->cv", x_CD, w_VD, preferred_element_type=jnp.float32), soft_cap)
 
 
-def _local_ids(y_C: jax.Array, num_local: int, place: TokenPlacement) -> jax.Array:
+def _local_ids(y_C: jax.Array, num_local: int, place: TokenSharding) -> jax.Array:
     """Vocabulary ids as indices into this device's part; those of other parts fall outside of [0, num_local)."""
     return y_C - jax.lax.axis_index(place.vocab_axes) * num_local if place.vocab_axes else y_C
 
 
-def _logsumexp(logits_CV: jax.Array, place: TokenPlacement) -> jax.Array:
+def _logsumexp(logits_CV: jax.Array, place: TokenSharding) -> jax.Array:
     top_C = jax.lax.stop_gradient(place.max_vocab(jnp.max(logits_CV, axis=1)))
     return top_C + jnp.log(place.sum_vocab(jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1)))
 
 
-def _target_logit(logits_CV: jax.Array, y_C: jax.Array, place: TokenPlacement) -> jax.Array:
+def _target_logit(logits_CV: jax.Array, y_C: jax.Array, place: TokenSharding) -> jax.Array:
     """The target's logit; NaN for a target that no device has."""
     num_local = logits_CV.shape[1]
     ids = _local_ids(y_C, num_local, place)
@@ -199,7 +199,7 @@ def _target_logit(logits_CV: jax.Array, y_C: jax.Array, place: TokenPlacement) -
     return jnp.where(found > 0, place.sum_vocab(jnp.where(here, picked, 0.0)), jnp.nan)
 
 
-def _is_first_maximum(logits_CV: jax.Array, y_C: jax.Array, place: TokenPlacement) -> jax.Array:
+def _is_first_maximum(logits_CV: jax.Array, y_C: jax.Array, place: TokenSharding) -> jax.Array:
     """Whether the target is what greedy decoding would pick (the first of equal maxima)."""
     top_C = place.max_vocab(jnp.max(logits_CV, axis=1))
     num_local = logits_CV.shape[1]
@@ -217,7 +217,7 @@ def _is_first_maximum(logits_CV: jax.Array, y_C: jax.Array, place: TokenPlacemen
 
 @dataclass(frozen=True)
 class _LossSpec:
-    place: TokenPlacement
+    place: TokenSharding
     soft_cap: float | None
     z: float
     smoothing: float
@@ -312,7 +312,7 @@ def _walk_on_mesh(spec: _LossSpec, wanted: _Wanted, x_BSD, w_VD, y_BS, m_BS):
     return (sums[0], (sums[1], sums[2], sums[3])), gradients
 
 
-@functools.partial(OwnBackward, nondiff_argnums=(0,))
+@functools.partial(CustomVjp, nondiff_argnums=(0,))
 def _loss(spec: _LossSpec, x_BSD, w_VD, y_BS, m_BS) -> Any:
     return _walk_on_mesh(spec, _Wanted(False, False), x_BSD, w_VD, y_BS, m_BS)[0]
 

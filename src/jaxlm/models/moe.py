@@ -30,17 +30,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES
-from jaxlm.core.custom_vjp import OwnBackward
+from jaxlm.core.custom_vjp import CustomVjp
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.core.types import Sum
 from jaxlm.models.activations import gated
-from jaxlm.models.base import Auxiliary
+from jaxlm.models.base import AuxLoss
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.remat import EXPERT
 from jaxlm.models.token_sharding import mesh_axes
 
 
-class RouterSums(eqx.Module):
+class RouterStats(eqx.Module):
     """What routers did, as sums over tokens that are no padding; float32, {layers} in front once layers are stacked.
 
     Attributes:
@@ -60,7 +60,7 @@ class RouterSums(eqx.Module):
     z_weight: float = eqx.field(static=True)
     num_chosen: int = eqx.field(static=True)
 
-    def auxiliaries(self) -> dict[str, Auxiliary]:
+    def aux_losses(self) -> dict[str, AuxLoss]:
         """Of all layers: how even the load is (1 for each of a token's experts at best), z-loss, and the fullest expert's
         load as a multiple of an even one."""
         num_experts, num_layers = self.chosen.axis_size(ROUTES), self.chosen.axis_size(LAYERS)
@@ -71,9 +71,9 @@ class RouterSums(eqx.Module):
         balance = num_experts * jnp.sum(chosen_LE.mean(axis=0) * probabilities_LE.mean(axis=0))
         most = jax.lax.stop_gradient(jnp.max(chosen_LE)) * num_experts / self.num_chosen
         return {
-            "router/balance_loss": Auxiliary(Sum(balance * weight, weight), self.balance_weight),
-            "router/z_loss": Auxiliary(Sum(jnp.sum(self.squares.array) / num_layers, weight), self.z_weight),
-            "router/max_load": Auxiliary(Sum(most * weight, weight), 0.0),
+            "router/balance_loss": AuxLoss(Sum(balance * weight, weight), self.balance_weight),
+            "router/z_loss": AuxLoss(Sum(jnp.sum(self.squares.array) / num_layers, weight), self.z_weight),
+            "router/max_load": AuxLoss(Sum(most * weight, weight), 0.0),
         }
 
 
@@ -99,7 +99,7 @@ class Experts(eqx.Module):
     balance_weight: float = eqx.field(static=True)
     z_weight: float = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterSums]:
+    def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
         """{batch, position, embed} to the same, and what the router did. Args: segment_ids: of the tokens; 0 is padding."""
         logits = self.router(x).astype(jnp.float32)
         Route = logits.resolve_axis(ROUTES)
@@ -113,7 +113,7 @@ class Experts(eqx.Module):
         real = NamedArray((segment_ids.array != 0).astype(jnp.float32), segment_ids.axes)
         hits_BSE = jnp.sum(chosen_BSK[..., None] == jnp.arange(Route.size), axis=2)
         tokens = (BATCH, POSITION)
-        sums = RouterSums(
+        sums = RouterStats(
             chosen=hax.sum(hax.named(hits_BSE, (*real.axes, Route)) * real, tokens),
             probabilities=hax.sum(probabilities * real, tokens),
             squares=hax.sum(hax.nn.logsumexp(logits, Route) ** 2 * real, tokens),
@@ -132,7 +132,7 @@ class Experts(eqx.Module):
             layer.weight.rearrange(order).array
             for layer, order in ((self.gate_proj, first), (self.up_proj, first), (self.down_proj, second))
         ]
-        place = ExpertPlacement.of(x, self.gate_proj.weight)
+        place = ExpertSharding.of(x, self.gate_proj.weight)
 
         def local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD):
             x_BSD, chosen_BSK, share_BSK = (place.to_experts(a) for a in (x_BSD, chosen_BSK, share_BSK))
@@ -155,7 +155,7 @@ class Experts(eqx.Module):
 
 
 @dataclass(frozen=True)
-class ExpertPlacement:
+class ExpertSharding:
     """How tokens and experts lie on the mesh.
 
     Attributes:
@@ -171,14 +171,14 @@ class ExpertPlacement:
     mlp: tuple[str, ...] = ()
 
     @staticmethod
-    def of(x: NamedArray, weight: NamedArray) -> "ExpertPlacement":
+    def of(x: NamedArray, weight: NamedArray) -> "ExpertSharding":
         """Under the current layout, of {batch, position, ..} and {experts, mlp, ..}."""
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
-            return ExpertPlacement(None)
+            return ExpertSharding(None)
         batch, position = (mesh_axes(x.resolve_axis(axis), layout.compute) for axis in (BATCH, POSITION))
         experts, mlp = (mesh_axes(weight.resolve_axis(axis), layout.compute) for axis in (EXPERTS, MLP))
-        return ExpertPlacement(layout.mesh, batch, position, experts, mlp)
+        return ExpertSharding(layout.mesh, batch, position, experts, mlp)
 
     def mapped(self, local: Any) -> Any:
         """`local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD)` on every device's own part."""
@@ -291,7 +291,7 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 # A gather's derivative would be a scatter, which is slow and, on GPUs, adds in any order. Here it is a gather, too.
-@OwnBackward
+@CustomVjp
 def _moved(x_ND: jax.Array, source_P: jax.Array, place_N: jax.Array) -> jax.Array:
     del place_N
     return x_ND.at[source_P].get(mode="fill", fill_value=0)
@@ -309,7 +309,7 @@ def _moved_backward(kept, d_out):
 _moved.defvjp(_moved_forward, _moved_backward)
 
 
-@OwnBackward
+@CustomVjp
 def _by_block(x_BRI: jax.Array, w_GIO: jax.Array, group_B: jax.Array) -> jax.Array:
     def one(_, block):
         x_RI, group = block

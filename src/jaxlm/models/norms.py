@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.core.custom_vjp import OwnBackward
+from jaxlm.core.custom_vjp import CustomVjp
 
 NORM = "norm"
 """Mean and scale of each row, by the name that recomputation policies know."""
@@ -105,7 +105,7 @@ def _weighted(x_D, row: _Row, weight_D, bias_D):
     return (out_D if bias_D is None else out_D + bias_D.astype(jnp.float32)).astype(x_D.dtype)
 
 
-@functools.partial(OwnBackward, nondiff_argnums=(0, 1))
+@functools.partial(CustomVjp, nondiff_argnums=(0, 1))
 def _norm(eps, centre, x_D, weight_D, bias_D):
     return _weighted(x_D, _row(eps, centre, x_D), weight_D, bias_D)
 

@@ -19,14 +19,14 @@ from typing import Any
 import equinox as eqx
 import jax
 from haliax import NamedArray
-from jax.ad_checkpoint import checkpoint_name
+from jax import ad_checkpoint
 
 from jaxlm.core.custom_vjp import is_twice_differentiable
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.norms import NORM
 
-Keep = str | tuple[str, ...]
+RematPolicy = str | tuple[str, ...]
 
 AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"
 QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
@@ -40,7 +40,7 @@ CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CH
 _auto: contextvars.ContextVar[str] = contextvars.ContextVar("jaxlm_keep", default=CHEAP)
 
 
-def parse_keep(value: bool | str | Sequence[str]) -> Keep:
+def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
     """`model.gradient_checkpointing` as a policy: true is `full` and false is `cheap`.
 
     Raises:
@@ -63,7 +63,7 @@ def parse_keep(value: bool | str | Sequence[str]) -> Keep:
 
 
 @contextlib.contextmanager
-def auto_is(policy: str) -> Iterator[None]:
+def auto_policy(policy: str) -> Iterator[None]:
     """What `auto` means to everything that is traced inside."""
     token = _auto.set(policy)
     try:
@@ -72,19 +72,19 @@ def auto_is(policy: str) -> Iterator[None]:
         _auto.reset(token)
 
 
-def named(x: NamedArray, name: str) -> NamedArray:
+def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
     """The same values, known to policies by a name."""
-    return NamedArray(checkpoint_name(x.array, name), x.axes)
+    return NamedArray(ad_checkpoint.checkpoint_name(x.array, name), x.axes)
 
 
-def keeping(keep: Keep, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
+def remat(keep: RematPolicy, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
     """The layer, with a backward pass that finds what `keep` says and makes the rest again."""
     keep = FULL if is_twice_differentiable() else _auto.get() if keep == AUTO else keep
     # Without a loop nothing else stops XLA from merging the recomputation with the first computation.
     return eqx.filter_checkpoint(layer, policy=_policy(keep), prevent_cse=not scan)
 
 
-def _policy(keep: Keep) -> Callable[..., bool] | None:
+def _policy(keep: RematPolicy) -> Callable[..., bool] | None:
     policies = jax.checkpoint_policies
     if keep == FULL:
         return None

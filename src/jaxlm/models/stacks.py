@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
-from jaxlm.models.attention.api import Visibility
+from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.base import Auxiliary, Cache, Hidden, Inputs
-from jaxlm.models.inference.kv_cache import extended, visible_with
-from jaxlm.models.layers import Context, ForCache, Past, with_keys
+from jaxlm.models.base import AuxLoss, Hidden, Inputs, KVCache
+from jaxlm.models.inference.kv_cache import extended, mask_with
+from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.remat import Keep, keeping
+from jaxlm.models.remat import RematPolicy, remat
 from jaxlm.models.rope import RotaryConfig
 
 Carry = TypeVar("Carry")
@@ -34,7 +34,7 @@ Carry = TypeVar("Carry")
 _UNROLLED_AT_MOST = 32
 
 
-def in_a_loop(scan: bool | str, num_layers: int, *, platform: str, num_devices: int) -> tuple[bool, str]:
+def runs_as_scan(scan: bool | str, num_layers: int, *, platform: str, num_devices: int) -> tuple[bool, str]:
     """Whether to run layers in a loop rather than each compiled on its own, and why.
 
     A loop compiles in constant time and needs the least memory; on one GPU without it XLA overlaps and fuses across
@@ -131,10 +131,10 @@ def _slice(whole: Any, array: jax.Array, Layers: Axis) -> Any:
     return NamedArray(array, tuple(axis for axis in whole.axes if axis.name != Layers.name))
 
 
-class Seen(Protocol):
+class LayerAux(Protocol):
     """What a layer found on its way, as named arrays."""
 
-    def auxiliaries(self) -> dict[str, Auxiliary]:
+    def aux_losses(self) -> dict[str, AuxLoss]:
         """Of all layers, whose arrays are stacked."""
         ...
 
@@ -143,8 +143,8 @@ class Block(Protocol):
     """One layer of a family."""
 
     def __call__(
-        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, ForCache, Seen | None]:
+        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
+    ) -> tuple[NamedArray, ForCache, LayerAux | None]:
         """{batch, position, embed} to the same, what the cache is to have of these positions, and what it found."""
         ...
 
@@ -171,15 +171,20 @@ def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     )
 
 
-def contexts_of(
-    kinds: Sequence[LayerKind], inputs: Inputs, visibility: Visibility, backend: str, HeadSize: Axis, seq_len: int
-) -> list[Context]:
+def layer_contexts(
+    kinds: Sequence[LayerKind],
+    inputs: Inputs,
+    attention_mask: AttentionMask,
+    backend: str,
+    HeadSize: Axis,
+    seq_len: int,
+) -> list[LayerContext]:
     """What the layers of each kind share in one forward pass."""
     rotations = {
         rope: None if rope is None else rope.rotation(inputs.positions, HeadSize.size, seq_len)
         for rope in dict.fromkeys(kind.rope for kind in kinds)
     }
-    return [Context(visibility, rotations[kind.rope], kind.window, backend) for kind in kinds]
+    return [LayerContext(attention_mask, rotations[kind.rope], kind.window, backend) for kind in kinds]
 
 
 class Transformer(eqx.Module):
@@ -202,33 +207,33 @@ class Transformer(eqx.Module):
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
     scan: bool | Literal["auto"] = eqx.field(static=True)
-    keep: Keep = eqx.field(static=True)
+    keep: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, inputs: Inputs, cache: Cache | None, key: jax.Array | None) -> Hidden:
+    def __call__(self, x: NamedArray, inputs: Inputs, cache: KVCache | None, key: jax.Array | None) -> Hidden:
         """Embedded tokens {batch, position, embed} to normed ones, through all layers."""
         Layers = self.layers.Block
         past = None if cache is None or cache.fresh else cache
-        visibility = Visibility.within(inputs) if past is None else visible_with(past, inputs)
+        attention_mask = AttentionMask.within(inputs) if past is None else mask_with(past, inputs)
         backend = self.attn_backend if cache is None else AUTO  # a prompt has any length
-        contexts = contexts_of(self.kinds, inputs, visibility, backend, self.HeadSize, self.seq_len)
+        contexts = layer_contexts(self.kinds, inputs, attention_mask, backend, self.HeadSize, self.seq_len)
 
-        def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: Past | None, key):
-            x, new, seen = with_keys(for_compute(block), key)(x, contexts[place], past, index=index, key=key)
+        def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: LayerCache | None, key):
+            x, new, seen = with_dropout_keys(for_compute(block), key)(x, contexts[place], past, index=index, key=key)
             return hax.auto_sharded(x), (None if cache is None else new, seen)
 
         per_layer = (
             self.layers.stacked,
             hax.arange(Layers),
-            None if past is None else Past(past.keys, past.values),
+            None if past is None else LayerCache(past.keys, past.values),
             None if key is None else jax.random.split(key, Layers.size),
         )
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = in_a_loop(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
-        layer = keeping(self.keep, layer, scan=scan)
+        scan, _ = runs_as_scan(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
+        layer = remat(self.keep, layer, scan=scan)
         x, out = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
         new, seen = out
         final = for_compute(self.final_norm)(x)
         longer = None if cache is None else extended(cache, inputs, new.keys, new.values)
-        return Hidden(final, longer, {} if seen is None else seen.auxiliaries())
+        return Hidden(final, longer, {} if seen is None else seen.aux_losses())

@@ -17,7 +17,7 @@ from jaxlm.core.sharding import Layout, current_layout, spec_of
 
 
 @dataclass(frozen=True)
-class TokenPlacement:
+class TokenSharding:
     """How tokens and head lie on the mesh; without a mesh, everything is here.
 
     Attributes:
@@ -34,14 +34,14 @@ class TokenPlacement:
     head_at_rest: PartitionSpec
 
     @staticmethod
-    def of(hidden: NamedArray, head: NamedArray | None) -> "TokenPlacement":
+    def of(hidden: NamedArray, head: NamedArray | None) -> "TokenSharding":
         """Under the current layout, of hidden states {batch, position, embed} and a head {vocab, embed}, if there is one."""
         layout: Layout | None = current_layout()
         if layout is None or layout.mesh.size == 1:
-            return TokenPlacement(None, (), (), PartitionSpec(), PartitionSpec())
+            return TokenSharding(None, (), (), PartitionSpec(), PartitionSpec())
         batch, position = (mesh_axes(hidden.resolve_axis(a), layout.compute) for a in (BATCH, POSITION))
         if head is None:
-            return TokenPlacement(layout.mesh, batch, position, PartitionSpec(), PartitionSpec())
+            return TokenSharding(layout.mesh, batch, position, PartitionSpec(), PartitionSpec())
         vocab_axis, embed_axis = head.resolve_axis(VOCAB), head.resolve_axis(EMBED)
         vocab = mesh_axes(vocab_axis, layout.compute)
         rest = []
@@ -50,7 +50,7 @@ class TokenPlacement:
         for axis, kept in ((vocab_axis, vocab), (embed_axis, ())):
             spread = (a for a in at_rest[axis.name] if a in batch + position and a not in kept)
             rest.append((*kept, *spread))
-        return TokenPlacement(
+        return TokenSharding(
             layout.mesh, batch, position, PartitionSpec(vocab or None), PartitionSpec(*(r or None for r in rest))
         )
 
@@ -106,7 +106,7 @@ class TokenPlacement:
 
 
 @dataclass(frozen=True)
-class HeadPlacement:
+class HeadSharding:
     """How attention lies on the mesh, for kernels that the partitioner cannot look into.
 
     Attributes:
@@ -120,13 +120,13 @@ class HeadPlacement:
     kv_heads: tuple[str, ...] = ()
 
     @staticmethod
-    def of(q: NamedArray, k: NamedArray) -> "HeadPlacement":
+    def of(q: NamedArray, k: NamedArray) -> "HeadSharding":
         """Under the current layout, of queries {batch, heads, ...} and keys {kv_heads, ...}."""
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
-            return HeadPlacement(None)
+            return HeadSharding(None)
         batch, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
-        return HeadPlacement(layout.mesh, batch, heads, mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
+        return HeadSharding(layout.mesh, batch, heads, mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
 
     def mapped(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """`kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on every device's own rows and heads."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.types import Sum, TokenBatch
-from jaxlm.models.base import Auxiliary, LanguageModel
+from jaxlm.models.base import AuxLoss, LanguageModel
 
 Metrics = dict[str, Sum]
 AUXILIARY = "auxiliary"
@@ -22,7 +22,7 @@ def auxiliary_weight(batch: TokenBatch) -> jax.Array:
     return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
 
 
-def auxiliary_terms(aux: Mapping[str, Auxiliary]) -> tuple[dict[str, Sum], Metrics]:
+def auxiliary_terms(aux: Mapping[str, AuxLoss]) -> tuple[dict[str, Sum], Metrics]:
     """The term that a model's layers add, if they do, and its parts as metrics, without their coefficients."""
     metrics = {name: one.sum for name, one in aux.items()}
     minimised = [one for one in aux.values() if one.coefficient]

@@ -27,7 +27,7 @@ class Console:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
-    def show(self, text: str = "") -> None:
+    def log(self, text: str = "") -> None:
         """Prints one or more whole lines."""
         if not is_main_process():
             return
@@ -46,7 +46,7 @@ class Console:
             self._moving = True
         elif last or time.monotonic() - self._last_progress >= _QUIET_S:
             self._last_progress = time.monotonic()
-            self.show(text)
+            self.log(text)
 
     def close(self) -> None:
         """Ends the log file."""

@@ -88,7 +88,7 @@ class ProgressListener:
         skipped = int(info.metrics["train/skipped_steps"])
         if skipped > self._skipped:
             self._skipped = skipped
-            self._console.show(
+            self._console.log(
                 f"step {info.step}: {_why_skipped(info)}; its update was left out ({skipped} so far). Its batch:"
                 f" {self._records(info.step - 1)} (jaxlm.prepare --show_batch {info.step - 1} prints them)"
             )
@@ -126,7 +126,7 @@ class EvalHook:
             for tracker in self._trackers:
                 tracker.log(step, self.latest)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
-            self._console.show(f"step {step}: {shown}")
+            self._console.log(f"step {step}: {shown}")
 
     def measure(self, state: RunState) -> dict[str, float]:
         """The numbers of all evaluations, of the weights and of their averages, without logging them."""

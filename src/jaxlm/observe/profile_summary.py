@@ -16,7 +16,7 @@ _NO_OPERATION = ("ThreadpoolListener", "end: ", "$")
 
 
 @dataclass(frozen=True)
-class Event:
+class ProfileEvent:
     """One execution of an operation on a device. Times are nanoseconds."""
 
     device: str
@@ -27,7 +27,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Spent:
+class OperationTime:
     """What one operation took, over all devices and steps."""
 
     name: str
@@ -50,7 +50,7 @@ class Profile:
             after, the mean over devices. What ran in them is not among `spent`.
     """
 
-    spent: tuple[Spent, ...]
+    spent: tuple[OperationTime, ...]
     num_devices: int
     num_steps: int
     seconds: float
@@ -85,7 +85,7 @@ def read_profile(trace: Path, program: str, operations: Mapping[str, Operation],
 
 
 def sum_up(
-    events: Iterable[Event],
+    events: Iterable[ProfileEvent],
     operations: Mapping[str, Operation],
     num_steps: int,
     pauses: Sequence[tuple[float, float]] = (),
@@ -97,7 +97,7 @@ def sum_up(
     """
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    lines: dict[tuple[str, str], list[ProfileEvent]] = defaultdict(list)
     for event in events:
         lines[event.device, event.line].append(event)
     busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -116,7 +116,8 @@ def sum_up(
     ]
     covered = [_covered(parts) for parts in busy.values()]
     spent = [
-        Spent(name, operations.get(name) or operation_by_name(name), seconds[name], calls[name]) for name in seconds
+        OperationTime(name, operations.get(name) or operation_by_name(name), seconds[name], calls[name])
+        for name in seconds
     ]
     return Profile(
         spent=tuple(sorted(spent, key=lambda item: -item.seconds)),
@@ -173,7 +174,7 @@ def _pauses(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
             yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in found)
 
 
-def _events(planes: Iterable[Any], program: str) -> Iterator[Event]:
+def _events(planes: Iterable[Any], program: str) -> Iterator[ProfileEvent]:
     """Executions in jax's file: on GPU and TPU in a plane of each device, on CPU among the host's threads."""
     for plane in planes:
         on_device = plane.name.startswith("/device:")
@@ -184,7 +185,7 @@ def _events(planes: Iterable[Any], program: str) -> Iterator[Event]:
                 yield from (event for event in found if event is not None)
 
 
-def _event(event: Any, plane: str, line: str, program: str, on_device: bool) -> Event | None:
+def _event(event: Any, plane: str, line: str, program: str, on_device: bool) -> ProfileEvent | None:
     """An entry of the trace, if it is an operation of the program."""
     if event.name.startswith(_NO_OPERATION):
         return None
@@ -195,12 +196,12 @@ def _event(event: Any, plane: str, line: str, program: str, on_device: bool) -> 
         return None
     device = plane if on_device else f"{plane} {stats.get('device_ordinal', 0)}"
     short = str(name).partition(" = ")[0].lstrip("%")
-    return Event(device, line, short, event.start_ns, event.start_ns + event.duration_ns)
+    return ProfileEvent(device, line, short, event.start_ns, event.start_ns + event.duration_ns)
 
 
-def _own_times(line: list[Event]) -> Iterator[tuple[Event, float]]:
+def _own_times(line: list[ProfileEvent]) -> Iterator[tuple[ProfileEvent, float]]:
     """Each event of one line with its duration less that of the events within it."""
-    open_events: list[tuple[Event, list[float]]] = []
+    open_events: list[tuple[ProfileEvent, list[float]]] = []
     for event in sorted(line, key=lambda e: (e.start, -e.end)):
         while open_events and open_events[-1][0].end <= event.start:
             done, inside = open_events.pop()

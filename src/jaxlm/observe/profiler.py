@@ -50,7 +50,7 @@ class ProfileHook:
         first_step: int,
         until: int,
         program: Callable[[], str],
-        show: Callable[[str], None],
+        log: Callable[[str], None],
     ):
         """Args:
         first_step: steps done when the phase goes on.
@@ -62,12 +62,12 @@ class ProfileHook:
         self._begin = first_step + config.start_step
         self._end = min(self._begin + config.num_steps, until)
         self._program = program
-        self._show = show
+        self._show = log
         self._recording = False
         if self._begin >= phase.end:
-            show(f"profiler: phase '{phase.name}' ends at step {phase.end}, before the first that would be recorded")
+            log(f"profiler: phase '{phase.name}' ends at step {phase.end}, before the first that would be recorded")
         elif self._end < min(self._begin + config.num_steps, phase.end):
-            show(f"profiler: records steps {self._begin + 1} to {self._end} only; then batches have another size")
+            log(f"profiler: records steps {self._begin + 1} to {self._end} only; then batches have another size")
 
     def due(self, step: int) -> bool:
         """Before the first and after the last recorded step."""

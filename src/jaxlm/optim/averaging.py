@@ -44,7 +44,7 @@ class AveragingConfig(draccus.ChoiceRegistry, abc.ABC):
         """The average before the first step. Traceable."""
         return Average(jax.tree.map(lambda w: w.astype(jnp.float32), trainable), jnp.zeros((), jnp.float32))
 
-    def follow(self, average: Average, trainable: Any, updates: jax.Array) -> Average:
+    def updated(self, average: Average, trainable: Any, updates: jax.Array) -> Average:
         """The average after one more update, which made the weights `trainable`. Traceable."""
         share, total = self.share(updates, average.total)
         weights = jax.tree.map(lambda a, w: a + share * (w.astype(jnp.float32) - a), average.weights, trainable)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Judge, Judgement, Signs
-from jaxlm.optim.rolling import Rolling
+from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.optim.rolling import RollingWindow
 
 # A window of nearly equal values would make an outlier of the next small change.
 _SMALLEST_SPREAD = 0.02
@@ -28,13 +28,13 @@ class BadStepState(eqx.Module):
         in_a_row: int32, steps left out since the last one that was applied.
     """
 
-    losses: Rolling
-    norms: Rolling
+    losses: RollingWindow
+    norms: RollingWindow
     in_a_row: jax.Array
 
 
 @dataclass(frozen=True)
-class SkipBadSteps(Judge):
+class SkipBadSteps(StepGuard):
     """Leaves out a step whose loss or gradient norm is an outlier.
 
     Attributes:
@@ -62,29 +62,29 @@ class SkipBadSteps(Judge):
             )
 
     def init_slot(self) -> BadStepState:
-        """See `Judge.init_slot`."""
-        empty = Rolling.empty(self.rolling_interval_length)
+        """See `StepGuard.init_slot`."""
+        empty = RollingWindow.empty(self.rolling_interval_length)
         return BadStepState(empty, empty, jnp.zeros((), jnp.int32))
 
-    def judge(self, slot: BadStepState, signs: Signs) -> Judgement:
+    def judge(self, slot: BadStepState, stats: StepStats) -> Verdict:
         """A step that is not finite leaves no trace here."""
         ready = slot.losses.count >= self.rolling_interval_length // 2
         loss_limit, norm_limit = (jnp.where(ready, self._limit(w), jnp.inf) for w in (slot.losses, slot.norms))
-        outlier = signs.finite & ((signs.objective > loss_limit) | (signs.norm > norm_limit))
+        outlier = stats.finite & ((stats.objective > loss_limit) | (stats.norm > norm_limit))
         anew = outlier & (slot.in_a_row >= self.max_in_a_row)
         left_out = outlier & ~anew
-        applied = signs.finite & ~left_out
+        applied = stats.finite & ~left_out
 
-        def next_window(window: Rolling, value: jax.Array) -> Rolling:
+        def next_window(window: RollingWindow, value: jax.Array) -> RollingWindow:
             begun = jax.tree.map(lambda x: jnp.where(anew, jnp.zeros_like(x), x), window)
             return jax.tree.map(lambda new, old: jnp.where(applied, new, old), begun.with_(value), window)
 
         in_a_row = jnp.where(left_out, slot.in_a_row + 1, jnp.where(applied, 0, slot.in_a_row))
-        after = BadStepState(next_window(slot.losses, signs.objective), next_window(slot.norms, signs.norm), in_a_row)
+        after = BadStepState(next_window(slot.losses, stats.objective), next_window(slot.norms, stats.norm), in_a_row)
         metrics = {"loss_limit": loss_limit, "grad_norm_limit": norm_limit, "in_a_row": in_a_row}
-        return Judgement(~left_out, after, {f"{self.name}/{name}": value for name, value in metrics.items()})
+        return Verdict(~left_out, after, {f"{self.name}/{name}": value for name, value in metrics.items()})
 
-    def _limit(self, window: Rolling) -> jax.Array:
+    def _limit(self, window: RollingWindow) -> jax.Array:
         median = window.median()
         return median + self.sigma_factor * jnp.maximum(window.spread(), _SMALLEST_SPREAD * jnp.abs(median))
 

@@ -11,9 +11,9 @@ import optax
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Judge
-from jaxlm.core.lr_shapes import Decay
-from jaxlm.core.schedules import Schedule, Shape, make_schedule
+from jaxlm.core.guards import StepGuard
+from jaxlm.core.lr_shapes import LrShape
+from jaxlm.core.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_steps
 from jaxlm.optim.matrices import matrix_paths
 
@@ -66,7 +66,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     learning_rate: float = 1e-4
     weight_decay: float = 0.0
-    lr_schedule: Decay | str = "cosine"
+    lr_schedule: LrShape | str = "cosine"
     min_lr_ratio: float = 0.1
     warmup: int | float = 0.01
     decay: int | float | None = None
@@ -93,13 +93,13 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """
 
     @property
-    def judges(self) -> tuple[Judge, ...]:
+    def guards(self) -> tuple[StepGuard, ...]:
         """What may leave out a step."""
         return bad_steps(self.skip_bad_steps)
 
     def schedule(self, num_steps: int) -> Schedule:
         """Updates done in the phase -> learning rate of the next one."""
-        shape = Shape(
+        shape = ScheduleSpec(
             peak=self.learning_rate,
             warmup=self.warmup,
             decay=self.decay,

@@ -11,7 +11,7 @@ import optax
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.rolling import Rolling
+from jaxlm.optim.rolling import RollingWindow
 
 _SMALLEST_SPREAD = 1e-6
 
@@ -70,6 +70,6 @@ class ClipUpdateNorm:
             return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state.with_(norm)
 
         def init_fn(params: Any) -> Any:
-            return Rolling.empty(self.rolling_interval_length)
+            return RollingWindow.empty(self.rolling_interval_length)
 
         return optax.GradientTransformation(init_fn, update_fn)

@@ -18,8 +18,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.clipping import clip_by_rms
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
-from jaxlm.optim.preconditioner import Factor, first_factor, whiten
-from jaxlm.optim.with_adam_fallback import beside_adam
+from jaxlm.optim.preconditioner import Factor, initial_factor, precondition
+from jaxlm.optim.with_adam_fallback import with_adam_fallback
 
 
 @OptimizerConfig.register_subclass("kron")
@@ -75,7 +75,7 @@ class KronConfig(OptimizerConfig):
         """See `OptimizerConfig.build`."""
         clip = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         direction = optax.chain(self._whitened(), *clip)
-        return beside_adam(
+        return with_adam_fallback(
             self,
             groups,
             num_steps,
@@ -101,14 +101,14 @@ class KronConfig(OptimizerConfig):
 
     def _first(self, view: MatrixView) -> "_Memory":
         scale = self.preconditioner_init_scale**0.5  # shared between the two sides
-        sides = (first_factor(view.stacked, side, scale, self.max_dense_size) for side in (view.outputs, view.inputs))
+        sides = (initial_factor(view.stacked, side, scale, self.max_dense_size) for side in (view.outputs, view.inputs))
         return _Memory(hax.zeros(view.weight.axes, jnp.float32), *sides)
 
     def _step(self, view: MatrixView, memory: "_Memory", count: jax.Array) -> tuple[NamedArray, "_Memory"]:
         """The whitened momentum of all matrices in one weight, and what is kept of them; `count`: steps with this one."""
         mean = self.beta1 * memory.mean + (1 - self.beta1) * view.weight.astype(jnp.float32)
         unbiased = view.of(mean) / (1 - self.beta1**count)
-        white, left, right = whiten(
+        white, left, right = precondition(
             unbiased, memory.left, memory.right, rate=self.preconditioner_lr, damping=self.damping
         )
         return view.named(white).astype(view.weight.dtype), _Memory(mean, left, right)

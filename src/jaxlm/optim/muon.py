@@ -17,7 +17,7 @@ import optax
 
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.matrices import map_matrices
-from jaxlm.optim.with_adam_fallback import beside_adam
+from jaxlm.optim.with_adam_fallback import with_adam_fallback
 
 # Of the odd polynomial of degree 5 that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -61,7 +61,7 @@ class MuonConfig(OptimizerConfig):
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """See `OptimizerConfig.build`."""
         direction = optax.chain(optax.trace(self.momentum, self.nesterov), self._orthogonal())
-        return beside_adam(
+        return with_adam_fallback(
             self,
             groups,
             num_steps,

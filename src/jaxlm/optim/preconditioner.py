@@ -131,7 +131,7 @@ class DiagonalFactor(Factor):
         return hax.named(flat.reshape(self.root.array.shape), self.root.axes)
 
 
-def first_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: float, max_dense_size: int) -> Factor:
+def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: float, max_dense_size: int) -> Factor:
     """`scale` times the identity, for a side with these axes of each of the stacked matrices."""
     steepness = jnp.zeros([axis.size for axis in stacked], jnp.float32)
     size = size_of(side)
@@ -144,7 +144,7 @@ def first_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: float
     return DenseFactor(hax.named(identity.reshape([axis.size for axis in axes]), axes), steepness)
 
 
-def whiten(
+def precondition(
     matrix: jax.Array, left: Factor, right: Factor, *, rate: float, damping: float
 ) -> tuple[jax.Array, Factor, Factor]:
     """A matrix [.., m, n], multiplied by the squares of both its factors; and these, fitted to it by one step.

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Rolling(eqx.Module):
+class RollingWindow(eqx.Module):
     """A ring of float32 values.
 
     Attributes:
@@ -19,14 +19,14 @@ class Rolling(eqx.Module):
     place: jax.Array
 
     @staticmethod
-    def empty(capacity: int) -> "Rolling":
+    def empty(capacity: int) -> "RollingWindow":
         """No values yet. Traced, so that it is created on the mesh with the rest."""
-        return Rolling(jnp.zeros(capacity, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+        return RollingWindow(jnp.zeros(capacity, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def with_(self, value: jax.Array) -> "Rolling":
+    def with_(self, value: jax.Array) -> "RollingWindow":
         """With one value more, in the place of the oldest where it is full."""
         capacity = self.values.shape[0]
-        return Rolling(
+        return RollingWindow(
             self.values.at[self.place].set(value.astype(jnp.float32)),
             jnp.minimum(self.count + 1, capacity),
             (self.place + 1) % capacity,

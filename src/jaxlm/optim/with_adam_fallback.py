@@ -10,7 +10,7 @@ from jaxlm.core import tree
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
 
 
-def beside_adam(
+def with_adam_fallback(
     config: OptimizerConfig,
     groups: Sequence[ParameterGroup],
     num_steps: int,

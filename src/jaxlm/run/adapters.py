@@ -63,7 +63,7 @@ def with_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layou
     return tree.map_leaves(lambda path, _: there[path if path in there else path.replace(".base.", ".")], abstract)
 
 
-def given_adapters(plan: Plan, phase: Phase) -> dict[str, hax.NamedArray]:
+def initial_adapter_leaves(plan: Plan, phase: Phase) -> dict[str, hax.NamedArray]:
     """The adapters that a phase begins with from PEFT folders, by the paths of their leaves; empty where it names none.
 
     Raises:
@@ -76,7 +76,7 @@ def given_adapters(plan: Plan, phase: Phase) -> dict[str, hax.NamedArray]:
 
 
 def check_adapters(plan: Plan) -> None:
-    """Looks at all PEFT folders that phases begin with. Raises `ConfigError`: see `given_adapters`."""
+    """Looks at all PEFT folders that phases begin with. Raises `ConfigError`: see `initial_adapter_leaves`."""
     for phase in plan.phases:
         for _ in _read_for(plan, phase):
             pass

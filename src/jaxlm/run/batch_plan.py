@@ -46,7 +46,7 @@ def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
     return sizes
 
 
-def plan_batches(trainer: TrainerConfig, ways: int) -> BatchPlan:
+def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
     """Divides batches over `ways` devices and, where `per_device_parallelism` asks for it, over micro-batches.
 
     Raises:
@@ -59,16 +59,16 @@ def plan_batches(trainer: TrainerConfig, ways: int) -> BatchPlan:
     if sizes is None:
         if per_device == -1:
             raise ConfigError(f"{_KEY}: -1 needs trainer.per_device_parallelism to be given")
-        sizes = (BatchSize(0, per_device * ways),)
+        sizes = (BatchSize(0, per_device * num_shards),)
     for_eval = trainer.per_device_eval_parallelism
     if for_eval != -1 and for_eval < 1:
         raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, -1 or 1 and more expected")
-    train = BatchSchedule(tuple(_stage(trainer, size, ways, per_device) for size in sizes))
+    train = BatchSchedule(tuple(_stage(trainer, size, num_shards, per_device) for size in sizes))
     # Of the first stage: what it is evaluated with must not change on the way.
-    return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * ways)
+    return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * num_shards)
 
 
-def unreached(trainer: TrainerConfig, num_steps: int) -> list[str]:
+def unreached_stages(trainer: TrainerConfig, num_steps: int) -> list[str]:
     """A warning for each batch size that the run ends before."""
     return [
         f"{_KEY}: {size.value} from step {size.start} on is never reached: the run ends after {num_steps} steps"
@@ -95,30 +95,30 @@ def _from(stage: BatchStage, reached: Sequence[BatchStage]) -> str:
     return f"from step {stage.start}: " if len(reached) > 1 else ""
 
 
-def _stage(trainer: TrainerConfig, size: BatchSize, ways: int, per_device: int) -> BatchStage:
+def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> BatchStage:
     if not trainer.allow_nondivisible_batch_size:
-        _check_divides(trainer, size, ways, per_device)
-    share = -(-size.value // ways) if per_device == -1 else per_device
-    return BatchStage(size.start, size.value, -(-size.value // (share * ways)), share * ways)
+        _check_divides(trainer, size, num_shards, per_device)
+    share = -(-size.value // num_shards) if per_device == -1 else per_device
+    return BatchStage(size.start, size.value, -(-size.value // (share * num_shards)), share * num_shards)
 
 
-def _check_divides(trainer: TrainerConfig, size: BatchSize, ways: int, per_device: int) -> None:
+def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:
     of_stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start} on"
-    if size.value % ways:
+    if size.value % num_shards:
         raise ConfigError(
-            f"{_KEY}: {size.value} sequences{of_stage} do not divide over the {ways} devices that share the batch"
-            f" (replica x data). Nearest that do: {_multiples_near(size.value, ways)}. Or pad each batch with empty"
+            f"{_KEY}: {size.value} sequences{of_stage} do not divide over the {num_shards} devices that share the batch"
+            f" (replica x data). Nearest that do: {_multiples_near(size.value, num_shards)}. Or pad each batch with empty"
             " sequences: trainer.allow_nondivisible_batch_size true"
         )
-    share = size.value // ways
+    share = size.value // num_shards
     if per_device != -1 and share % per_device:
         divisors = [d for d in range(1, share + 1) if share % d == 0]
         raise ConfigError(
-            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the {ways}"
+            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the {num_shards}"
             f" devices gets of train_batch_size {size.value}{of_stage}. Allowed: {', '.join(map(str, divisors))}"
         )
 
 
-def _multiples_near(size: int, ways: int) -> str:
-    below = size // ways * ways
-    return ", ".join(str(n) for n in (below, below + ways) if n > 0)
+def _multiples_near(size: int, num_shards: int) -> str:
+    below = size // num_shards * num_shards
+    return ", ".join(str(n) for n in (below, below + num_shards) if n > 0)

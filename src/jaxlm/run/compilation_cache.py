@@ -14,7 +14,7 @@ import jax
 from jaxlm.core.runtime import is_main_process
 
 
-def keep_compiled_programs(folder: str | None) -> None:
+def enable_compilation_cache(folder: str | None) -> None:
     """Has jax keep compiled programs, and what GPUs found by autotuning, so that the next start finds them.
 
     A broken folder only warns. A program in it that cannot be read is deleted with a warning, for jax would neither replace
@@ -22,10 +22,10 @@ def keep_compiled_programs(folder: str | None) -> None:
     """
     if folder is None:
         return
-    show = warnings.showwarning
-    if not isinstance(show, _CacheWarnings):
-        show = warnings.showwarning = _CacheWarnings(show)
-    show.folder = Path(folder)
+    log = warnings.showwarning
+    if not isinstance(log, _CacheWarnings):
+        log = warnings.showwarning = _CacheWarnings(log)
+    log.folder = Path(folder)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "all")

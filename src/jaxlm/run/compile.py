@@ -14,16 +14,16 @@ from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
-from jaxlm.core.imports import resting
-from jaxlm.core.runtime import everywhere
+from jaxlm.core.imports import gc_paused
+from jaxlm.core.runtime import all_processes
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import Report, make_train_step
-from jaxlm.engine.sync import Ballot
-from jaxlm.forecast.hlo import is_squeezed
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, auto_is, parse_keep
+from jaxlm.engine.sync import FlagSync
+from jaxlm.forecast.hlo import has_compiler_remat
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, auto_policy, parse_remat
 from jaxlm.run.plan import Plan
 
 USABLE = 0.92
@@ -35,7 +35,7 @@ class CompiledStep:
     """The training step of a phase, ready to run.
 
     Attributes:
-        call: (state, batch, ballot) -> (state, report).
+        call: (state, batch, flags) -> (state, report).
         traced: what it was compiled from.
         keep: the recomputation policy, the one that was found to fit where it was to be chosen.
         seconds: tracing and compiling took.
@@ -50,7 +50,7 @@ class CompiledStep:
     seconds: float
     num_bytes: int | None
     limit: int | None
-    squeezed: bool
+    compiler_remat: bool
 
     @property
     def fits(self) -> bool:
@@ -80,10 +80,10 @@ class StepPrograms:
 
     by_shape: Mapping[tuple[int, int], CompiledStep]
 
-    def __call__(self, state: RunState, batch: TokenBatch, ballot: jax.Array) -> tuple[RunState, Report]:
+    def __call__(self, state: RunState, batch: TokenBatch, flag_sync: jax.Array) -> tuple[RunState, Report]:
         """See `make_train_step`."""
         num_microbatches, microbatch, _ = batch.tokens.array.shape
-        return self.by_shape[num_microbatches, microbatch].call(state, batch, ballot)
+        return self.by_shape[num_microbatches, microbatch].call(state, batch, flag_sync)
 
     def require_room(self) -> None:
         """See `CompiledStep.require_room`."""
@@ -104,22 +104,22 @@ def trace_step(plan: Plan, phase: Phase, keep: str = CHEAP, *, stage: BatchStage
     """
     abstract = plan.recipe.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
-    with auto_is(keep):
-        return step.trace(_placed(abstract, plan.layout), abstract_batch(plan, stage), Ballot.abstract(plan.layout))
+    with auto_policy(keep):
+        return step.trace(_placed(abstract, plan.layout), abstract_batch(plan, stage), FlagSync.abstract(plan.layout))
 
 
-def compile_steps(plan: Plan, phase: Phase, first_step: int, show: Callable[[str], None]) -> StepPrograms:
+def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str], None]) -> StepPrograms:
     """The compiled steps for all batches of a phase from `first_step` on: what does not fit is known before any trains."""
     stages = plan.batches.train.between(first_step, phase.end)
     by_shape = {stage.shape: stage for stage in reversed(stages)}
-    return StepPrograms({shape: compile_step(plan, phase, show, stage=by_shape[shape]) for shape in reversed(by_shape)})
+    return StepPrograms({shape: compile_step(plan, phase, log, stage=by_shape[shape]) for shape in reversed(by_shape)})
 
 
-@resting()
+@gc_paused()
 def compile_step(
     plan: Plan,
     phase: Phase,
-    show: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     stage: BatchStage | None = None,
     limit: int | None = None,
@@ -135,7 +135,7 @@ def compile_step(
     """
     stage = stage or plan.batches.train.largest
     size = f" for batches of {stage.size}" if len(plan.batches.train.stages) > 1 else ""
-    show(f"compiling the step of phase '{phase.name}'{size} ...")
+    log(f"compiling the step of phase '{phase.name}'{size} ...")
     automatic = plan.config.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     limit = memory_limit() if limit is None else limit
@@ -145,20 +145,20 @@ def compile_step(
         step, refusal = _attempt(plan, phase, stage, keep, limit)
         # One answer for all processes: their programs must be the same, whatever memory each of them has.
         # What the compiler computes again are whole matrix products, where `cheap` makes norms and activations again.
-        roomy = everywhere(step is not None and step.fits and not (step.squeezed and keep == NONE))
-        if everywhere(step is not None):
+        roomy = all_processes(step is not None and step.fits and not (step.compiler_remat and keep == NONE))
+        if all_processes(step is not None):
             assert step is not None
-            show(f"{step}{named}")
+            log(f"{step}{named}")
             if roomy or last:
                 break
-            show("  too much for what there is; recomputing more")
+            log("  too much for what there is; recomputing more")
         elif last:
             raise ConfigError(f"the training step does not fit into a device's memory: {refusal}. {_LESS}")
         else:
-            show(f"does not fit into memory{named}; recomputing more")
+            log(f"does not fit into memory{named}; recomputing more")
     assert step is not None
-    if not everywhere(step.fits):
-        show(f"  warning: more than {USABLE:.0%} of what there is. {_LESS}")
+    if not all_processes(step.fits):
+        log(f"  warning: more than {USABLE:.0%} of what there is. {_LESS}")
     return step
 
 
@@ -186,12 +186,15 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int 
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    asked = parse_keep(plan.config.model.gradient_checkpointing)
+    asked = parse_remat(plan.config.model.gradient_checkpointing)
     policy = keep if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
-    squeezed = (
-        limit is not None and needed is not None and needed > _CLOSE * limit and is_squeezed(call.as_text() or "")
+    compiler_remat = (
+        limit is not None
+        and needed is not None
+        and needed > _CLOSE * limit
+        and has_compiler_remat(call.as_text() or "")
     )
-    return CompiledStep(call, traced, policy, time.perf_counter() - began, needed, limit, squeezed)
+    return CompiledStep(call, traced, policy, time.perf_counter() - began, needed, limit, compiler_remat)
 
 
 _CLOSE = 0.7  # of the memory: a step that needs less has not been squeezed, and its text need not be read

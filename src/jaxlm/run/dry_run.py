@@ -29,18 +29,18 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
 def dry_run(plan: Plan, console: Console) -> None:
     """Traces and compiles the step of every phase, and shows the plan and the memory."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1])]
-    console.show(table("plan (dry run: no data is read, nothing is trained)", rows))
+    console.log(table("plan (dry run: no data is read, nothing is trained)", rows))
     with plan.layout.use():
         for phase in plan.phases:
-            steps = compile_steps(plan, phase, phase.start, console.show)
+            steps = compile_steps(plan, phase, phase.start, console.log)
             memory = [
                 row
                 for shape, step in steps.by_shape.items()
                 for row in _memory_rows(shape, step.call.memory_analysis())
             ]
-            console.show(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *memory]))
-    console.show(f"schedule: {_picture(plan)}")
-    console.show("dry run complete: the step compiles")
+            console.log(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *memory]))
+    console.log(f"schedule: {_picture(plan)}")
+    console.log("dry run complete: the step compiles")
 
 
 def _picture(plan: Plan) -> str:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.engine.checkpoint.restore import NothingUsableError
+from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.metrics import NonFiniteError
 
@@ -26,7 +26,7 @@ def run_command(body: Callable[[], int]) -> int:
     except ConfigError as error:
         code = EXIT_CONFIG
         message = f"error: {error}"
-    except (NothingUsableError, NonFiniteError, PeerError) as error:
+    except (NoUsableCheckpointError, NonFiniteError, PeerError) as error:
         code = EXIT_FAILED
         message = f"error: {error}"
     except SaveError as error:

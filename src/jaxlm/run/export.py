@@ -43,7 +43,7 @@ class ExportHook:
     plan: Plan
     tokenizer: Tokenizer
     dtype: Any
-    show: Callable[[str], None]
+    log: Callable[[str], None]
 
     def due(self, step: int) -> bool:
         """Every so many steps, and at the end."""
@@ -54,4 +54,4 @@ class ExportHook:
         folder = self.folder / f"step-{step}"
         if not is_taken(folder):
             export_model(folder, state.model, self.plan, self.tokenizer, self.dtype)
-            self.show(f"step {step}: exported to {folder}")
+            self.log(f"step {step}: exported to {folder}")

@@ -2,11 +2,11 @@
 
 import argparse
 
-from jaxlm.models.inference.generate import CACHE_DTYPES, Decoding
+from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
-    """The options that `decoding_of` reads, with their defaults."""
+def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
+    """The options that `generation_config_of` reads, with their defaults."""
     parser.add_argument(
         "--max_new_tokens", type=int, default=max_new_tokens, help=f"at the most (default {max_new_tokens})"
     )
@@ -37,9 +37,9 @@ def add_adapter_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def decoding_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> Decoding:
-    """What the options of `add_decoding_options` say."""
-    return Decoding(
+def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> GenerationConfig:
+    """What the options of `add_generation_options` say."""
+    return GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -10,11 +10,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.remote import is_url
-from jaxlm.engine.checkpoint.resolve import checkpoints_at
-from jaxlm.engine.checkpoint.restore import Found, newest_good, newest_whole, restore
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, latest_valid, restore
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import RunState, create
+from jaxlm.engine.state import RunState, place_state
 from jaxlm.interop.hf.folder import load_model
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
@@ -22,11 +22,11 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.run.adapters import check_adapters
 from jaxlm.run.plan import Plan
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Origin:
+class InitFrom:
     """What a run begins with.
 
     Attributes:
@@ -35,46 +35,46 @@ class Origin:
         weights: the checkpoint whose model it begins with, at step 0; never beside a `state`.
     """
 
-    state: Found | None = None
+    state: VerifiedCheckpoint | None = None
     is_own: bool = True
-    weights: Found | None = None
+    weights: VerifiedCheckpoint | None = None
 
     @property
     def resume_step(self) -> int | None:
         """Steps that this run itself has done, as far as it is kept; None where it is a new run."""
         return self.state.cursor.step if self.state and self.is_own else None
 
-    def load_state(self, plan: Plan, phase: Phase, show: Show) -> RunState:
+    def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""
         assert self.state is not None
         partial = plan.config.trainer.allow_partial_checkpoint
         like = plan.recipe.abstract_state(phase)
-        fresh = (lambda: create(lambda: plan.recipe.fresh_state(phase), like, plan.layout)) if partial else None
-        return restore(self.state, like, plan.layout, fresh=fresh, show=show)
+        fresh = (lambda: place_state(lambda: plan.recipe.initial_state(phase), like, plan.layout)) if partial else None
+        return restore(self.state, like, plan.layout, fresh=fresh, log=log)
 
-    def load_weights(self, plan: Plan, show: Show) -> LanguageModel | None:
+    def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
         """The model that the first phase is entered with, or None. Call it inside `plan.layout.use()`."""
         if self.weights is None:
-            return _imported(plan, show)
-        show(f"the model's weights are those of {self.weights.place}; steps, optimizer and data begin anew")
+            return _imported(plan, log)
+        log(f"the model's weights are those of {self.weights.place}; steps, optimizer and data begin anew")
         partial = plan.config.trainer.allow_partial_checkpoint
-        like = plan.recipe.abstract_first_model
-        fresh = (lambda: create(plan.recipe.first_model, like, plan.layout)) if partial else None
-        return restore(self.weights, like, plan.layout, prefix="model", fresh=fresh, show=show, cast=True)
+        like = plan.recipe.abstract_initial_model
+        fresh = (lambda: place_state(plan.recipe.initial_model, like, plan.layout)) if partial else None
+        return restore(self.weights, like, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
 
 
-def _imported(plan: Plan, show: Show) -> LanguageModel | None:
+def _imported(plan: Plan, log: Log) -> LanguageModel | None:
     """The weights of Hugging Face that are configured, if any are."""
     name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
     if name is None:
         return None
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
-    show(f"weights: {path}")
-    abstract = plan.recipe.abstract_first_model
+    log(f"weights: {path}")
+    abstract = plan.recipe.abstract_initial_model
     return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names)
 
 
-def check_origin(plan: Plan) -> None:
+def check_init_from(plan: Plan) -> None:
     """Looks at what is there, and changes nothing of it; what lies behind a URL may be copied here for that.
 
     Raises:
@@ -112,29 +112,29 @@ def check_origin(plan: Plan) -> None:
             )
 
 
-def find_origin(plan: Plan, show: Show) -> Origin:
+def find_init_from(plan: Plan, log: Log) -> InitFrom:
     """What the run begins with. The run's own checkpoints come first, whatever else is named.
 
     Raises:
         NothingUsableError: there are checkpoints, and none of them is whole.
     """
     trainer = plan.config.trainer
-    own = newest_good(plan.checkpoints, show)
+    own = latest_valid(plan.checkpoints, log)
     if own is not None:
-        return Origin(own)
+        return InitFrom(own)
     elsewhere = trainer.load_checkpoint_path
     if elsewhere is not None and (found := _at(elsewhere, trainer)):
-        return Origin(newest_whole(found, elsewhere, show), is_own=False)
+        return InitFrom(latest_complete(found, elsewhere, log), is_own=False)
     if elsewhere is not None:
-        show(f"trainer.load_checkpoint_path: no checkpoint at {elsewhere}; the run begins without it")
+        log(f"trainer.load_checkpoint_path: no checkpoint at {elsewhere}; the run begins without it")
     if trainer.initialize_from_state is not None:
-        return Origin(_newest(trainer.initialize_from_state, trainer, show), is_own=False)
+        return InitFrom(_newest(trainer.initialize_from_state, trainer, log), is_own=False)
     if trainer.initialize_from is not None:
-        return Origin(weights=_newest(trainer.initialize_from, trainer, show))
-    return Origin()
+        return InitFrom(weights=_newest(trainer.initialize_from, trainer, log))
+    return InitFrom()
 
 
-def check_tokenizer(origin: Origin, fingerprint: str, show: Show) -> None:
+def check_tokenizer(origin: InitFrom, fingerprint: str, log: Log) -> None:
     """Says where a checkpoint of another run was trained with other tokens."""
     found = origin.weights or (None if origin.is_own else origin.state)
     if found is None:
@@ -142,14 +142,14 @@ def check_tokenizer(origin: Origin, fingerprint: str, show: Show) -> None:
     with found.checkpoint.local("run/tokenizer") as folder:
         theirs = load_tokenizer(str(folder)).fingerprint
     if theirs != fingerprint:
-        show(f"warning: {found.place} was trained with another tokenizer: its embeddings mean other tokens")
+        log(f"warning: {found.place} was trained with another tokenizer: its embeddings mean other tokens")
 
 
-def _newest(path: str, trainer: TrainerConfig, show: Show) -> Found:
-    return newest_whole(_at(path, trainer), path, show)
+def _newest(path: str, trainer: TrainerConfig, log: Log) -> VerifiedCheckpoint:
+    return latest_complete(_at(path, trainer), path, log)
 
 
 def _at(path: str, trainer: TrainerConfig) -> Sequence[Checkpoint]:
     """Checkpoints where a key points, the newest last."""
-    find = functools.partial(checkpoints_at, path, Path(trainer.checkpointer.staging_dir))
+    find = functools.partial(resolve_checkpoints, path, Path(trainer.checkpointer.staging_dir))
     return main_first(find) if is_url(path) else find()

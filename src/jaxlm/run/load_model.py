@@ -12,7 +12,7 @@ import jax
 
 from jaxlm.config.load import decode_run
 from jaxlm.config.overrides import option_tree, override, parse_arguments
-from jaxlm.config.yaml import Source, load_yaml
+from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.config import DataConfig
@@ -20,8 +20,8 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.remote import is_url
-from jaxlm.engine.checkpoint.resolve import checkpoints_at
-from jaxlm.engine.checkpoint.restore import Found, restore
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.hf.tensor_files import open_tensors
@@ -41,7 +41,7 @@ _EFFECTIVE = tuple(
 
 
 @dataclass(frozen=True)
-class Trained:
+class LoadedCheckpoint:
     """What a checkpoint holds beside its arrays.
 
     Attributes:
@@ -50,7 +50,7 @@ class Trained:
         plan: of the run, for the devices that are there.
     """
 
-    found: Found
+    found: VerifiedCheckpoint
     tokenizer: Tokenizer
     plan: Plan
 
@@ -127,7 +127,9 @@ def parse_with_keys(
     return options, parsed.options
 
 
-def open_trained(path: Path | str, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()) -> Trained:
+def open_checkpoint(
+    path: Path | str, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()
+) -> LoadedCheckpoint:
     """The checkpoint that a path names, or the newest in a run's folder.
 
     Args:
@@ -144,11 +146,11 @@ def open_trained(path: Path | str, options: Mapping[str, Any] | None = None, *, 
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
         config = decode_run(override(load_yaml(folder / "config.yaml"), given), None)
     check_effective(given, also=also)
-    return Trained(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
+    return LoadedCheckpoint(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
 
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
-    """Raises `ConfigError` for an option that has no effect on a model that is trained already. Args: see `open_trained`."""
+    """Raises `ConfigError` for an option that has no effect on a model that is trained already. Args: see `open_checkpoint`."""
     for key in _leaves(option_tree(dict(options))):
         if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
             raise ConfigError(
@@ -165,13 +167,13 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield f"{path}{key}"
 
 
-def find_checkpoint(place: Path | str) -> Found:
+def find_checkpoint(place: Path | str) -> VerifiedCheckpoint:
     """The checkpoint that a path or URL names: itself, or the newest in a run's folder. Its files are checked.
 
     Raises:
         ConfigError: there is none, or its files are not what was saved.
     """
-    candidates = checkpoints_at(str(place), Path(CheckpointerConfig.staging_dir), of_runs=False)
+    candidates = resolve_checkpoints(str(place), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(place)
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
@@ -182,14 +184,14 @@ def find_checkpoint(place: Path | str) -> Found:
         newest.verify()
     except DamagedError as damage:
         raise ConfigError(f"--checkpoint {newest.place}: damaged: {damage}. Name another one") from damage
-    return Found(newest, newest.cursor())
+    return VerifiedCheckpoint(newest, newest.cursor())
 
 
 _CHECKPOINT = "--checkpoint"
 
 
 @dataclass(frozen=True)
-class NamedModel:
+class LoadedModel:
     """A model that can be used, not trained further.
 
     Attributes:
@@ -210,12 +212,14 @@ class NamedModel:
         return jax.jit(lambda model: self.plan.precision.to_compute(without_adapters(model)))(self.load())
 
 
-def open_model(name: str, keys: Mapping[str, Any], adapter: str | None = None, weights: str = AS_TRAINED) -> NamedModel:
+def open_model(
+    name: str, keys: Mapping[str, Any], adapter: str | None = None, weights: str = AS_TRAINED
+) -> LoadedModel:
     """What a path, a URL of a checkpoint, or the hub's `name` or `name@revision` means.
 
     Args:
         keys: dotted key -> value, over the configuration that was saved, or that the folder's config.json makes.
-        weights: of a checkpoint: see `Trained.load_model`.
+        weights: of a checkpoint: see `LoadedCheckpoint.load_model`.
         adapter: a PEFT folder whose adapters are put beside the layers.
 
     Raises:
@@ -229,7 +233,7 @@ def open_model(name: str, keys: Mapping[str, Any], adapter: str | None = None, w
     def load() -> LanguageModel:
         return with_adapters(opened.load(), Path(adapter), plan.config.model, plan.layout)
 
-    return NamedModel(opened.place, opened.tokenizer, plan, opened.stop_ids, load)
+    return LoadedModel(opened.place, opened.tokenizer, plan, opened.stop_ids, load)
 
 
 def _is_hugging_face(name: str) -> bool:
@@ -243,21 +247,21 @@ def _is_hugging_face(name: str) -> bool:
     return not path.exists() and may_be_repository(name) and not below
 
 
-def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
+def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
     try:
-        trained = open_trained(name, keys)
+        trained = open_checkpoint(name, keys)
     except ConfigError as error:
         if Path(name).exists() or not may_be_repository(name):
             raise
         raise ConfigError(f"{error} If a repository of the hub is meant: {name}@main") from error
     eos = trained.tokenizer.eos_id
     stop_ids = () if eos is None else (eos,)
-    return NamedModel(
+    return LoadedModel(
         trained.found.place, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
     )
 
 
-def _imported(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
+def _imported(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
     if weights != AS_TRAINED:
         raise ConfigError(
             f"--weights: '{weights}' given, but {name} is of Hugging Face and has no averages. Leave it out"
@@ -272,15 +276,15 @@ def _imported(name: str, keys: Mapping[str, Any], weights: str) -> NamedModel:
         "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
     }
     check_effective(keys)
-    config = decode_run(override(Source(usual), dict(keys)), None)
+    config = decode_run(override(ConfigSource(usual), dict(keys)), None)
     tokenizer = load_tokenizer(str(folder))
     # All rows of the embedding, tokens or not: the same model as at Hugging Face, to the last logit.
     plan = make_plan(config, "imported", opened.vocab_size)
 
     def load() -> LanguageModel:
-        return load_model(folder, plan.recipe.abstract_first_model, config.model, plan.layout)
+        return load_model(folder, plan.recipe.abstract_initial_model, config.model, plan.layout)
 
-    return NamedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), load)
+    return LoadedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), load)
 
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

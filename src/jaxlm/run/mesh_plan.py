@@ -25,7 +25,7 @@ _SIZES = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
 
 
 @dataclass(frozen=True)
-class Meshing:
+class MeshPlan:
     """The mesh of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Meshing:
 
 def plan_mesh(
     trainer: TrainerConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
-) -> Meshing:
+) -> MeshPlan:
     """Works the mesh keys out.
 
     Args:
@@ -55,7 +55,7 @@ def plan_mesh(
     mappings = _mappings(trainer)
     layout = make_layout(shape, mappings, axes, devices)
     check_arrays(layout, arrays)
-    return Meshing(shape, layout, (*_overridden(trainer, layout), *check_axes_used(layout, shape)))
+    return MeshPlan(shape, layout, (*_overridden(trainer, layout), *check_axes_used(layout, shape)))
 
 
 def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:

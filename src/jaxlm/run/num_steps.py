@@ -8,7 +8,7 @@ from jaxlm.config.run import RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import main_first, same_everywhere
+from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.config import DataConfig
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.tokens import TokenData
@@ -16,7 +16,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.run.plan import plan_phases
 
 
-def check_length(config: RunConfig) -> None:
+def check_num_steps(config: RunConfig) -> None:
     """Looks for what can be said without the data.
 
     Raises:
@@ -40,8 +40,8 @@ def check_length(config: RunConfig) -> None:
             )
 
 
-def with_length_of_data(
-    config: RunConfig, batches: BatchSchedule, tokenizer: Any, show: Callable[[str], None]
+def with_num_steps_of_data(
+    config: RunConfig, batches: BatchSchedule, tokenizer: Any, log: Callable[[str], None]
 ) -> RunConfig:
     """The configuration with the `num_train_steps` that `epoch` or `data.stop_strategy` come to, where they are set.
 
@@ -49,19 +49,19 @@ def with_length_of_data(
         ConfigError: `num_train_steps` says something else than `epoch`, the data does not fill one batch, or is not as long
             for all processes.
     """
-    check_length(config)
+    check_num_steps(config)
     phases, sections = plan_phases(config)
     steps, start = {}, 0
     for phase, section in zip(phases, sections, strict=True):
         own = config.phases[phase.index].num_train_steps if config.phases else None
         by_epoch = bool(config.epoch) and own is None
         if by_epoch or section.stop_strategy != "restart":
-            data = main_first(lambda section=section: section.open(tokenizer, config.model.seq_len, show))
+            data = main_first(lambda section=section: section.open(tokenizer, config.model.seq_len, log))
             own_batches = batches.counted_from(start)
             num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
-            steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, show)
+            steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, log)
         start += steps.get(phase.index, phase.num_steps)
-    if not same_everywhere(str(steps)):
+    if not same_on_all_processes(str(steps)):
         raise ConfigError(
             f"trainer.num_train_steps: by the data it is {', '.join(map(str, steps.values()))} here, and something else on"
             " another process. Remove data.cache_dir on all machines, and start again"
@@ -83,7 +83,7 @@ def _of_epochs(config: RunConfig, data: TokenData, batches: BatchSchedule) -> in
 
 
 def _until_exhausted(
-    phase: Phase, num_steps: int, data: TokenData, batches: BatchSchedule, seed: int, show: Callable[[str], None]
+    phase: Phase, num_steps: int, data: TokenData, batches: BatchSchedule, seed: int, log: Callable[[str], None]
 ) -> int:
     most = data.num_examples(batches, seed=seed)
     if most is None or batches.whole_steps(most) >= num_steps:
@@ -94,7 +94,7 @@ def _until_exhausted(
             f"data.stop_strategy: {data.stop_strategy} ends after {most} examples, less than one batch of"
             f" {batches.first.size}"
         )
-    show(
+    log(
         f"phase '{phase.name}': {enough_for} steps instead of {num_steps}: then the data is read"
         f" (data.stop_strategy: {data.stop_strategy})"
     )

@@ -11,20 +11,20 @@ from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.imports import resting
+from jaxlm.core.imports import gc_paused
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.config import TRAIN_BPE, DataConfig
 from jaxlm.engine.checkpoint.manifest import CheckpointName
-from jaxlm.engine.checkpoint.resolve import folder_at
+from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
-from jaxlm.engine.phases import Phase, Recipe
+from jaxlm.engine.phases import Phase, StateBuilder
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
-from jaxlm.run.batch_plan import BatchPlan, plan_batches, unreached
+from jaxlm.run.batch_plan import BatchPlan, plan_batches, unreached_stages
 from jaxlm.run.mesh_plan import plan_mesh
 
 
@@ -48,7 +48,7 @@ class Plan:
     mesh: MeshShape
     layout: Layout
     warnings: tuple[str, ...]
-    recipe: Recipe
+    recipe: StateBuilder
     data: tuple[DataConfig, ...]
     batches: BatchPlan
 
@@ -81,7 +81,7 @@ class Plan:
     def checkpoints(self) -> CheckpointFolder:
         """Where those of the run lie."""
         policy = self.config.trainer.checkpointer
-        return folder_at(
+        return resolve_folder(
             policy.base_path,
             self.run_id if policy.append_run_id_to_base_path else None,
             Path(policy.staging_dir),
@@ -99,7 +99,7 @@ class Plan:
         return make_plan(config, self.run_id, vocab_size)
 
 
-@resting()
+@gc_paused()
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
     """Works a configuration out for the devices that are there.
 
@@ -116,8 +116,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     devices = jax.devices() if devices is None else devices
     Vocab = vocab_axis(vocab_size)
     phases, data = plan_phases(config)
-    recipe = Recipe(config.model, Vocab, trainer.seed, precision, phases)
-    arrays = {p: leaf.axes for p, leaf in tree.leaves(recipe.abstract_first_model) if tree.is_named(leaf)}
+    recipe = StateBuilder(config.model, Vocab, trainer.seed, precision, phases)
+    arrays = {p: leaf.axes for p, leaf in tree.leaves(recipe.abstract_initial_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     meshing = plan_mesh(trainer, sizes, names, devices)
@@ -127,10 +127,10 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         run_id=run_id,
         mesh=meshing.shape,
         layout=meshing.layout,
-        warnings=(*meshing.warnings, *unreached(trainer, phases[-1].end)),
+        warnings=(*meshing.warnings, *unreached_stages(trainer, phases[-1].end)),
         recipe=recipe,
         data=data,
-        batches=plan_batches(trainer, meshing.layout.ways(BATCH)),
+        batches=plan_batches(trainer, meshing.layout.num_shards(BATCH)),
     )
     for phase in phases:
         plan.recipe.abstract_state(phase)  # surgeries that do not apply and patterns that match nothing fail here

@@ -20,19 +20,19 @@ from jaxlm.data.base import Batches
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.tokens import TokenData, ValidationData
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
-from jaxlm.engine.checkpoint.restore import Found
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
-from jaxlm.engine.sync import Ballot
+from jaxlm.engine.sync import FlagSync
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
 from jaxlm.observe.profiler import ProfileHook
-from jaxlm.observe.trackers import JsonlTracker, RunFacts, Tracker, TrackerConfig, read_jsonl
-from jaxlm.observe.trackers.guarded import GuardedTracker
+from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, read_jsonl
+from jaxlm.observe.trackers.guarded import BackgroundTracker
 from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.plan import Plan
@@ -50,7 +50,7 @@ class Run:
         writer: of its checkpoints.
         trackers: where its numbers go; only process 0 has any.
         before: what earlier processes of this run have done.
-        ballot: how its processes agree.
+        flag_sync: how its processes agree to save or stop.
         stop: whether a signal has arrived.
     """
 
@@ -60,14 +60,14 @@ class Run:
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
     before: Totals
-    ballot: Ballot
+    flag_sync: FlagSync
     stop: StopRequest
 
     def open_data(self, phase: Phase) -> TokenData:
         """The phase's token caches, built first where they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
-        return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, show=self.console.show))
+        return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
 
     def eval_hook(self, phase: Phase, data: TokenData) -> EvalHook:
         """The run's evaluations on the phase's validation data."""
@@ -85,7 +85,7 @@ class Run:
             tokenizer=self.tokenizer,
             token_bytes=self.tokenizer.token_bytes(),
             validation=tuple(validation_set(one) for one in data.validation),
-            show=self.console.show,
+            log=self.console.log,
             seq_len=plan.config.model.seq_len,
         )
         evals = [config.open(context) for config in plan.config.evals]
@@ -106,7 +106,7 @@ class Run:
                 first_step=first_step,
                 until=self.plan.batches.train.same_until(begin, phase.end),
                 program=functools.partial(program, begin),
-                show=self.console.show,
+                log=self.console.log,
             )
         ]
 
@@ -131,7 +131,7 @@ class Run:
                 of_size = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
                 (folder / f"{phase.name}{of_size}.{form}.txt").write_text(texts[form](step))
 
-    def adopt(self, state: RunState, found: Found) -> None:
+    def adopt(self, state: RunState, found: VerifiedCheckpoint) -> None:
         """Saves another run's state as this run's first checkpoint, and waits until that is done."""
         complete = found.cursor.step == self.plan.num_steps
         self.writer.save(state, replace(found.cursor, temporary=not complete), found.position())
@@ -146,7 +146,7 @@ class Run:
         if config.hf_save_dtype is not None:
             dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
         folder = Path(config.hf_save_path)
-        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.show)]
+        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.log)]
 
     def saver(self, phase: Phase) -> Saver:
         """The checkpoint policy, applied to a phase."""
@@ -191,7 +191,7 @@ def open_run(
         for tracker in trackers:
             closing.callback(tracker.close)
         before = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
-        yield Run(plan, tokenizer, console, writer, trackers, before, Ballot(plan.layout), stop)
+        yield Run(plan, tokenizer, console, writer, trackers, before, FlagSync(plan.layout), stop)
         main_first(writer.wait)  # nobody goes on before process 0 has given the last checkpoint its name
 
 
@@ -217,12 +217,12 @@ def _open_trackers(plan: Plan, console: Console, resume_step: int | None) -> tup
     facts = _facts(plan, resume_step)
 
     def guarded(config: TrackerConfig) -> Tracker:
-        return GuardedTracker(choice_name(type(config)), lambda: config.open(facts), console.show)
+        return BackgroundTracker(choice_name(type(config)), lambda: config.open(facts), console.log)
 
     return (always, *map(guarded, configs))
 
 
-def _facts(plan: Plan, resume_step: int | None) -> RunFacts:
+def _facts(plan: Plan, resume_step: int | None) -> RunInfo:
     devices = jax.devices()
     peak = peak_flops(devices[0].device_kind)
     summary: dict[str, float | str] = {
@@ -234,7 +234,7 @@ def _facts(plan: Plan, resume_step: int | None) -> RunFacts:
     }
     if peak is not None:
         summary["throughput/theoretical_flops"] = peak * len(devices)
-    return RunFacts(
+    return RunInfo(
         run_id=plan.run_id,
         resume_step=resume_step or 0,
         is_new=resume_step is None,

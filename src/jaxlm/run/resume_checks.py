@@ -9,7 +9,7 @@ from jaxlm.config.decode import encode
 from jaxlm.config.load import read_config
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import main_first, same_everywhere
+from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
@@ -23,7 +23,7 @@ _NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRun:
     """What a run was last started with.
 
     Attributes:
@@ -37,7 +37,7 @@ class Saved:
     data: Mapping[str, Any] | None
 
 
-def saved_run(plan: Plan) -> Saved | None:
+def load_saved_run(plan: Plan) -> SavedRun | None:
     """What this run's newest checkpoint, or else its log folder, was saved with."""
     for checkpoint in reversed(plan.checkpoints.checkpoints()):
         try:
@@ -46,13 +46,13 @@ def saved_run(plan: Plan) -> Saved | None:
             continue  # it will be set aside; until then it must not be taken at its word
         with checkpoint.local("run") as folder:
             data = folder / DATA_IDENTITY
-            return Saved(
+            return SavedRun(
                 f"{checkpoint.place}/run/config.yaml",
                 read_config(folder / "config.yaml"),
                 json.loads(data.read_text()) if data.is_file() else None,
             )
     logged = plan.log_folder / "config.yaml"
-    return Saved(str(logged), read_config(logged), None) if logged.is_file() else None
+    return SavedRun(str(logged), read_config(logged), None) if logged.is_file() else None
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:
@@ -64,7 +64,7 @@ def check_same_run(plan: Plan) -> RunConfig | None:
     Raises:
         ConfigError: says which keys differ, and how to go on.
     """
-    saved = saved_run(plan)
+    saved = load_saved_run(plan)
     if saved is None:
         return None
     differences = [
@@ -98,7 +98,7 @@ def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
     return phase
 
 
-def moved_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan: Plan) -> list[str]:
+def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan: Plan) -> list[str]:
     """A warning where `train_weights` changes by step, and the steps so far had other batch sizes than today's plan says.
 
     Args:
@@ -120,7 +120,7 @@ def moved_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan
     return [line]
 
 
-def changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
+def config_changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
     """What is different from the last start, for people: changed keys, and what becomes of the learning rate."""
     lines = list(_differences("", _flat_config(before), _flat_config(now)))
     old, new = _schedule_at(before, step), _schedule_at(now, step)
@@ -157,7 +157,7 @@ def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
         ConfigError: it is not the same for all of them.
     """
     identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
-    if not same_everywhere(identity + tokenizer_fingerprint):
+    if not same_on_all_processes(identity + tokenizer_fingerprint):
         raise ConfigError(
             "data: the processes of the run have different text, or different tokenizers: a copy on one of the machines is"
             " old or incomplete. Copy the same files to all of them, and remove data.cache_dir where it was made from"

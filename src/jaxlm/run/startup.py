@@ -5,7 +5,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
-from jaxlm.core.lr_shapes import name_of
+from jaxlm.core.lr_shapes import lr_shape_name
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
@@ -13,8 +13,8 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.loss import default_chunk_tokens
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_keep
-from jaxlm.models.stacks import Transformer, in_a_loop
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
+from jaxlm.models.stacks import Transformer, runs_as_scan
 from jaxlm.observe.console import duration
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
@@ -33,7 +33,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in (*plan.warnings, *plan.recipe.abstract_first_model.notes)],
+        *[("warning", text) for text in (*plan.warnings, *plan.recipe.abstract_initial_model.notes)],
         ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
@@ -68,7 +68,7 @@ def _sizes(plan: Plan) -> str:
 
 
 def _logits(plan: Plan) -> str:
-    if jax.eval_shape(lambda model: model.lm_head(), plan.recipe.abstract_first_model) is None:
+    if jax.eval_shape(lambda model: model.lm_head(), plan.recipe.abstract_initial_model) is None:
         return "from logits that the model makes whole"
     return "gradient in the forward pass: logits are never whole"
 
@@ -80,7 +80,7 @@ def parameters(model: LanguageModel) -> str:
 
 
 def _remat(plan: Plan) -> str:
-    keep = parse_keep(plan.config.model.gradient_checkpointing)
+    keep = parse_remat(plan.config.model.gradient_checkpointing)
     if keep == AUTO:
         return f"auto: the first that fits of {', '.join(CANDIDATES[plan.layout.platform])}"
     what = {
@@ -93,11 +93,11 @@ def _remat(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
-    bodies = tree.modules(plan.recipe.abstract_first_model, Transformer)
+    bodies = tree.modules(plan.recipe.abstract_initial_model, Transformer)
     if not bodies:
         return "the model's own"
     num_layers = bodies[0].layers.Block.size
-    loop, reason = in_a_loop(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
+    loop, reason = runs_as_scan(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
 
 
@@ -107,7 +107,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
-        for body in tree.modules(plan.recipe.abstract_first_model, Transformer)
+        for body in tree.modules(plan.recipe.abstract_initial_model, Transformer)
         for layer in tree.modules(body, SelfAttention)
         for kind in body.kinds
     )
@@ -134,7 +134,7 @@ def _phase(phase: Phase) -> str:
     )
     return (
         f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
-        f" {type(optimizer).__name__.removesuffix('Config')}, {name_of(optimizer.lr_schedule)} from"
+        f" {type(optimizer).__name__.removesuffix('Config')}, {lr_shape_name(optimizer.lr_schedule)} from"
         f" {optimizer.learning_rate:g}"
     )
 

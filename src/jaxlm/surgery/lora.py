@@ -25,12 +25,12 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError, check_probability
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.layers import Dropping, dropout
+from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.base import SurgeryConfig
 
 
-class LoraLinear(Dropping):
+class LoraLinear(DropoutLayer):
     """A linear layer with a low-rank adapter beside it.
 
     Attributes:

@@ -22,8 +22,8 @@ from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import CheckpointWriter
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.resolve import checkpoints_at, folder_at
-from jaxlm.engine.checkpoint.restore import NothingUsableError, newest_good, newest_whole, restore
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints, resolve_folder
+from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError, latest_complete, latest_valid, restore
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR, SaveError
 from tests.engine.helpers import layout
@@ -77,7 +77,7 @@ def test_each_place_has_its_folder(tmp_path):
         ("runs/", "x", LocalFolder, Path("runs/x")),
         ("runs", None, LocalFolder, Path("runs")),
     ):
-        folder = folder_at(base, run_id, tmp_path)
+        folder = resolve_folder(base, run_id, tmp_path)
         assert type(folder) is kind
         assert folder.place == place
 
@@ -137,7 +137,7 @@ def test_damage_is_noticed_set_aside_and_the_one_before_used(store):
         save(store, folder, step)
     store.pipe_file("/bucket/run/step-3/state/d/1", b"nombers 1")
     store.rm_file("/bucket/run/step-2/run/config.yaml")
-    found = newest_good(folder, said.append)
+    found = latest_valid(folder, said.append)
     assert found is not None
     assert found.checkpoint.name == "step-1"
     assert ["step-3 is damaged: state/d/1" in said[0], "step-2 is damaged: run/config.yaml" in said[1]] == [True] * 2
@@ -149,8 +149,8 @@ def test_damage_is_noticed_set_aside_and_the_one_before_used(store):
     assert names(folder) == ["step-1", "step-3"]
     for step in (1, 3):
         store.pipe_file(f"/bucket/run/step-{step}/state/d/extra", b"")
-    with pytest.raises(NothingUsableError, match="all 2 checkpoints in memory://bucket/run are damaged"):
-        newest_good(folder, said.append)
+    with pytest.raises(NoUsableCheckpointError, match="all 2 checkpoints in memory://bucket/run are damaged"):
+        latest_valid(folder, said.append)
 
 
 UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError("what another library raises")]
@@ -172,15 +172,15 @@ def test_a_store_that_does_not_answer_is_a_message_and_no_damage(store, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "cat_file", unanswered)
         with pytest.raises(ConfigError, match=rf"{URL}/step-2 cannot be read \({type(error).__name__}: {error}\)"):
-            newest_good(folder, said.append)
+            latest_valid(folder, said.append)
         with pytest.raises(ConfigError, match=f"{URL}/step-2 cannot be read"):
-            newest_whole(folder.checkpoints(), URL, said.append)
+            latest_complete(folder.checkpoints(), URL, said.append)
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "ls", lambda *args, **kwargs: unanswered(store, f"step-2/{file}"))
         with pytest.raises(ConfigError, match=f"{URL} cannot be read"):
-            newest_good(folder, said.append)
+            latest_valid(folder, said.append)
     assert said == []
-    assert newest_good(folder, said.append).checkpoint.name == "step-2"
+    assert latest_valid(folder, said.append).checkpoint.name == "step-2"
 
 
 def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, with_md5, monkeypatch):
@@ -219,13 +219,13 @@ def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"gs://nowhere/x.*gcsfs"):
         BucketFolder("gs://nowhere/x").open(print)
     with pytest.raises(ConfigError, match="gcsfs"):
-        checkpoints_at("gs://nowhere/x", tmp_path)
+        resolve_checkpoints("gs://nowhere/x", tmp_path)
 
 
 def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
     """Orbax, TensorStore and gcsfs against an emulator: sharded arrays, bit for bit; a damaged one is not used."""
     where, said = layout(), []
-    folder = folder_at(f"gs://{BUCKET}/runs", "x", tmp_path)
+    folder = resolve_folder(f"gs://{BUCKET}/runs", "x", tmp_path)
     folder.open(said.append)
     writer = CheckpointWriter(folder, {"config.yaml": b"{}"})
     writer.prepare()
@@ -233,7 +233,7 @@ def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
     for step, temporary in enumerate((False, True)):
         writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})
     writer.wait()
-    found = newest_good(folder, said.append)
+    found = latest_valid(folder, said.append)
     assert (found.place, found.cursor.temporary, found.position()) == (
         f"gs://{BUCKET}/runs/x/step-1",
         True,
@@ -249,11 +249,11 @@ def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
     chunk = f"{BUCKET}/runs/x/step-1/" + next(file for file in sums if "/d/" in file)
     content = store.cat_file(chunk)
     store.pipe_file(chunk, content[:-1] + bytes([content[-1] ^ 0x10]))
-    found = newest_good(folder, said.append)
+    found = latest_valid(folder, said.append)
     assert found.checkpoint.name == "step-0"
     assert "step-1 is damaged: state/" in said[-1]
     assert same(restore(found, abstract, where), states[0])
-    assert [c.place for c in checkpoints_at(f"gs://{BUCKET}/runs", tmp_path)] == [f"gs://{BUCKET}/runs/x/step-0"]
+    assert [c.place for c in resolve_checkpoints(f"gs://{BUCKET}/runs", tmp_path)] == [f"gs://{BUCKET}/runs/x/step-0"]
 
 
 def state(seed: int, where: Layout) -> dict[str, hax.NamedArray]:
@@ -269,4 +269,4 @@ def same(one: dict[str, hax.NamedArray], two: dict[str, hax.NamedArray]) -> bool
 
 def test_a_bucket_that_is_not_there_is_one_message(gcs, tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: gs://nowhere/runs/x cannot be used"):
-        folder_at("gs://nowhere/runs", "x", tmp_path).open(print)
+        resolve_folder("gs://nowhere/runs", "x", tmp_path).open(print)

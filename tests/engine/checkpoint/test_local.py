@@ -8,8 +8,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import local as local_folder
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.resolve import checkpoints_at
-from jaxlm.engine.checkpoint.restore import newest_good
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import latest_valid
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR
 
@@ -36,7 +36,7 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(local_folder, "_VISIBLE_AFTER_S", 0.0)
     LocalFolder(tmp_path).open(print)
     with monkeypatch.context() as patch:
-        patch.setattr(local_folder, "same_everywhere", lambda names: False)  # others see other checkpoints
+        patch.setattr(local_folder, "same_on_all_processes", lambda names: False)  # others see other checkpoints
         with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same for all processes"):
             LocalFolder(tmp_path).open(print)
         with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same for all processes"):
@@ -61,12 +61,12 @@ def test_what_is_not_whole_is_no_checkpoint_whatever_its_phase_is_called(tmp_pat
     save(folder, 9, temporary=False)
     name = save(folder, 10, temporary=True, entering=phase)
     (tmp_path / name).rename(tmp_path / f"{name}.unfinished")
-    assert newest_good(folder, said.append).checkpoint.name == "step-9"
+    assert latest_valid(folder, said.append).checkpoint.name == "step-9"
     assert said == []
     for aside in (f"{name}.damaged", f"{name}.damaged.2"):
         save(folder, 10, temporary=True, entering=phase)
-        assert [checkpoint.name for checkpoint in checkpoints_at(str(tmp_path), tmp_path)] == ["step-9", name]
+        assert [checkpoint.name for checkpoint in resolve_checkpoints(str(tmp_path), tmp_path)] == ["step-9", name]
         (tmp_path / name / CURSOR).write_bytes(b"")
-        assert newest_good(folder, said.append).checkpoint.name == "step-9"
+        assert latest_valid(folder, said.append).checkpoint.name == "step-9"
         assert f"Set aside as {aside};" in said.pop()
     assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-9"]

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from jaxlm.config.decode import decode
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
 
@@ -62,7 +62,7 @@ def test_t1_d8_the_guides_own_keep_example_can_be_read():
         until: 40000 # step
       - every: 10000
     """
-    config = decode(CheckpointerConfig, Source(yaml.safe_load(text)))
+    config = decode(CheckpointerConfig, ConfigSource(yaml.safe_load(text)))
     config.check()
     assert config.keep == [KeepRule(1000, 10_000), KeepRule(5000, 40_000), KeepRule(10_000)]
     assert [s for s in range(0, 60_001, 1000)[1:] if is_permanent(config.keep, s)][10:] == [
@@ -75,4 +75,4 @@ def test_t1_d8_the_guides_own_keep_example_can_be_read():
 @pytest.mark.parametrize("written", ["15m", "15min", "900s", "15 minutes", "0:15:00", 900, 900.0, "900", "0.25h"])
 def test_d21_save_interval_in_every_way_of_writing_it(written):
     """Deviation: the reference refuses numbers."""
-    assert decode(CheckpointerConfig, Source({"save_interval": written})).save_interval == timedelta(minutes=15)
+    assert decode(CheckpointerConfig, ConfigSource({"save_interval": written})).save_interval == timedelta(minutes=15)

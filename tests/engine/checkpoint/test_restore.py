@@ -6,7 +6,7 @@ import pytest
 from jaxlm.core import runtime
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.restore import newest_good
+from jaxlm.engine.checkpoint.restore import latest_valid
 from jaxlm.engine.checkpoint.store import CURSOR
 
 
@@ -25,7 +25,7 @@ def test_the_others_do_not_wait_where_process_0_fails(tmp_path, monkeypatch, whe
     monkeypatch.setattr(*where, failing)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(runtime, "broadcast_from_main", lambda news: said.append(news) or news)
-    monkeypatch.setattr(runtime, "everywhere", lambda holds: holds)
+    monkeypatch.setattr(runtime, "all_processes", lambda holds: holds)
     with pytest.raises(OSError, match="no such disk"):
-        newest_good(folder, print)
+        latest_valid(folder, print)
     assert "OSError: no such disk" in str(runtime._failure_told(said[-1]))

@@ -12,9 +12,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.remote import RemoteFolder, is_url
-from jaxlm.engine.checkpoint.resolve import checkpoints_at
-from jaxlm.engine.checkpoint.restore import newest_good
-from jaxlm.engine.checkpoint.staging import StagedFolder, staged, staging_folder
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import latest_valid
+from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints, staging_folder
 from jaxlm.engine.checkpoint.store import CURSOR
 
 URL = "memory://store/run"
@@ -81,7 +81,7 @@ class TestFullDisk:
         with pytest.raises(ConfigError, match=said):
             opened(tmp_path / "elsewhere")
         with pytest.raises(ConfigError, match=said):
-            staged(URL, tmp_path / "staging")
+            staged_checkpoints(URL, tmp_path / "staging")
 
     def test_a_folder_that_cannot_be_made(self, store, tmp_path):
         (tmp_path / "a file").write_text("")
@@ -138,11 +138,11 @@ def test_an_upload_that_breaks_off_is_never_seen_and_made_up_for(store, tmp_path
             with pytest.raises(OSError, match="connection broke"):
                 save(folder, 2)
             assert RemoteFolder(URL).names() == ["step-1"]
-            assert [path.name for path in staged(URL, tmp_path / "reader")] == ["step-1"]
+            assert [path.name for path in staged_checkpoints(URL, tmp_path / "reader")] == ["step-1"]
         else:
             save(folder, 2)
     folder, _ = opened(tmp_path / "here")
-    newest = newest_good(folder, print)
+    newest = latest_valid(folder, print)
     assert newest is not None
     assert newest.checkpoint.name == "step-2"
     folder.prepare()
@@ -169,7 +169,7 @@ def test_what_was_not_uploaded_gives_way_to_what_another_machine_has_done_since(
         save(here, 2)
     save(opened(tmp_path / "there")[0], 4, temporary=True)
     here, _ = opened(tmp_path / "here")
-    newest = newest_good(here, print)
+    newest = latest_valid(here, print)
     assert newest is not None
     here.prepare()
     newest.checkpoint.verify()
@@ -199,16 +199,16 @@ def test_damage_over_there_is_noticed_and_the_one_before_used(store, tmp_path):
     assert "step-2 is damaged" in said
     assert names(folder) == ["step-1"]
     with pytest.raises(ConfigError, match="step-2 is damaged: state/d/array is not what was saved"):
-        staged(URL, tmp_path / "reader")
+        staged_checkpoints(URL, tmp_path / "reader")
 
 
 def test_a_damaged_copy_is_fetched_again(store, tmp_path):
     """The one over there is whole: nothing is lost, and the run goes on."""
     save(opened(tmp_path)[0], 1)
-    (copied,) = staged(URL, tmp_path)
+    (copied,) = staged_checkpoints(URL, tmp_path)
     (copied / "state" / "d" / "array").write_bytes(b"nombers")
     folder, said = opened(tmp_path)
-    newest = newest_good(folder, said.append)
+    newest = latest_valid(folder, said.append)
     assert newest is not None
     assert newest.checkpoint.name == "step-1"
     assert said == []
@@ -243,11 +243,11 @@ def test_discovery_below_a_url(store, tmp_path):
         ("memory://store/one/", False, ["step-9"]),
         ("memory://store/one/step-9", False, ["step-9"]),
     ):
-        found = checkpoints_at(url, tmp_path / "copies", of_runs=of_runs)
+        found = resolve_checkpoints(url, tmp_path / "copies", of_runs=of_runs)
         assert [checkpoint.name for checkpoint in found] == expected
         for checkpoint in found:
             checkpoint.verify()
-    assert staged("memory://nowhere", tmp_path) == []
+    assert staged_checkpoints("memory://nowhere", tmp_path) == []
     assert staging_folder(tmp_path, "memory://store/one/") == staging_folder(tmp_path, "memory://store/one")
 
 

@@ -7,7 +7,7 @@ import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 
 
@@ -34,7 +34,7 @@ class MeanOfPast(LanguageModel):
         """See `LanguageModel.Pos`."""
         return Axis("position", self.seq_len)
 
-    def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
         """See `LanguageModel.hidden`. Documents in one window are not kept apart."""
         embedded = self.tokens.take("vocab", inputs.tokens)
         Pos = inputs.tokens.resolve_axis("position")
@@ -45,7 +45,7 @@ class MeanOfPast(LanguageModel):
         """See `LanguageModel.lm_head`."""
         return self.head
 
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         """See `LanguageModel.init_cache`."""
         raise NotImplementedError("this model does not decode")
 

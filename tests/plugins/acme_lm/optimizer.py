@@ -23,7 +23,7 @@ class SignConfig(OptimizerConfig):
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """See `OptimizerConfig.build`."""
-        signs = optax.stateless(lambda updates, _: jax.tree.map(lambda g: jnp.sign(g) / (1 + self.damping), updates))
+        stats = optax.stateless(lambda updates, _: jax.tree.map(lambda g: jnp.sign(g) / (1 + self.damping), updates))
         return optax.with_extra_args_support(
-            optax.chain(signs, optax.scale_by_learning_rate(self.schedule(num_steps)))  # pyright: ignore
+            optax.chain(stats, optax.scale_by_learning_rate(self.schedule(num_steps)))  # pyright: ignore
         )

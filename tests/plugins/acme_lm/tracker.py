@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.observe.trackers import RunFacts, Tracker, TrackerConfig
+from jaxlm.observe.trackers import RunInfo, Tracker, TrackerConfig
 
 
 @TrackerConfig.register_subclass("acme_csv")
@@ -23,7 +23,7 @@ class CsvConfig(TrackerConfig):
         if not self.path.endswith(".csv"):
             raise ConfigError(f"trainer.tracker.path: '{self.path}' given, a name that ends in .csv expected")
 
-    def open(self, run: RunFacts) -> Tracker:
+    def open(self, run: RunInfo) -> Tracker:
         """See `TrackerConfig.open`."""
         return Csv(Path(self.path))
 

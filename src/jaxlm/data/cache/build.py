@@ -17,14 +17,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.atomic_io import locked, publish, replacing, sync
+from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, fsync
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show
-from jaxlm.data.cache.cache_dir import needing_space, prepared
-from jaxlm.data.cache.cache_key import Recipe, content_of
+from jaxlm.data.base import Log
+from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
+from jaxlm.data.cache.cache_key import CacheKey, content_of
 from jaxlm.data.cache.token_cache import ABOUT, OFFSETS, TARGETS, TOKENS, TokenCache, open_cache, write_about
-from jaxlm.data.cache.workers import HERE, Workers
-from jaxlm.data.formats.base import Content, Encoder, Tokens
+from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
+from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
 from jaxlm.data.sources.text_file import TextFile
 
 _SHARD_CHARACTERS = 1 << 22  # what a kill can cost
@@ -35,7 +35,7 @@ _PLAN = "plan.json"
 class _Shard(NamedTuple):
     """Documents, the number of the file that each is from, and how many bytes of all files are read after them."""
 
-    documents: list[Content]
+    documents: list[RawContent]
     sources: np.ndarray
     position: int
 
@@ -44,9 +44,9 @@ def open_or_build(
     folder: Path,
     files: Sequence[TextFile],
     encoder: Encoder,
-    made_from: Recipe,
-    show: Show,
-    workers: Workers = HERE,
+    made_from: CacheKey,
+    log: Log,
+    workers: Workers = LOCAL_WORKERS,
 ) -> TokenCache:
     """The cache in `folder`, built first where there is none.
 
@@ -56,9 +56,9 @@ def open_or_build(
     """
     building = folder.with_name(f"{folder.name}.building")
     if not folder.exists() or building.exists():
-        with locked(prepared(folder.parent), show):
+        with folder_lock(writable_folder(folder.parent), log):
             if not folder.exists():  # another process may have been faster
-                _build(folder, building, files, encoder, made_from, show, workers)
+                _build(folder, building, files, encoder, made_from, log, workers)
             shutil.rmtree(building, ignore_errors=True)
     return open_cache(folder, made_from)
 
@@ -68,19 +68,19 @@ def _build(
     building: Path,
     files: Sequence[TextFile],
     encoder: Encoder,
-    made_from: Recipe,
-    show: Show,
+    made_from: CacheKey,
+    log: Log,
     workers: Workers,
 ) -> None:
-    with needing_space(building):
+    with disk_full_errors(building):
         _begin(building, made_from)
-        _make_shards(building, files, encoder, made_from, show, workers)
+        _make_shards(building, files, encoder, made_from, log, workers)
         _check_unchanged(files, made_from)
-        _join_shards(building, files, made_from, show)
-        publish(building / "finished", folder)
+        _join_shards(building, files, made_from, log)
+        commit_folder(building / "finished", folder)
 
 
-def _begin(building: Path, made_from: Recipe) -> None:
+def _begin(building: Path, made_from: CacheKey) -> None:
     """Keeps what an interrupted start has left, if that was of the same recipe."""
     plan = building / _PLAN
     # Shards of another size would hold other documents under the same numbers.
@@ -88,7 +88,7 @@ def _begin(building: Path, made_from: Recipe) -> None:
     if not plan.is_file() or plan.read_bytes() != content:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
-        with replacing(plan) as path:
+        with atomic_file(plan) as path:
             path.write_bytes(content)
     shutil.rmtree(building / "finished", ignore_errors=True)
     for leftover in building.glob("*.tmp"):
@@ -96,23 +96,23 @@ def _begin(building: Path, made_from: Recipe) -> None:
 
 
 def _make_shards(
-    building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Recipe, show: Show, workers: Workers
+    building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: CacheKey, log: Log, workers: Workers
 ) -> None:
     """Tokenizes all documents, so many characters at a time; shards that are there already are kept."""
     dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
-    progress = _Progress(building.stem, sum(file.size for file in files), show)
+    progress = _Progress(building.stem, sum(file.size for file in files), log)
     for number, (shard, found) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder, workers)):
         if found is None:
             progress.skip(shard.position)
             continue
         arrays = _arrays(shard, found, dtype)
         if not number and not len(arrays["lengths"]):
-            raise ConfigError(encoder.nothing_to_learn())
+            raise ConfigError(encoder.no_targets_message())
         _write_shard(_shard_path(building, number), arrays)
         progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
 
 
-def _arrays(shard: _Shard, found: Sequence[Tokens | None], dtype: type[np.unsignedinteger]) -> dict[str, Any]:
+def _arrays(shard: _Shard, found: Sequence[TokenizedText | None], dtype: type[np.unsignedinteger]) -> dict[str, Any]:
     """What a shard holds, without the documents that there is nothing to learn from."""
     pairs = zip(found, shard.documents, shard.sources, strict=True)
     kept = [(tokens, document, source) for tokens, document, source in pairs if tokens is not None]
@@ -131,9 +131,9 @@ def _arrays(shard: _Shard, found: Sequence[Tokens | None], dtype: type[np.unsign
 
 def _tokenized(
     shards: Iterator[_Shard], building: Path, encoder: Encoder, workers: Workers
-) -> Iterator[tuple[_Shard, list[Tokens | None] | None]]:
+) -> Iterator[tuple[_Shard, list[TokenizedText | None] | None]]:
     """Shards in their order, each with its documents' tokens; None where it has been written before."""
-    ahead: deque[tuple[_Shard, Future[list[Tokens | None]] | None]] = deque()
+    ahead: deque[tuple[_Shard, Future[list[TokenizedText | None]] | None]] = deque()
     with workers.encoding(encoder) as pool:
         for number, shard in enumerate(shards):
             is_there = _read_shard(_shard_path(building, number)) is not None
@@ -145,7 +145,9 @@ def _tokenized(
             yield _result(*ahead.popleft())
 
 
-def _result(shard: _Shard, tokens: Future[list[Tokens | None]] | None) -> tuple[_Shard, list[Tokens | None] | None]:
+def _result(
+    shard: _Shard, tokens: Future[list[TokenizedText | None]] | None
+) -> tuple[_Shard, list[TokenizedText | None] | None]:
     return shard, None if tokens is None else tokens.result()
 
 
@@ -153,7 +155,7 @@ def _shard_path(building: Path, number: int) -> Path:
     return building / f"shard-{number:06d}.npz"
 
 
-def _check_unchanged(files: Sequence[TextFile], made_from: Recipe) -> None:
+def _check_unchanged(files: Sequence[TextFile], made_from: CacheKey) -> None:
     now = content_of(files)
     changed = sorted(name for name, digest in made_from["files"].items() if now[name] != digest)
     if changed:
@@ -166,7 +168,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> None:
     archive = io.BytesIO()
     np.savez(archive, **arrays)
     raw = archive.getvalue()
-    with replacing(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_bytes(raw + zlib.crc32(raw).to_bytes(4, "little"))
 
 
@@ -181,7 +183,7 @@ def _read_shard(path: Path) -> dict[str, np.ndarray] | None:
 
 
 def _shards_of(files: Sequence[TextFile], encoder: Encoder) -> Iterator[_Shard]:
-    documents: list[Content] = []
+    documents: list[RawContent] = []
     sources: list[int] = []
     size = bytes_before = position = 0
     for number, file in enumerate(files):
@@ -198,20 +200,20 @@ def _shards_of(files: Sequence[TextFile], encoder: Encoder) -> Iterator[_Shard]:
         yield _Shard(documents, np.array(sources, np.int64), position)
 
 
-def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, show: Show) -> None:
+def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey, log: Log) -> None:
     """Writes `finished/` from all shards, `cache.json` last."""
     finished = building / "finished"
     finished.mkdir()
     shards = sorted(building.glob("shard-*.npz"))
-    with replacing(finished / TOKENS) as path, open(path, "wb") as file:
+    with atomic_file(finished / TOKENS) as path, open(path, "wb") as file:
         joined = _append_shards(shards, file)
     if joined["has_targets"]:
-        with replacing(finished / TARGETS) as path, open(path, "wb") as file:
+        with atomic_file(finished / TARGETS) as path, open(path, "wb") as file:
             joined["crc32"][TARGETS] = _append_targets(shards, file)
     if not joined["lengths"]:
         raise ConfigError("the data holds no text at all: no record of its files has any")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
-    with replacing(finished / OFFSETS) as path:
+    with atomic_file(finished / OFFSETS) as path:
         path.write_bytes(offsets.data)  # `tofile` does not say that the disk is full
     num_tokens, num_documents, num_bytes = int(offsets[-1]), len(offsets) - 1, joined["num_bytes"]
     about = {
@@ -223,12 +225,12 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: Recipe, s
         "documents_of_files": np.bincount(np.concatenate(joined["sources"]), minlength=len(files)).tolist(),
         "crc32": {**joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
     }
-    with replacing(finished / ABOUT) as path:
+    with atomic_file(finished / ABOUT) as path:
         write_about(path, about)
-    sync(finished)
-    show(f"{building.stem}: {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
+    fsync(finished)
+    log(f"{building.stem}: {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
     if joined["left_out"]:
-        show(f"{building.stem}: {joined['left_out']:,} documents are left out: there is nothing to learn from them")
+        log(f"{building.stem}: {joined['left_out']:,} documents are left out: there is nothing to learn from them")
 
 
 def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
@@ -269,8 +271,8 @@ def _whole_shard(path: Path) -> dict[str, np.ndarray]:
 class _Progress:
     """A line every two seconds: bytes of the files, and the pace of what this process has tokenized itself."""
 
-    def __init__(self, name: str, total_bytes: int, show: Show):
-        self._name, self._total_bytes, self._show = name, total_bytes, show
+    def __init__(self, name: str, total_bytes: int, log: Log):
+        self._name, self._total_bytes, self._show = name, total_bytes, log
         self._bytes = self._documents = self._tokens = 0
         self._began = self._shown = time.monotonic()
 

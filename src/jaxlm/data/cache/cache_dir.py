@@ -9,7 +9,7 @@ from jaxlm.core.atomic_io import FULL
 from jaxlm.core.errors import ConfigError
 
 
-def prepared(folder: Path) -> Path:
+def writable_folder(folder: Path) -> Path:
     """A folder that exists and can be written.
 
     Raises:
@@ -25,7 +25,7 @@ def prepared(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def needing_space(folder: Path) -> Iterator[None]:
+def disk_full_errors(folder: Path) -> Iterator[None]:
     """Around what writes to `folder`.
 
     Raises:

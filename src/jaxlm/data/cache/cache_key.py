@@ -9,12 +9,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
-Recipe = Mapping[str, Any]  # plain JSON; "files" maps each file's name to the SHA-256 of its content, in order
+CacheKey = Mapping[str, Any]  # plain JSON; "files" maps each file's name to the SHA-256 of its content, in order
 
 _NAMES_SHOWN = 5
 
 
-def cache_recipe(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos: bool) -> Recipe:
+def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos: bool) -> CacheKey:
     """Of a token cache."""
     made_from = {
         "tokenizer": tokenizer.fingerprint,
@@ -28,7 +28,7 @@ def cache_recipe(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, 
     return made_from
 
 
-def tokenizer_recipe(files: Sequence[TextFile], vocab_size: int) -> dict[str, Any]:
+def tokenizer_key(files: Sequence[TextFile], vocab_size: int) -> dict[str, Any]:
     """Of a tokenizer that is trained here."""
     made_from = {"vocab_size": vocab_size, "files": content_of(files)}
     if any(file.has_records for file in files):
@@ -42,12 +42,12 @@ def content_of(files: Sequence[TextFile]) -> dict[str, str]:
         return dict(zip([f.name for f in files], pool.map(lambda file: file.digest, files), strict=True))
 
 
-def _same(before: Recipe, now: Recipe) -> bool:
+def _same(before: CacheKey, now: CacheKey) -> bool:
     """Whether both give the same, byte for byte. The order of files counts."""
     return before == now and list(before["files"]) == list(now["files"])
 
 
-def check_same(what: str, folder: Path, before: Recipe, now: Recipe) -> None:
+def check_same(what: str, folder: Path, before: CacheKey, now: CacheKey) -> None:
     """Raises `ConfigError` that says what has changed, unless nothing has.
 
     Args:

@@ -23,11 +23,11 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, everywhere, is_main_process, main_only
-from jaxlm.data.base import Show
-from jaxlm.data.cache.workers import Encoding, Workers
+from jaxlm.core.runtime import all_processes, broadcast_from_main, is_main_process, main_only
+from jaxlm.data.base import Log
+from jaxlm.data.cache.workers import EncodingPool, Workers
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.base import Encoder, Tokens
+from jaxlm.data.formats.base import Encoder, TokenizedText
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _CONNECT_S = 10
@@ -38,7 +38,7 @@ _ADDRESS, _TOKEN = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 _IN_WORKERS = {"RAYON_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
-class Meeting(NamedTuple):
+class ClusterAddress(NamedTuple):
     """What a machine needs to join a cluster.
 
     Attributes:
@@ -71,7 +71,7 @@ class RayConfig:
         return self._running is not None or self.auto_start_cluster
 
     @contextlib.contextmanager
-    def cluster(self, show: Show, *, shared: bool) -> Iterator["RayWorkers"]:
+    def cluster(self, log: Log, *, shared: bool) -> Iterator["RayWorkers"]:
         """The cluster, started where none is running, and then stopped again.
 
         Args:
@@ -110,8 +110,8 @@ class RayConfig:
                 )
             cores = int(ray.cluster_resources().get("CPU", 0))
             address = ray.get_runtime_context().gcs_address
-            show(f"ray: tokenizing on {address} ({'started' if running is None else 'found'}), {cores} cores")
-            yield RayWorkers(Meeting(address, token))
+            log(f"ray: tokenizing on {address} ({'started' if running is None else 'found'}), {cores} cores")
+            yield RayWorkers(ClusterAddress(address, token))
         finally:
             ray.shutdown()
             if threading.current_thread() is threading.main_thread():
@@ -148,12 +148,12 @@ def _knock(address: str) -> None:
 class RayWorkers(Workers):
     """The workers of a cluster that this process is connected to."""
 
-    def __init__(self, meeting: Meeting):
+    def __init__(self, meeting: ClusterAddress):
         """Args: meeting: what others need to join it."""
         self.meeting = meeting
 
     @contextlib.contextmanager
-    def encoding(self, encoder: Encoder) -> Iterator[Encoding]:
+    def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
         """See `Workers.encoding`."""
         import ray
         import ray.exceptions
@@ -162,7 +162,7 @@ class RayWorkers(Workers):
         task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_encode)
         at_once = 1 + int(ray.cluster_resources().get("CPU", 1))
 
-        def ask(contents: Sequence[Any]) -> list[Tokens | None]:
+        def ask(contents: Sequence[Any]) -> list[TokenizedText | None]:
             try:
                 return ray.get(task.remote(shared, contents))
             except ray.exceptions.RayTaskError as error:
@@ -174,15 +174,15 @@ class RayWorkers(Workers):
                 ) from error
 
         with ThreadPoolExecutor(at_once) as waiting:
-            yield Encoding(lambda contents: waiting.submit(ask, contents), at_once)
+            yield EncodingPool(lambda contents: waiting.submit(ask, contents), at_once)
 
 
-def _encode(encoder: Encoder, contents: Sequence[Any]) -> list[Tokens | None]:
+def _encode(encoder: Encoder, contents: Sequence[Any]) -> list[TokenizedText | None]:
     return encoder.encode(contents)
 
 
 @contextlib.contextmanager
-def joined(meeting: Meeting) -> Iterator[subprocess.Popen[bytes]]:
+def join_cluster(meeting: ClusterAddress) -> Iterator[subprocess.Popen[bytes]]:
     """Has this machine's cores work for a cluster until the block ends."""
     environment = dict(os.environ)
     if meeting.token:
@@ -205,7 +205,7 @@ _MEETING_BYTES = 512
 
 
 def tokenize_on_ray(
-    ray: RayConfig | None, sections: Sequence[DataConfig], tokenizer: Tokenizer, seq_len: int, show: Show
+    ray: RayConfig | None, sections: Sequence[DataConfig], tokenizer: Tokenizer, seq_len: int, log: Log
 ) -> None:
     """Makes the caches that are not there. Without a cluster nothing: they are then made where they are opened.
 
@@ -214,26 +214,26 @@ def tokenize_on_ray(
     """
     if ray is None or not ray.is_wanted:
         return
-    if everywhere(not is_main_process() or all(section.is_tokenized() for section in sections)):
+    if all_processes(not is_main_process() or all(section.is_tokenized() for section in sections)):
         return
     shared = ray.start_workers and jax.process_count() > 1
     with contextlib.ExitStack() as stack:
-        cluster = main_only(lambda: stack.enter_context(ray.cluster(show, shared=shared)))
+        cluster = main_only(lambda: stack.enter_context(ray.cluster(log, shared=shared)))
         if shared:
-            meeting = _told(None if cluster is None else cluster.meeting)
+            meeting = _broadcast_address(None if cluster is None else cluster.meeting)
             if cluster is None:
-                stack.enter_context(joined(meeting))
+                stack.enter_context(join_cluster(meeting))
 
         def make() -> None:
             assert cluster is not None, "only process 0 has it, and only that one makes caches"
             for section in sections:
-                section.open(tokenizer, seq_len, show, cluster)
+                section.open(tokenizer, seq_len, log, cluster)
 
         main_only(make)
 
 
-def _told(meeting: Meeting | None) -> Meeting:
+def _broadcast_address(meeting: ClusterAddress | None) -> ClusterAddress:
     """Process 0's meeting, on every process."""
     text = json.dumps(meeting).encode() if meeting is not None else b""
     news = np.frombuffer(text.ljust(_MEETING_BYTES), np.uint8)
-    return Meeting(*json.loads(broadcast_from_main(news).tobytes()))
+    return ClusterAddress(*json.loads(broadcast_from_main(news).tobytes()))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache.cache_key import Recipe, check_same
+from jaxlm.data.cache.cache_key import CacheKey, check_same
 
 TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.bin", "offsets.bin", "targets.bin", "cache.json"
 _SEAL = "seal"
@@ -94,7 +94,7 @@ class TokenCache:
         raise AssertionError(f"no source has token {place}")
 
 
-def open_cache(folder: Path, made_from: Recipe | None = None) -> TokenCache:
+def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
     """An existing cache, its files checked.
 
     Raises:
@@ -174,7 +174,7 @@ def _damaged(path: Path, problem: str) -> DamagedCacheError:
 
 
 @dataclass(frozen=True)
-class Origins:
+class Provenance:
     """URLs, and the stretches of a cache that they fill one after another.
 
     Attributes:
@@ -191,7 +191,7 @@ class Origins:
         return np.minimum(numbers, len(self.urls) - 1).astype(np.int32)
 
 
-def make_origins(cache: TokenCache, urls: Sequence[str], files_until: Sequence[int]) -> Origins:
+def make_provenance(cache: TokenCache, urls: Sequence[str], files_until: Sequence[int]) -> Provenance:
     """Args: files_until: how many of the cache's files come from each URL and those before it."""
     documents = np.concatenate([[0], np.cumsum(list(cache.documents_of.values()))]).astype(np.int64)
-    return Origins(tuple(urls), cache.offsets[documents[np.asarray(files_until)]])
+    return Provenance(tuple(urls), cache.offsets[documents[np.asarray(files_until)]])

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxlm.data.formats.base import Encoder, Tokens
+from jaxlm.data.formats.base import Encoder, TokenizedText
 
 
-class Encoding(NamedTuple):
+class EncodingPool(NamedTuple):
     """Workers that know an encoder.
 
     Attributes:
@@ -17,7 +17,7 @@ class Encoding(NamedTuple):
         at_once: how many parts they should have in hand.
     """
 
-    submit: Callable[[Sequence[Any]], Future[list[Tokens | None]]]
+    submit: Callable[[Sequence[Any]], Future[list[TokenizedText | None]]]
     at_once: int
 
 
@@ -25,7 +25,7 @@ class Workers(abc.ABC):
     """Tokenize what they are given; the result does not depend on who they are, or how many."""
 
     @abc.abstractmethod
-    def encoding(self, encoder: Encoder) -> contextlib.AbstractContextManager[Encoding]:
+    def encoding(self, encoder: Encoder) -> contextlib.AbstractContextManager[EncodingPool]:
         """Hands them an encoder, until the block ends."""
 
 
@@ -33,11 +33,11 @@ class LocalWorkers(Workers):
     """Threads of this process: the tokenizer's own work is done outside of Python, on all cores."""
 
     @contextlib.contextmanager
-    def encoding(self, encoder: Encoder) -> Iterator[Encoding]:
+    def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
         """See `Workers.encoding`."""
         # Two, so that no core waits for the last long document of one part, or for reading and writing.
         with ThreadPoolExecutor(2) as pool:
-            yield Encoding(lambda contents: pool.submit(encoder.encode, contents), at_once=2)
+            yield EncodingPool(lambda contents: pool.submit(encoder.encode, contents), at_once=2)
 
 
-HERE = LocalWorkers()
+LOCAL_WORKERS = LocalWorkers()

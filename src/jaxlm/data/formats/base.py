@@ -14,7 +14,7 @@ from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 
-class Content(NamedTuple):
+class RawContent(NamedTuple):
     """A document that is read and not yet tokenized.
 
     Attributes:
@@ -30,7 +30,7 @@ class Content(NamedTuple):
     position: int
 
 
-class Tokens(NamedTuple):
+class TokenizedText(NamedTuple):
     """A document.
 
     Attributes:
@@ -46,7 +46,7 @@ class Encoder(abc.ABC):
     """A format that knows its tokenizer."""
 
     @abc.abstractmethod
-    def read(self, file: TextFile) -> Iterator[Content]:
+    def read(self, file: TextFile) -> Iterator[RawContent]:
         """The documents of a file.
 
         Raises:
@@ -54,7 +54,7 @@ class Encoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """Each document's tokens; None for one that has nothing to learn from. Called from several threads."""
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class Encoder(abc.ABC):
         """What else than format and tokenizer decides about the tokens: plain JSON."""
 
     @abc.abstractmethod
-    def nothing_to_learn(self) -> str:
+    def no_targets_message(self) -> str:
         """What to say, and to advise, where not one of the first documents has a target."""
 
 
@@ -77,17 +77,17 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     @property
     @abc.abstractmethod
-    def marks_targets(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """Whether some tokens are read and not asked for; a cache then holds which."""
 
     @property
     @abc.abstractmethod
-    def adds_ends(self) -> bool:
+    def adds_special_tokens(self) -> bool:
         """Whether `data.enforce_bos` and `data.enforce_eos` apply."""
 
     @property
     @abc.abstractmethod
-    def documents_a_window(self) -> int | None:
+    def documents_per_sequence(self) -> int | None:
         """1, or as many as fit (0), where documents are never cut in two; None where they are."""
 
     @abc.abstractmethod
@@ -117,7 +117,7 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
 
 @dataclass(frozen=True)
-class AnsweredFormat(FormatConfig):
+class MaskedFormat(FormatConfig):
     """What formats share whose records are asked for in part: they have keys, and none is cut in two.
 
     Attributes:
@@ -127,12 +127,12 @@ class AnsweredFormat(FormatConfig):
     pack: bool = field(default=True, kw_only=True)
 
     @property
-    def marks_targets(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """See `FormatConfig.marks_targets`."""
         return True
 
     @property
-    def documents_a_window(self) -> int | None:
+    def documents_per_sequence(self) -> int | None:
         """See `FormatConfig.documents_a_window`."""
         return 0 if self.pack else 1
 

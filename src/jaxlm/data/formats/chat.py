@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import AnsweredFormat, Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ Messages = list[dict[str, Any]]
 
 @FormatConfig.register_subclass("chat")
 @dataclass(frozen=True)
-class ChatFormat(AnsweredFormat):
+class ChatFormat(MaskedFormat):
     """Records of messages, each with a `role` and a `content`. The template decides about every token: nothing is put
     before or behind what it renders, and the special tokens that it writes are those of the tokenizer.
 
@@ -35,7 +35,7 @@ class ChatFormat(AnsweredFormat):
     mask_user_turns: bool = True
 
     @property
-    def adds_ends(self) -> bool:
+    def adds_special_tokens(self) -> bool:
         """See `FormatConfig.adds_ends`."""
         return False
 
@@ -73,13 +73,13 @@ class ChatEncoder(Encoder):
     tokenizer: Tokenizer
     key: str
 
-    def read(self, file: TextFile) -> Iterator[Content]:
+    def read(self, file: TextFile) -> Iterator[RawContent]:
         """See `Encoder.read`."""
         for where, messages, position in self.config.conversations(file):
             rendered = self.template.render(messages, where, mark=self.config.mask_user_turns)
-            yield Content(rendered, len(rendered.text), len(rendered.text.encode()), position)
+            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position)
 
-    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """See `Encoder.encode`."""
         encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])
         tokens = []
@@ -88,7 +88,7 @@ class ChatEncoder(Encoder):
             for begin, end in rendered.asked:
                 asked |= (begins < end) & (ends > begin)
             # The first token is nobody's target.
-            tokens.append(Tokens(ids, asked) if asked[1:].any() else None)
+            tokens.append(TokenizedText(ids, asked) if asked[1:].any() else None)
         return tokens
 
     def recipe(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class ChatEncoder(Encoder):
         template = json.dumps([self.template.text, dict(self.template.names)])
         return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
 
-    def nothing_to_learn(self) -> str:
+    def no_targets_message(self) -> str:
         """See `Encoder.nothing_to_learn`."""
         if self.template.has_generation:
             why = "its {% generation %} block marks nothing in them. Mend it, or take the block out: then whatever the"

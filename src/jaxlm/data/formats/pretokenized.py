@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -26,17 +26,17 @@ class PretokenizedFormat(FormatConfig):
     input_ids_key: str = "input_ids"
 
     @property
-    def marks_targets(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """See `FormatConfig.marks_targets`."""
         return False
 
     @property
-    def adds_ends(self) -> bool:
+    def adds_special_tokens(self) -> bool:
         """See `FormatConfig.adds_ends`."""
         return False
 
     @property
-    def documents_a_window(self) -> int | None:
+    def documents_per_sequence(self) -> int | None:
         """See `FormatConfig.documents_a_window`."""
         return None
 
@@ -64,7 +64,7 @@ class PretokenizedEncoder(Encoder):
     tokenizer: Tokenizer
     key: str
 
-    def read(self, file: TextFile) -> Iterator[Content]:
+    def read(self, file: TextFile) -> Iterator[RawContent]:
         """See `Encoder.read`."""
         token_bytes = self.tokenizer.token_bytes()
         for where, found, position in self._arrays(file):
@@ -81,17 +81,17 @@ class PretokenizedEncoder(Encoder):
                     f"{where}: the token id {wrong}, but the tokenizer has {self.tokenizer.vocab_size}. Name the one that"
                     " made them under data.tokenizer"
                 )
-            yield Content(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
+            yield RawContent(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
 
-    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """See `Encoder.encode`."""
-        return [Tokens(ids) for ids in contents]
+        return [TokenizedText(ids) for ids in contents]
 
     def recipe(self) -> dict[str, Any]:
         """See `Encoder.recipe`."""
         return {}
 
-    def nothing_to_learn(self) -> str:
+    def no_targets_message(self) -> str:
         """See `Encoder.nothing_to_learn`."""
         return f"{self.key}: the files hold no token ids"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import AnsweredFormat, Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
@@ -15,7 +15,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
 
 @FormatConfig.register_subclass("supervised")
 @dataclass(frozen=True)
-class SupervisedFormat(AnsweredFormat):
+class SupervisedFormat(MaskedFormat):
     """Records of a prompt and a completion. Each is tokenized for itself, so that the prompt has the tokens that it has
     when a model is asked; the token that ends the document is asked for.
 
@@ -32,7 +32,7 @@ class SupervisedFormat(AnsweredFormat):
     mask_inputs: bool = True
 
     @property
-    def adds_ends(self) -> bool:
+    def adds_special_tokens(self) -> bool:
         """See `FormatConfig.adds_ends`."""
         return True
 
@@ -70,12 +70,12 @@ class SupervisedEncoder(Encoder):
     before: np.ndarray
     after: np.ndarray
 
-    def read(self, file: TextFile) -> Iterator[Content]:
+    def read(self, file: TextFile) -> Iterator[RawContent]:
         """See `Encoder.read`."""
         for pair, position in self.config.pairs(file):
-            yield Content(pair, sum(map(len, pair)), sum(len(text.encode()) for text in pair), position)
+            yield RawContent(pair, sum(map(len, pair)), sum(len(text.encode()) for text in pair), position)
 
-    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """See `Encoder.encode`."""
         ids = self.tokenizer.encode_arrays([text for pair in contents for text in pair])
         return [self._tokens(prompt, completion) for prompt, completion in zip(ids[::2], ids[1::2], strict=True)]
@@ -84,13 +84,13 @@ class SupervisedEncoder(Encoder):
         """See `Encoder.recipe`."""
         return {}
 
-    def nothing_to_learn(self) -> str:
+    def no_targets_message(self) -> str:
         """See `Encoder.nothing_to_learn`."""
         return f"{self.key}: every completion under '{self.config.output_field}' is empty: there is nothing to learn"
 
-    def _tokens(self, prompt: np.ndarray, completion: np.ndarray) -> Tokens | None:
+    def _tokens(self, prompt: np.ndarray, completion: np.ndarray) -> TokenizedText | None:
         if not len(completion):
             return None
         prompt, completion = np.concatenate([self.before, prompt]), np.concatenate([completion, self.after])
         asked = np.arange(len(prompt) + len(completion)) >= (len(prompt) if self.config.mask_inputs else 0)
-        return Tokens(np.concatenate([prompt, completion]), asked)
+        return TokenizedText(np.concatenate([prompt, completion]), asked)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.data.formats.base import Content, Encoder, FormatConfig, Tokens
+from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import format_of
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
@@ -24,17 +24,17 @@ class TextFormat(FormatConfig):
     text_key: str | None = None
 
     @property
-    def marks_targets(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """See `FormatConfig.marks_targets`."""
         return False
 
     @property
-    def adds_ends(self) -> bool:
+    def adds_special_tokens(self) -> bool:
         """See `FormatConfig.adds_ends`."""
         return True
 
     @property
-    def documents_a_window(self) -> int | None:
+    def documents_per_sequence(self) -> int | None:
         """See `FormatConfig.documents_a_window`."""
         return None
 
@@ -60,21 +60,22 @@ class TextEncoder(Encoder):
     before: np.ndarray
     after: np.ndarray
 
-    def read(self, file: TextFile) -> Iterator[Content]:
+    def read(self, file: TextFile) -> Iterator[RawContent]:
         """See `Encoder.read`."""
         for document in file.read():
-            yield Content(document.text, len(document.text), len(document.text.encode()), document.position)
+            yield RawContent(document.text, len(document.text), len(document.text.encode()), document.position)
 
-    def encode(self, contents: Sequence[Any]) -> list[Tokens | None]:
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """See `Encoder.encode`."""
         return [
-            Tokens(np.concatenate([self.before, ids, self.after])) for ids in self.tokenizer.encode_arrays(contents)
+            TokenizedText(np.concatenate([self.before, ids, self.after]))
+            for ids in self.tokenizer.encode_arrays(contents)
         ]
 
     def recipe(self) -> dict[str, Any]:
         """See `Encoder.recipe`."""
         return {}
 
-    def nothing_to_learn(self) -> str:
+    def no_targets_message(self) -> str:
         """See `Encoder.nothing_to_learn`."""
         return "the data holds no text at all"

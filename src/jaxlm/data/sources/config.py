@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Source
+from jaxlm.data.base import DataSource
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.corpus import CorpusConfig, CorpusSource
@@ -18,7 +18,7 @@ USUAL_TEXT_KEY = "text"
 USUAL_SPLITS = {TRAIN: "train", VALIDATION: "validation"}
 
 
-class Listed(NamedTuple):
+class ListedUrl(NamedTuple):
     """What one key or URL means.
 
     Attributes:
@@ -29,7 +29,7 @@ class Listed(NamedTuple):
 
     key: str
     url: str
-    sources: Sequence[Source]
+    sources: Sequence[DataSource]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SourceConfig:
             return split in self.source.splits
         return split == TRAIN and bool(self.train_urls)
 
-    def listed(self, split: str, key: str, mirror: Path, cache: Path) -> list[Listed]:
+    def listed(self, split: str, key: str, mirror: Path, cache: Path) -> list[ListedUrl]:
         """What its keys mean. Nothing is copied.
 
         Args:
@@ -91,16 +91,16 @@ class SourceConfig:
         if urls or not self.has(split):
             where = f"{key}.{split}_urls"
             found = list_sources(urls, where, mirror, cache)
-            return [Listed(f"{where}[{n}]", *pair) for n, pair in enumerate(zip(urls, found, strict=True))]
+            return [ListedUrl(f"{where}[{n}]", *pair) for n, pair in enumerate(zip(urls, found, strict=True))]
         if self.source is not None:
             where = f"{key}.source"
-            return [Listed(where, where, [CorpusSource(self.source, split, where)])]
+            return [ListedUrl(where, where, [CorpusSource(self.source, split, where)])]
         assert self.id is not None, "otherwise it does not have the split"
         wanted = {TRAIN: self.split, VALIDATION: self.validation_split or ""}[split]
         split_key = {TRAIN: f"{key}.split", VALIDATION: f"{key}.validation_split"}[split]
         dataset = NamedDataset(self.id, self.name, wanted, self.stream, key, split_key)
         sources = dataset.sources(mirror)
-        return [Listed(f"{key}.id", f"{self.id}/{wanted}", sources)]
+        return [ListedUrl(f"{key}.id", f"{self.id}/{wanted}", sources)]
 
     def _check_keys(self, key: str) -> None:
         given = [name for name in ("train_urls", "id", "source") if getattr(self, name)]

@@ -14,10 +14,10 @@ from typing import Any
 import draccus
 
 from jaxlm.config.decode import encode
-from jaxlm.core.atomic_io import remove_leftovers, replacing
+from jaxlm.core.atomic_io import atomic_file, remove_leftovers
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show
-from jaxlm.data.cache.cache_dir import needing_space
+from jaxlm.data.base import Log
+from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, folder_of
 
 
@@ -67,13 +67,13 @@ class CorpusSource(MirroredSource):
         made_by = json.dumps({**encode(self.corpus), "version": self.corpus.version}, sort_keys=True)
         return mirror / folder_of(made_by) / self.name
 
-    def _make(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, log: Log) -> None:
         remove_leftovers(place)
         number = 0
-        with needing_space(place), replacing(place) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        with disk_full_errors(place), atomic_file(place) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
             for number, record in enumerate(self.corpus.records(self.split), start=1):
                 file.write(f"{self._line(record, number)}\n")
-        show(f"mirror: {self.key}: {number:,} records of {self.split}, kept in {place}")
+        log(f"mirror: {self.key}: {number:,} records of {self.split}, kept in {place}")
 
     def _line(self, record: Mapping[str, Any], number: int) -> str:
         try:

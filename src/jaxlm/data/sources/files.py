@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show, Source
+from jaxlm.data.base import DataSource, Log
 from jaxlm.data.sources import hugging_face, stdlib
 from jaxlm.data.sources.compression import COMPRESSIONS
 from jaxlm.data.sources.document_files import ARRAYS, allowed_suffixes, format_of, has_records
@@ -29,7 +29,7 @@ _HERE = ("file://", "local://")  # fsspec's names for this machine's own files
 
 
 @dataclass(frozen=True)
-class LocalFile(Source):
+class LocalFile(DataSource):
     """A file that is here already.
 
     Attributes:
@@ -42,33 +42,33 @@ class LocalFile(Source):
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """See `DataSource.name`."""
         return self.known_as
 
     @property
     def num_bytes(self) -> int | None:
-        """See `Source.num_bytes`."""
+        """See `DataSource.num_bytes`."""
         return self.path.stat().st_size
 
     @property
     def has_records(self) -> bool:
-        """See `Source.has_records`."""
+        """See `DataSource.has_records`."""
         return has_records(self.path.name)
 
     def is_here(self, mirror: Path) -> bool:
-        """See `Source.is_here`."""
+        """See `DataSource.is_here`."""
         del mirror
         return True
 
-    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
-        """See `Source.files`."""
-        del mirror, show
+    def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
+        """See `DataSource.files`."""
+        del mirror, log
         return [(self.known_as, self.path)]
 
 
 def list_sources(
     urls: Sequence[str], key: str, mirror: Path = _USUAL_MIRROR, cache: Path | None = None
-) -> list[list[Source]]:
+) -> list[list[DataSource]]:
     """What each URL means, sorted by name. Nothing is copied.
 
     Args:
@@ -87,7 +87,7 @@ def find_files(
     key: str,
     text_key: str,
     mirror: Path = _USUAL_MIRROR,
-    show: Show = print,
+    log: Log = print,
     cache: Path | None = None,
 ) -> list[TextFile]:
     """The files that URLs mean, each once: in the order of the URLs, and sorted by name within each.
@@ -98,11 +98,11 @@ def find_files(
         ConfigError: as `list_sources`, or a copy that fails.
     """
     listed = list_sources(urls, key, mirror, cache)
-    return open_files([(f"{key}[{number}]", some) for number, some in enumerate(listed)], text_key, mirror, show)
+    return open_files([(f"{key}[{number}]", some) for number, some in enumerate(listed)], text_key, mirror, log)
 
 
 def open_files(
-    listed: Sequence[tuple[str, Sequence[Source]]], text_key: str, mirror: Path, show: Show
+    listed: Sequence[tuple[str, Sequence[DataSource]]], text_key: str, mirror: Path, log: Log
 ) -> list[TextFile]:
     """The files of sources, each once, in their order; copied first where they are not here.
 
@@ -111,9 +111,9 @@ def open_files(
     """
     found: dict[Path, TextFile] = {}
     names: set[str] = set()
-    _copy([source for _, sources in listed for source in sources], mirror, show)
+    _copy([source for _, sources in listed for source in sources], mirror, log)
     for where, sources in listed:
-        for name, path in (file for source in sources for file in source.files(mirror, show)):
+        for name, path in (file for source in sources for file in source.files(mirror, log)):
             place = path.resolve()
             if place in found:
                 continue
@@ -125,15 +125,15 @@ def open_files(
     return list(found.values())
 
 
-def _copy(sources: Sequence[Source], mirror: Path, show: Show) -> None:
+def _copy(sources: Sequence[DataSource], mirror: Path, log: Log) -> None:
     """Copies what is not here, several at once."""
     away = [source for source in sources if not source.is_here(mirror)]
     if away:
         with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-            list(pool.map(lambda source: source.files(mirror, show), away))
+            list(pool.map(lambda source: source.files(mirror, log), away))
 
 
-def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[Source]:
+def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[DataSource]:
     if url.startswith(stdlib.SCHEME):
         return [LocalFile(*file) for file in stdlib.library_files(url.removeprefix(stdlib.SCHEME), key)]
     if "://" in url:
@@ -145,7 +145,7 @@ def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[So
     return _local_files(url, key, cache)
 
 
-def _remote_files(url: str, key: str, cache: Path | None) -> list[Source]:
+def _remote_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         listed = list(pool.map(lambda one: list_remote(one, key), expand_braces(url, key)))
     root = common_folder([folder for folder, _ in listed])
@@ -164,7 +164,7 @@ def _path_of(url: str) -> Path:
     return Path(url.partition("://")[2])
 
 
-def _local_files(url: str, key: str, cache: Path | None) -> list[Source]:
+def _local_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
     patterns = [url] if os.path.exists(os.path.expanduser(url)) else expand_braces(url, key)
     listed = [_matches(pattern, key) for pattern in patterns]
     if len(listed) == 1:

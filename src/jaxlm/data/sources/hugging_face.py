@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from jaxlm.core.atomic_io import replacing_folder
+from jaxlm.core.atomic_io import atomic_folder
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show
-from jaxlm.data.cache.cache_dir import needing_space
+from jaxlm.data.base import Log
+from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, folder_of
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ class HubDataset(MirroredSource):
     def _place(self, mirror: Path) -> Path:
         return mirror / folder_of(self.url)
 
-    def _make(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, log: Log) -> None:
         how = "streaming" if self.stream else "loading"
-        show(f"mirror: {self.url}: {how} through the library datasets ...")
-        with needing_space(place), replacing_folder(place) as unfinished:
+        log(f"mirror: {self.url}: {how} through the library datasets ...")
+        with disk_full_errors(place), atomic_folder(place) as unfinished:
             if self.stream:
                 rows = self._call("load_dataset", **dict(self.options), streaming=True)
                 num_rows = write_rows(self._answered(rows.with_format("arrow").iter(_ROWS)), unfinished)
@@ -144,7 +144,7 @@ class HubDataset(MirroredSource):
                 dataset = self._call("load_dataset", **dict(self.options))
                 dataset.save_to_disk(str(unfinished))
                 num_rows = dataset.num_rows
-        show(f"mirror: {self.url}: {num_rows:,} rows, kept in {place}")
+        log(f"mirror: {self.url}: {num_rows:,} rows, kept in {place}")
 
     def _answered(self, tables: Iterator[Any]) -> Iterator[Any]:
         """The same, with what fails on the way said as `_call` says it."""

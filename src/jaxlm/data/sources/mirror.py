@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxlm.core.atomic_io import locked, remove_leftovers, replacing
+from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.storage_errors import reaching
-from jaxlm.data.base import Show, Source
-from jaxlm.data.cache.cache_dir import needing_space, prepared
+from jaxlm.core.storage_errors import storage_errors
+from jaxlm.data.base import DataSource, Log
+from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.sources.document_files import format_of, has_records
 from jaxlm.data.sources.globs import before_wildcards
 
@@ -34,17 +34,17 @@ _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "
 _SHOW_EVERY_S = 2.0
 
 
-class MirroredSource(Source):
+class MirroredSource(DataSource):
     """A source that is read through a copy of its own. Several processes that want it at once make it once."""
 
     @property
     def num_bytes(self) -> int | None:
-        """See `Source.num_bytes`."""
+        """See `DataSource.num_bytes`."""
         return None
 
     @property
     def has_records(self) -> bool:
-        """See `Source.has_records`."""
+        """See `DataSource.has_records`."""
         return True
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class MirroredSource(Source):
         """The copy: a file, or a folder."""
 
     @abc.abstractmethod
-    def _make(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, log: Log) -> None:
         """Makes the copy, which appears at once and whole."""
 
     def _parts(self, place: Path) -> list[tuple[str, Path]]:
@@ -60,16 +60,16 @@ class MirroredSource(Source):
         return [(self.name, place)]
 
     def is_here(self, mirror: Path) -> bool:
-        """See `Source.is_here`."""
+        """See `DataSource.is_here`."""
         return self._place(mirror).is_file()
 
-    def files(self, mirror: Path, show: Show) -> list[tuple[str, Path]]:
-        """See `Source.files`."""
+    def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
+        """See `DataSource.files`."""
         place = self._place(mirror)
         if not self.is_here(mirror):
-            with locked(prepared(place.parent), show):
+            with folder_lock(writable_folder(place.parent), log):
                 if not self.is_here(mirror):  # another process may have been faster
-                    self._make(place, show)
+                    self._make(place, log)
         return self._parts(place)
 
 
@@ -93,17 +93,17 @@ class RemoteFile(MirroredSource):
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """See `DataSource.name`."""
         return self.known_as
 
     @property
     def num_bytes(self) -> int | None:
-        """See `Source.num_bytes`."""
+        """See `DataSource.num_bytes`."""
         return self.size
 
     @property
     def has_records(self) -> bool:
-        """See `Source.has_records`."""
+        """See `DataSource.has_records`."""
         return has_records(self._basename)
 
     def renamed(self, name: str) -> "RemoteFile":
@@ -117,19 +117,19 @@ class RemoteFile(MirroredSource):
     def _place(self, mirror: Path) -> Path:
         return mirror / folder_of(f"{self.url} {self.size} {self.version}") / self._basename
 
-    def _make(self, place: Path, show: Show) -> None:
+    def _make(self, place: Path, log: Log) -> None:
         fs, path = _filesystem(self.url, self.key)
         remove_leftovers(place)
-        with needing_space(place), replacing(place) as unfinished:
+        with disk_full_errors(place), atomic_file(place) as unfinished:
             with _reading(self.url, self.key, here=place.parent):
-                fs.get_file(path, str(unfinished), callback=_copying(self, show))
+                fs.get_file(path, str(unfinished), callback=_copying(self, log))
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:
                 raise ConfigError(
                     f"{self.key}: {self.url}: {size:,} bytes came instead of {self.size:,}: the connection broke, or the"
                     " file is being changed. Start again"
                 )
-        show(f"mirror: {self.url}: {size / 1e6:.1f} MB copied to {place}")
+        log(f"mirror: {self.url}: {size / 1e6:.1f} MB copied to {place}")
 
 
 @functools.cache  # asked once a process: all its parts then see the same files
@@ -198,7 +198,7 @@ def _has_wildcard_http(path: str) -> bool:
     return "*" in path  # the others are usual in addresses
 
 
-def _copying(file: RemoteFile, show: Show) -> Any:
+def _copying(file: RemoteFile, log: Log) -> Any:
     """Shows every two seconds how much of a file has been copied."""
     from fsspec.callbacks import Callback
 
@@ -210,7 +210,7 @@ def _copying(file: RemoteFile, show: Show) -> Any:
             if now - self.shown > _SHOW_EVERY_S:
                 self.shown = now
                 total = "" if file.size is None else f" of {file.size / 1e6:.1f}"
-                show(f"mirror: {file.url}: copying, {self.value / 1e6:.1f}{total} MB")
+                log(f"mirror: {file.url}: copying, {self.value / 1e6:.1f}{total} MB")
 
     return Copying()
 
@@ -218,7 +218,7 @@ def _copying(file: RemoteFile, show: Show) -> Any:
 def _reading(url: str, key: str, here: Path | None = None) -> AbstractContextManager[None]:
     """Says what the other side's failure means; what fails `here`, on the local disk, is raised as it is."""
     advice = "Check the address, the network and your credentials; or copy the files here and name their folder"
-    return reaching(lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason}). {advice}"), here=here)
+    return storage_errors(lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason}). {advice}"), here=here)
 
 
 def folder_of(identity: str) -> str:

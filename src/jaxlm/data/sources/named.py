@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Show, Source
+from jaxlm.data.base import DataSource, Log
 from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_recipe, check_same, content_of
-from jaxlm.data.cache.token_cache import Origins, make_origins, read_about
-from jaxlm.data.cache.workers import HERE, Workers
+from jaxlm.data.cache.cache_key import cache_key, check_same, content_of
+from jaxlm.data.cache.token_cache import Provenance, make_provenance, read_about
+from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.packing import Windows, describe_whole, whole_documents
-from jaxlm.data.sources.config import TRAIN, USUAL_TEXT_KEY, VALIDATION, Listed, SourceConfig
+from jaxlm.data.packing import PackedSequences, describe_packing, pack_documents
+from jaxlm.data.sources.config import TRAIN, USUAL_TEXT_KEY, VALIDATION, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -68,9 +68,9 @@ class NamedSource:
             if sources and (self.folder / split).exists() and all(source.is_here(self.mirror) for source in sources):
                 self._check_cache(split)
 
-    def files(self, split: str, show: Show = print) -> list[TextFile]:
+    def files(self, split: str, log: Log = print) -> list[TextFile]:
         """Its files, remote ones copied first."""
-        return self._files(self._listed(split), show)
+        return self._files(self._listed(split), log)
 
     def documents(self, split: str) -> Iterator[str]:
         """Their text."""
@@ -100,53 +100,53 @@ class NamedSource:
         split: str,
         tokenizer: Tokenizer,
         seq_len: int,
-        show: Show,
+        log: Log,
         *,
         apart: bool = False,
-        workers: Workers = HERE,
-    ) -> Windows:
+        workers: Workers = LOCAL_WORKERS,
+    ) -> PackedSequences:
         """Its windows; tokenized first where no cache is there.
 
         Args:
             apart: in a cache named by its content.
             workers: who tokenizes.
         """
-        named = (lambda line: show(f"{self.name} {line}")) if self.name else show
+        named = (lambda line: log(f"{self.name} {line}")) if self.name else log
         how = self.config.format
-        encoder, files = self.encoder(tokenizer), self.files(split, show)
-        made_from = cache_recipe(files, tokenizer, bos=self.bos, eos=self.eos)
+        encoder, files = self.encoder(tokenizer), self.files(split, log)
+        made_from = cache_key(files, tokenizer, bos=self.bos, eos=self.eos)
         made_from = {**made_from, **how.recipe(), **encoder.recipe()}
         apart_name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / apart_name if apart else self.folder
         cache = open_or_build(folder / split, files, encoder, made_from, named, workers)
-        if how.documents_a_window is None:
-            return Windows(cache, seq_len)
-        windows = Windows(cache, seq_len, whole_documents(cache, seq_len, most=how.documents_a_window))
+        if how.documents_per_sequence is None:
+            return PackedSequences(cache, seq_len)
+        windows = PackedSequences(cache, seq_len, pack_documents(cache, seq_len, most=how.documents_per_sequence))
         if not len(windows):
             raise ConfigError(
                 f"{self.key}: no document has a token to learn from within model.seq_len ({seq_len}). Raise it"
             )
-        named(f"{split}: {describe_whole(windows)}")
+        named(f"{split}: {describe_packing(windows)}")
         return windows
 
-    def origins(self, split: str, windows: Windows) -> Origins:
+    def origins(self, split: str, windows: PackedSequences) -> Provenance:
         """Which of its URLs each token of an open cache is from."""
         listed = list({one.url: one for one in reversed(self._listed(split))}.values())[::-1]
         files_until = [len(self._files(listed[: n + 1], print)) for n in range(len(listed))]
-        return make_origins(windows.cache, [one.url for one in listed], files_until)
+        return make_provenance(windows.cache, [one.url for one in listed], files_until)
 
-    def _listed(self, split: str) -> list[Listed]:
+    def _listed(self, split: str) -> list[ListedUrl]:
         return self.config.listed(split, self.key, self.mirror, self.home)
 
-    def _files(self, listed: list[Listed], show: Show) -> list[TextFile]:
-        return open_files([(one.key, one.sources) for one in listed], self._text_key, self.mirror, show)
+    def _files(self, listed: list[ListedUrl], log: Log) -> list[TextFile]:
+        return open_files([(one.key, one.sources) for one in listed], self._text_key, self.mirror, log)
 
     @property
     def _text_key(self) -> str:
         own = self.config.format.text_key if isinstance(self.config.format, TextFormat) else None
         return own or self.config.text_key
 
-    def _check_records(self, sources: list[Source]) -> None:
+    def _check_records(self, sources: list[DataSource]) -> None:
         how = self.config.format
         for source in sources:
             if not how.can_read(source.name) and not (source.has_records and how.can_read("x.jsonl")):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Source
+from jaxlm.data.base import DataSource
 from jaxlm.data.sources.files import LocalFile
 from jaxlm.data.sources.hugging_face import HubDataset, is_saved_dataset, saved_files, saved_split, saved_splits
 
@@ -30,7 +30,7 @@ class NamedDataset:
     key: str
     split_key: str
 
-    def sources(self, mirror: Path) -> Sequence[Source]:
+    def sources(self, mirror: Path) -> Sequence[DataSource]:
         """What is to be read; the hub is asked about what is not here.
 
         Raises:
@@ -49,7 +49,7 @@ class NamedDataset:
             raise self._no_split(there)
         return [dataset]
 
-    def _saved(self, folder: Path, splits: Sequence[str]) -> Sequence[Source]:
+    def _saved(self, folder: Path, splits: Sequence[str]) -> Sequence[DataSource]:
         if self.name is not None:
             raise ConfigError(f"{self.key}.name: has no effect on {folder}, a dataset that is saved without it")
         there = splits or [saved_split(folder) or "train"]

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.atomic_io import locked, replacing_folder
+from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache.cache_dir import needing_space, prepared
-from jaxlm.data.cache.cache_key import Recipe, check_same, tokenizer_recipe
+from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
+from jaxlm.data.cache.cache_key import CacheKey, check_same, tokenizer_key
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
@@ -60,7 +60,7 @@ def trained_tokenizer(
     files: Sequence[TextFile],
     texts: Callable[[], Iterable[str]],
     vocab_size: int,
-    show: Callable[[str], None],
+    log: Callable[[str], None],
     formats: Mapping[str, Any],
 ) -> Tokenizer:
     """The tokenizer kept in `folder`, trained first where there is none.
@@ -72,17 +72,17 @@ def trained_tokenizer(
     Raises:
         ConfigError: the one that is there was trained on something else; says on what.
     """
-    made_from = tokenizer_recipe(files, vocab_size) | ({"formats": dict(formats)} if formats else {})
+    made_from = tokenizer_key(files, vocab_size) | ({"formats": dict(formats)} if formats else {})
     if not folder.exists():
-        with locked(prepared(folder.parent), show):
+        with folder_lock(writable_folder(folder.parent), log):
             if not folder.exists():  # another process may have been faster
-                show(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
-                _train(folder, texts(), vocab_size, json.dumps(made_from), show)
+                log(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
+                _train(folder, texts(), vocab_size, json.dumps(made_from), log)
     check_same("tokenizer", folder, _made_from(folder), made_from)
     return load_tokenizer(str(folder))
 
 
-def _made_from(folder: Path) -> Recipe:
+def _made_from(folder: Path) -> CacheKey:
     path = folder / _MADE_FROM
     try:
         recipe = json.loads(path.read_text())
@@ -96,20 +96,20 @@ def _made_from(folder: Path) -> Recipe:
     )
 
 
-def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, show: Callable[[str], None]) -> None:
-    tokenizer = train_bpe(_up_to(texts, _MOST_CHARACTERS, show), vocab_size)
+def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, log: Callable[[str], None]) -> None:
+    tokenizer = train_bpe(_up_to(texts, _MOST_CHARACTERS, log), vocab_size)
     if tokenizer.vocab_size < vocab_size:
-        show(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
-    with needing_space(folder), replacing_folder(folder) as unfinished:
+        log(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
+    with disk_full_errors(folder), atomic_folder(folder) as unfinished:
         tokenizer.save(unfinished)
         (unfinished / _MADE_FROM).write_text(made_from)
 
 
-def _up_to(texts: Iterable[str], most_characters: int, show: Callable[[str], None]) -> Iterator[str]:
+def _up_to(texts: Iterable[str], most_characters: int, log: Callable[[str], None]) -> Iterator[str]:
     seen = 0
     for text in texts:
         if seen > most_characters:
-            show(f"the tokenizer is trained on the first {seen:,} characters of the text")
+            log(f"the tokenizer is trained on the first {seen:,} characters of the text")
             return
         yield text
         seen += len(text)

@@ -17,7 +17,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
-from jaxlm.core.storage_errors import reaching
+from jaxlm.core.storage_errors import storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError
@@ -101,7 +101,7 @@ class BucketFolder(CheckpointFolder):
     def _remote(self) -> RemoteFolder:
         return RemoteFolder(self._url)  # not before it is needed: a dry run needs no store
 
-    def open(self, show: Callable[[str], None]) -> None:
+    def open(self, log: Callable[[str], None]) -> None:
         """Shows that every process can write to the bucket by both libraries, and delete again."""
         main_first(self._probe)
 
@@ -112,7 +112,9 @@ class BucketFolder(CheckpointFolder):
 
     def set_aside(self, name: str) -> str:
         """Renames its last file."""
-        with reaching(lambda reason: ConfigError(f"{self._url}/{name} is damaged, and cannot be set aside ({reason})")):
+        with storage_errors(
+            lambda reason: ConfigError(f"{self._url}/{name} is damaged, and cannot be set aside ({reason})")
+        ):
             return self._remote.set_aside(name)
 
     def prepare(self) -> None:
@@ -120,12 +122,12 @@ class BucketFolder(CheckpointFolder):
         main_only(self._prepare)
 
     def _prepare(self) -> None:
-        with reaching(lambda reason: SaveError(f"{self._url} cannot be written to ({reason})")):
+        with storage_errors(lambda reason: SaveError(f"{self._url} cannot be written to ({reason})")):
             self._remote.remove_unfinished()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes to the bucket, under the final name: nobody sees it yet."""
-        with reaching(lambda reason: SaveError(f"saving a checkpoint to {self._url} failed ({reason})")):
+        with storage_errors(lambda reason: SaveError(f"saving a checkpoint to {self._url} failed ({reason})")):
             self._remote.clear(name)
             for file, content in files.items():
                 self._remote.write(name, file, content)
@@ -147,7 +149,7 @@ class BucketFolder(CheckpointFolder):
     def _probe(self) -> None:
         """Writes and deletes a small file as the small files are written, and one as the arrays are."""
         name = f"probe-{jax.process_index()}"
-        with reaching(self._unusable):
+        with storage_errors(self._unusable):
             self._remote.probe(name)
             _probe_tensorstore(f"{self._url}/{name}.arrays")
 
@@ -175,7 +177,7 @@ def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoi
 def _reading(place: str, told: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
     """A store that does not answer says nothing about what is in it: a message, never damage."""
     advice = "Check the network and your credentials"
-    return reaching(lambda reason: ConfigError(f"{place} cannot be read ({reason}). {advice}"), told=told)
+    return storage_errors(lambda reason: ConfigError(f"{place} cannot be read ({reason}). {advice}"), told=told)
 
 
 def _probe_tensorstore(url: str) -> None:

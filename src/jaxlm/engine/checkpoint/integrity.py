@@ -8,7 +8,7 @@ from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
-from jaxlm.core.atomic_io import sync
+from jaxlm.core.atomic_io import fsync
 
 CHECKSUMS = "checksums.json"
 SHA256, MD5 = "sha256", "md5"
@@ -30,7 +30,7 @@ def seal(folder: Path) -> None:
     sums = dict(zip(names, digests, strict=True))
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     for path in (folder / CHECKSUMS, folder):
-        sync(path)
+        fsync(path)
 
 
 def verify(folder: Path, below: str = "") -> None:
@@ -104,5 +104,5 @@ def _digest(path: Path, kind: str = SHA256) -> str:
 
 def _digest_on_disk(path: Path) -> str:
     digest = _digest(path)
-    sync(path)
+    fsync(path)
     return digest

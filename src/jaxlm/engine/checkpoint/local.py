@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, everywhere, main_only, same_everywhere
+from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import seal, verify
 from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, find_checkpoints, is_temporary
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, Checkpoint, CheckpointFolder, SaveError
@@ -81,10 +81,10 @@ class LocalFolder(CheckpointFolder):
     def __str__(self) -> str:
         return str(self._path)
 
-    def open(self, show: Callable[[str], None]) -> None:
+    def open(self, log: Callable[[str], None]) -> None:
         """Shows that all processes see the same checkpoints; that they see what is written, `prepare` shows."""
         for _ in range(_LOOKS):
-            if same_everywhere(" ".join(checkpoint.name for checkpoint in self.checkpoints())):
+            if same_on_all_processes(" ".join(checkpoint.name for checkpoint in self.checkpoints())):
                 return
             time.sleep(_VISIBLE_AFTER_S / _LOOKS)
         raise self._not_shared()
@@ -148,7 +148,7 @@ class LocalFolder(CheckpointFolder):
         deadline = time.monotonic() + _VISIBLE_AFTER_S
         while not (seen := self._sees(token)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not everywhere(seen):
+        if not all_processes(seen):
             raise self._not_shared()
 
     def _not_shared(self) -> ConfigError:

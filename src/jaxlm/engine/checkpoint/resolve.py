@@ -7,11 +7,13 @@ from jaxlm.engine.checkpoint.bucket import SCHEME, BucketFolder, bucket_checkpoi
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import checkpoints_below
 from jaxlm.engine.checkpoint.remote import is_url
-from jaxlm.engine.checkpoint.staging import StagedFolder, staged
+from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 
 
-def folder_at(base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True) -> CheckpointFolder:
+def resolve_folder(
+    base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True
+) -> CheckpointFolder:
     """The folder of a run's checkpoints. Nothing is looked at yet.
 
     Args:
@@ -28,7 +30,7 @@ def folder_at(base: str, run_id: str | None, staging_dir: Path, *, delete_tempor
     return StagedFolder(url, staging_dir, delete_temporary=delete_temporary)
 
 
-def checkpoints_at(place: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
+def resolve_checkpoints(place: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
     """Checkpoints where a path or URL points, least steps first: at one, or at a run's folder.
 
     Behind a URL that is staged, the newest alone, copied here.
@@ -42,7 +44,7 @@ def checkpoints_at(place: str, staging_dir: Path, *, of_runs: bool = True) -> Se
     if place.startswith(SCHEME):
         return bucket_checkpoints(place, of_runs=of_runs)
     if is_url(place):
-        paths = staged(place, staging_dir, of_runs=of_runs)
+        paths = staged_checkpoints(place, staging_dir, of_runs=of_runs)
     else:
         paths = checkpoints_below(Path(place), of_runs=of_runs)
     return [LocalCheckpoint(path) for path in paths]

@@ -24,7 +24,7 @@ _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A verified checkpoint.
 
     Attributes:
@@ -45,11 +45,11 @@ class Found:
         return json.loads(main_first(lambda: self.checkpoint.read("data/position.json")))
 
 
-class NothingUsableError(Exception):
+class NoUsableCheckpointError(Exception):
     """There are checkpoints, and none of them can be used. Training from scratch instead would hide the loss."""
 
 
-def newest_good(folder: CheckpointFolder, show: Callable[[str], None]) -> Found | None:
+def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> VerifiedCheckpoint | None:
     """The newest checkpoint in `folder` whose files are what was saved; damaged newer ones are set aside.
 
     Every process calls this and gets the same answer; process 0 does the reading.
@@ -60,20 +60,20 @@ def newest_good(folder: CheckpointFolder, show: Callable[[str], None]) -> Found 
     num_damaged = 0
     while checkpoints := main_first(folder.checkpoints):
         newest = checkpoints[-1]
-        if _verified(newest, lambda damage, name=newest.name: _put_aside(folder, name, damage, show)):
-            return Found(newest, main_first(newest.cursor))
+        if _verified(newest, lambda damage, name=newest.name: _put_aside(folder, name, damage, log)):
+            return VerifiedCheckpoint(newest, main_first(newest.cursor))
         num_damaged += 1
     if num_damaged:
-        raise NothingUsableError(
+        raise NoUsableCheckpointError(
             f"all {num_damaged} checkpoints in {folder.place} are damaged (set aside as *.damaged). Nothing was loaded."
             " To train from the beginning, choose another trainer.id or move the folder away"
         )
     return None
 
 
-def _put_aside(folder: CheckpointFolder, name: str, damage: DamagedError, show: Callable[[str], None]) -> None:
+def _put_aside(folder: CheckpointFolder, name: str, damage: DamagedError, log: Callable[[str], None]) -> None:
     aside = folder.set_aside(name)
-    show(f"checkpoint {name} is damaged: {damage}. Set aside as {aside}; using the one before")
+    log(f"checkpoint {name} is damaged: {damage}. Set aside as {aside}; using the one before")
 
 
 def _verified(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]) -> bool:
@@ -90,7 +90,7 @@ def _verified(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]
     return bool(broadcast_from_main(np.asarray(int(main_only(verify) or False))))
 
 
-def newest_whole(candidates: Sequence[Checkpoint], place: str, show: Callable[[str], None]) -> Found:
+def latest_complete(candidates: Sequence[Checkpoint], place: str, log: Callable[[str], None]) -> VerifiedCheckpoint:
     """The newest whole one of the checkpoints at a place. It belongs to others: nothing is moved.
 
     Every process calls this and gets the same answer; process 0 does the reading.
@@ -100,19 +100,19 @@ def newest_whole(candidates: Sequence[Checkpoint], place: str, show: Callable[[s
     """
     for candidate in reversed(candidates):
         at = candidate.place
-        if _verified(candidate, lambda damage, at=at: show(f"{at} is damaged: {damage}. Trying the one before")):
-            return Found(candidate, main_first(candidate.cursor))
-    raise NothingUsableError(f"all {len(candidates)} checkpoints at {place} are damaged. Nothing was loaded")
+        if _verified(candidate, lambda damage, at=at: log(f"{at} is damaged: {damage}. Trying the one before")):
+            return VerifiedCheckpoint(candidate, main_first(candidate.cursor))
+    raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {place} are damaged. Nothing was loaded")
 
 
 def restore(
-    found: Found,
+    found: VerifiedCheckpoint,
     abstract: T,
     layout: Layout,
     *,
     prefix: str = "",
     fresh: Callable[[], T] | None = None,
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     cast: bool = False,
 ) -> T:
     """Reads the arrays of `abstract` from a checkpoint, each straight to where it rests on the current mesh.
@@ -157,7 +157,7 @@ def restore(
     loaded = {path.removeprefix(dotted): array for path, array in arrays.items()}
     if fresh is None:
         return tree.replace_leaves(abstract, loaded)
-    _show_partial(found.place, sorted(expected.keys() - common), sorted(saved.keys() - common), show)
+    _show_partial(found.place, sorted(expected.keys() - common), sorted(saved.keys() - common), log)
     made = fresh() if len(common) < len(expected) else abstract
     return tree.replace_leaves(made, flat_arrays(made) | loaded)
 
@@ -168,10 +168,10 @@ def _cast(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str,
     return {**saved, "dtype": expected["dtype"]} if floats else saved
 
 
-def _show_partial(place: Path | str, missing: list[str], ignored: list[str], show: Callable[[str], None]) -> None:
+def _show_partial(place: Path | str, missing: list[str], ignored: list[str], log: Callable[[str], None]) -> None:
     for leaves, what in ((missing, "not in it, and begin anew"), (ignored, "only in it, and are left out")):
         if leaves:
-            show(f"checkpoint {place} in part: {len(leaves)} arrays are {what}: {', '.join(leaves)}")
+            log(f"checkpoint {place} in part: {len(leaves)} arrays are {what}: {', '.join(leaves)}")
 
 
 def _compare(place: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_only
-from jaxlm.core.storage_errors import reaching
+from jaxlm.core.storage_errors import storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import PENDING
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class StagedFolder(CheckpointFolder):
@@ -49,10 +49,10 @@ class StagedFolder(CheckpointFolder):
     def _remote(self) -> RemoteFolder:
         return RemoteFolder(self._url)  # not before it is needed: a dry run needs no store
 
-    def open(self, show: Show) -> None:
+    def open(self, log: Log) -> None:
         """Shows that the store can be written to, and copies the newest checkpoint of it that is whole."""
-        main_only(lambda: self._open(show))
-        self._local.open(show)
+        main_only(lambda: self._open(log))
+        self._local.open(log)
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
         """Those that are here."""
@@ -82,15 +82,15 @@ class StagedFolder(CheckpointFolder):
         self._publish(name)
         self._keep_only([name])
 
-    def _open(self, show: Show) -> None:
-        with copying(self._base_path, self._here):
+    def _open(self, log: Log) -> None:
+        with copy_errors(self._base_path, self._here):
             self._here.mkdir(parents=True, exist_ok=True)
             self._remote.make()
             self._remote.probe()
-            self._keep_only([*self._fetch_newest(show), *self._pending()])
+            self._keep_only([*self._fetch_newest(log), *self._pending()])
 
     def _prepare(self) -> None:
-        with copying(self._base_path, self._here):
+        with copy_errors(self._base_path, self._here):
             self._remote.remove_unfinished()
             for name in self._pending():
                 self._publish(name)
@@ -107,12 +107,12 @@ class StagedFolder(CheckpointFolder):
         """What is still to be uploaded."""
         return [mark.name.removesuffix(PENDING) for mark in self._here.glob(f"*{PENDING}")]
 
-    def _fetch_newest(self, show: Show) -> list[str]:
+    def _fetch_newest(self, log: Log) -> list[str]:
         for name in reversed(self._remote.names()):
             try:
-                return [fetched(self._remote, name, self._here).name]
+                return [download_checkpoint(self._remote, name, self._here).name]
             except DamagedError as damage:
-                show(f"checkpoint {self._url}/{name} is damaged: {damage}. Using the one before")
+                log(f"checkpoint {self._url}/{name} is damaged: {damage}. Using the one before")
         return []
 
     def _keep_only(self, names: Collection[str]) -> None:
@@ -134,7 +134,7 @@ def staging_folder(staging_dir: Path, url: str) -> Path:
     return staging_dir / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
 
 
-def fetched(remote: RemoteFolder, name: str, folder: Path) -> Path:
+def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
     """The local copy of a checkpoint, copied now where it is not here, is another one's, or is damaged.
 
     Raises:
@@ -148,7 +148,7 @@ def fetched(remote: RemoteFolder, name: str, folder: Path) -> Path:
     return remote.download(name, folder)
 
 
-def staged(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
+def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
     """A local copy of the newest whole checkpoint where a URL points.
 
     Args:
@@ -157,7 +157,7 @@ def staged(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
     Raises:
         ConfigError: the store cannot be read, the local folder not be written, or the checkpoint is damaged.
     """
-    with copying(url, staging_dir):
+    with copy_errors(url, staging_dir):
         found = find_remote(url, of_runs=of_runs)
         if not found:
             return []
@@ -165,13 +165,13 @@ def staged(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
         folder = staging_folder(staging_dir, remote.url)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            return [fetched(remote, name, folder)]
+            return [download_checkpoint(remote, name, folder)]
         except DamagedError as damage:
             raise ConfigError(f"{remote.url}/{name} is damaged: {damage}. Name another one") from damage
 
 
 @contextlib.contextmanager
-def copying(store: str, folder: Path) -> Iterator[None]:
+def copy_errors(store: str, folder: Path) -> Iterator[None]:
     """Around what copies between a store and the local folder that stands for it.
 
     Raises:
@@ -179,7 +179,7 @@ def copying(store: str, folder: Path) -> Iterator[None]:
     """
     advice = "Check the address, the network and your credentials"
     try:
-        with reaching(lambda reason: ConfigError(f"{store} cannot be used ({reason}). {advice}"), here=folder):
+        with storage_errors(lambda reason: ConfigError(f"{store} cannot be used ({reason}). {advice}"), here=folder):
             yield
     except OSError as error:  # of the local side
         raise ConfigError(

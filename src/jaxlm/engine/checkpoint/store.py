@@ -98,7 +98,7 @@ class CheckpointFolder(abc.ABC):
     def __str__(self) -> str: ...
 
     @abc.abstractmethod
-    def open(self, show: Callable[[str], None]) -> None:
+    def open(self, log: Callable[[str], None]) -> None:
         """Makes sure of what must hold before anything trains, and can be known without changing a run's checkpoints.
 
         Local copies of what lies behind a URL may be made and deleted.

@@ -28,7 +28,7 @@ REQUIRED = _Required()
 
 
 @dataclass(frozen=True)
-class Key:
+class JsonKey:
     """A number or name that both have.
 
     Attributes:
@@ -45,7 +45,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedKey:
     """A key of theirs with one value that can be imported, which is the one written.
 
     Attributes:
@@ -58,7 +58,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Group:
+class KeyGroup:
     """Keys that only make sense together (rotation, windows): a function for each way.
 
     Attributes:
@@ -89,7 +89,7 @@ class Family:
     model_types: tuple[str, ...]
     architecture: str
     config: type[ModelConfig]
-    keys: Sequence[Key | Fixed | Group]
+    keys: Sequence[JsonKey | FixedKey | KeyGroup]
     tensors: Callable[[Any], Sequence[Tensor]]
     prefix: str = "model."
     unused: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
@@ -150,11 +150,11 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     problems: list[str] = []
     fields: Json = {}
     missing = False
-    for key in sorted(family.keys, key=lambda key: isinstance(key, Group)):  # these may read what the others need
+    for key in sorted(family.keys, key=lambda key: isinstance(key, KeyGroup)):  # these may read what the others need
         try:
-            if isinstance(key, Group):
+            if isinstance(key, KeyGroup):
                 fields |= {} if missing else key.to_ours(content)
-            elif isinstance(key, Fixed):
+            elif isinstance(key, FixedKey):
                 _check_fixed(key, content)
             elif (value := content.get(key.theirs, key.default)) is REQUIRED:
                 missing = True
@@ -163,7 +163,7 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
                 fields[key.ours] = key.to_ours(value)
         except ConfigError as error:
             problems.append(str(error))
-    seen = IRRELEVANT.union(*(key.theirs if isinstance(key, Group) else (key.theirs,) for key in family.keys))
+    seen = IRRELEVANT.union(*(key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys))
     unknown = sorted(set(content) - seen)
     problems += [f"{name}: {content[name]} given; it is not known what this means for the model" for name in unknown]
     if problems:
@@ -173,7 +173,7 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     return config
 
 
-def _check_fixed(key: Fixed, content: Mapping[str, Any]) -> None:
+def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
     given = content.get(key.theirs, key.value)
     if given != key.value and given not in key.others:
         raise ConfigError(f"{key.theirs}: {given} given, which cannot be imported; {key.value} can")
@@ -187,9 +187,9 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
     """
     written: Json = {}
     for key in family.keys:
-        if isinstance(key, Fixed):
+        if isinstance(key, FixedKey):
             written[key.theirs] = key.value
-        elif isinstance(key, Group):
+        elif isinstance(key, KeyGroup):
             written |= key.to_theirs(config)
         else:
             written[key.theirs] = key.to_theirs(getattr(config, key.ours))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.atomic_io import check_free, publishing
+from jaxlm.core.atomic_io import check_unused, publish_folder
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
@@ -139,7 +139,7 @@ def save_folder(
     Raises:
         ConfigError: config.json cannot say what the model is, or the folder is there already.
     """
-    check_free(folder)
+    check_unused(folder)
     family = family_of_config(config)
     # Written even where there are none: some classes have defaults for them that lie beyond a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -151,7 +151,7 @@ def save_folder(
         for _ in writer.arrays(list(writer.infos)):
             pass
         return
-    with publishing(folder) as unfinished:
+    with publish_folder(folder) as unfinished:
         for name, content in files.items():
             (unfinished / name).write_bytes(content)
         _write_json(unfinished / "config.json", described)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import REQUIRED, Fixed, Group, Json, Key
+from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.rope import DefaultRotary, LinearRotary, Llama3Rotary, LongRotary, RotaryConfig, YarnRotary
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, type[RotaryConfig]] = {
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
-def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, str] | None = None) -> Key:
+def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, str] | None = None) -> JsonKey:
     """The activation function. Args: written: ours -> theirs, where the family wants a name of its own."""
 
     def to_ours(name: str) -> str:
@@ -29,10 +29,12 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
             raise ConfigError(f"{theirs}: '{name}' given. Known: {', '.join((*ACTIVATIONS, *_SYNONYMS))}")
         return ours
 
-    return Key(theirs, "activation_function", default, to_ours, lambda ours: (written or {}).get(ours, ours))
+    return JsonKey(theirs, "activation_function", default, to_ours, lambda ours: (written or {}).get(ours, ours))
 
 
-def sizes(*, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False) -> tuple[Key, ...]:
+def size_keys(
+    *, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False
+) -> tuple[JsonKey, ...]:
     """Widths and depths by the names that most families use.
 
     Args:
@@ -40,18 +42,18 @@ def sizes(*, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, 
         eps: their name of what norms add.
     """
     return (
-        Key("max_position_embeddings", "seq_len", length),
-        Key("hidden_size", "hidden_dim"),
-        Key("intermediate_size", "intermediate_dim"),
-        Key("num_hidden_layers", "num_layers"),
-        Key("num_attention_heads", "num_heads"),
-        Key("initializer_range", "initializer_range", 0.02),
-        Key(eps, "layer_norm_epsilon", eps_default),
-        Key("tie_word_embeddings", "tie_word_embeddings", tied),
+        JsonKey("max_position_embeddings", "seq_len", length),
+        JsonKey("hidden_size", "hidden_dim"),
+        JsonKey("intermediate_size", "intermediate_dim"),
+        JsonKey("num_hidden_layers", "num_layers"),
+        JsonKey("num_attention_heads", "num_heads"),
+        JsonKey("initializer_range", "initializer_range", 0.02),
+        JsonKey(eps, "layer_norm_epsilon", eps_default),
+        JsonKey("tie_word_embeddings", "tie_word_embeddings", tied),
     )
 
 
-def kv_heads() -> Group:
+def kv_heads() -> KeyGroup:
     """Heads of keys and values: as many as query heads where nothing is written."""
 
     def to_theirs(config: Any) -> Json:
@@ -61,10 +63,10 @@ def kv_heads() -> Group:
         given = theirs.get("num_key_value_heads")
         return {"num_kv_heads": theirs.get("num_attention_heads") if given is None else given}
 
-    return Group(("num_key_value_heads",), to_ours, to_theirs)
+    return KeyGroup(("num_key_value_heads",), to_ours, to_theirs)
 
 
-def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[Key | Fixed | Group, ...]:
+def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
     """Experts and their choice.
 
     Args:
@@ -76,14 +78,14 @@ def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[Ke
         return {"num_experts": next((given[name] for name in (theirs, *others) if name in given), num_experts)}
 
     return (
-        Group((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
-        Key("num_experts_per_tok", "num_experts_per_token", chosen),
-        Key("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
-        Fixed("output_router_logits", False, others=(True,)),  # of what is returned, not of what is computed
+        KeyGroup((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
+        JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
+        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
+        FixedKey("output_router_logits", False, others=(True,)),  # of what is returned, not of what is computed
     )
 
 
-def head_dim(default: int | None = None) -> Group:
+def head_dim(default: int | None = None) -> KeyGroup:
     """Features of a head: by division where nothing is written. Args: default: what is meant then instead."""
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
@@ -91,7 +93,7 @@ def head_dim(default: int | None = None) -> Group:
         even = theirs["hidden_size"] // theirs["num_attention_heads"]
         return {"head_dim": None if given == even else given}
 
-    return Group(("head_dim",), to_ours, lambda config: {"head_dim": config.HeadSize.size})
+    return KeyGroup(("head_dim",), to_ours, lambda config: {"head_dim": config.HeadSize.size})
 
 
 def rope(
@@ -117,7 +119,7 @@ def rope(
         share = config.rope.partial_rotary_factor
         return own if share == partial and partial_key == "partial_rotary_factor" else {**own, partial_key: share}
 
-    return Group(keys, to_ours, to_theirs)
+    return KeyGroup(keys, to_ours, to_theirs)
 
 
 def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
@@ -158,7 +160,7 @@ def rope_to_json(rope: RotaryConfig) -> Json:
     return {"rope_type": _NAMES[type(rope)], "rope_theta": fields.pop("theta"), **fields}
 
 
-def late_window(default_layers: int) -> Group:
+def late_window(default_layers: int) -> KeyGroup:
     """Qwen's windows: behind the first `max_window_layers` layers, where `use_sliding_window` says so."""
     keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
@@ -184,10 +186,10 @@ def late_window(default_layers: int) -> Group:
             "max_window_layers": config.max_window_layers if on else config.num_layers,
         }
 
-    return Group(keys, to_ours, to_theirs)
+    return KeyGroup(keys, to_ours, to_theirs)
 
 
-def window_pattern(default: int, *, window: int) -> Group:
+def window_pattern(default: int, *, window: int) -> KeyGroup:
     """Gemma's windows: every so many layers the last sees everything. Args: default, window: where nothing is written."""
     keys = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
 
@@ -207,7 +209,7 @@ def window_pattern(default: int, *, window: int) -> Group:
             "layer_types": _kinds(config.num_layers, config.sliding_window_pattern),
         }
 
-    return Group(keys, to_ours, to_theirs)
+    return KeyGroup(keys, to_ours, to_theirs)
 
 
 def _kinds(num_layers: int, pattern: int) -> list[str]:

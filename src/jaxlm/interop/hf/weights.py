@@ -90,11 +90,11 @@ class Tensor:
 
     def write(self, parts: Sequence[np.ndarray], axes: Sequence[Sequence[str]], sizes: Sizes) -> np.ndarray:
         """The tensor that holds these parameters; `axes` names those of each (without stacked ones)."""
-        laid = []
+        in_step_layout = []
         for part, array, own in zip(self.parts, parts, axes, strict=True):
             order = [axis for dim in part.dims for axis in dim]
-            laid.append(array.transpose([list(own).index(axis) for axis in order]).reshape(part.shape(sizes)))
-        return np.concatenate(laid, axis=self.along).reshape(self.shape(sizes))
+            in_step_layout.append(array.transpose([list(own).index(axis) for axis in order]).reshape(part.shape(sizes)))
+        return np.concatenate(in_step_layout, axis=self.along).reshape(self.shape(sizes))
 
     def longer_dims(self) -> set[int]:
         """Dimensions of theirs that may be longer than ours."""

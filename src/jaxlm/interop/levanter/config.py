@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.config.decode import chosen_class
-from jaxlm.config.yaml import Source
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.levanter.data import data_section, supervised_sources
 from jaxlm.interop.levanter.evals import harness_evals
@@ -54,7 +54,7 @@ _ALWAYS = {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": Fals
 _NOTHING = (None, False, {}, [])
 
 
-def from_levanter(source: Source) -> tuple[Source, list[str]]:
+def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:
     """A configuration with Levanter's spellings replaced by those here, and a line on each that was.
 
     Raises:
@@ -72,13 +72,13 @@ def from_levanter(source: Source) -> tuple[Source, list[str]]:
         reading.leave_out(path, why)
     for old, new in _RENAMED.items():
         reading.rename(old, new)
-    return Source(reading.tree, reading.marks), reading.notes
+    return ConfigSource(reading.tree, reading.marks), reading.notes
 
 
 class _Reading:
     """The tree while it is rewritten. Every method leaves a tree without its keys as it is."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: ConfigSource):
         self.tree: dict[str, Any] = copy.deepcopy(source.tree)
         self.marks = dict(source.marks)
         self.notes: list[str] = []
@@ -99,10 +99,10 @@ class _Reading:
         if at.get(key, value) != value:
             raise self.error(old, f"it means {path}, which is given too, as {at[key]!r}. Leave one out")
         at[key] = value
-        self.marks[tuple(path.split("."))] = Source({}, self.marks).where(tuple(old.split(".")))
+        self.marks[tuple(path.split("."))] = ConfigSource({}, self.marks).where(tuple(old.split(".")))
 
     def error(self, path: str, problem: str) -> ConfigError:
-        where = Source({}, self.marks).where(tuple(path.split(".")))
+        where = ConfigSource({}, self.marks).where(tuple(path.split(".")))
         return ConfigError(f"{where + ': ' if where else ''}{path}: {problem}")
 
     def refuse(self, path: str, instead: str) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.atomic_io import check_free, publishing
+from jaxlm.core.atomic_io import check_unused, publish_folder
 from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
@@ -62,7 +62,7 @@ def save_adapters(
         ConfigError: a layer is a part of a larger matrix there, of which PEFT has no adapter; or they differ in rank, scale
             or dropout.
     """
-    check_free(folder)
+    check_unused(folder)
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
     ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
     scales = {adapter.scale for adapter in adapters}
@@ -94,7 +94,7 @@ def save_adapters(
         "target_modules": sorted(modules),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
-    with publishing(folder) as unfinished:
+    with publish_folder(folder) as unfinished:
         (unfinished / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
 

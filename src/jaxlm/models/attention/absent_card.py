@@ -9,16 +9,16 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-_absent: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxlm_absent_card", default=False)
+_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxlm_absent_card", default=False)
 
 
-def card_is_absent() -> bool:
+def is_compiling_for_cuda() -> bool:
     """Whether this is traced for a card that is not here."""
-    return _absent.get()
+    return _compiling.get()
 
 
 @contextlib.contextmanager
-def absent_card(capability: tuple[int, int]) -> Iterator[None]:
+def compiling_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
     """What is traced inside is for a card of this compute capability that is not here."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -30,13 +30,13 @@ def absent_card(capability: tuple[int, int]) -> Iterator[None]:
         "is_cuda_compute_capability_equal": lambda other: capability == parsed(other),
     }
     asked = {name: getattr(fused, name) for name in answers}
-    token = _absent.set(True)
+    token = _compiling.set(True)
     _set(fused, answers)
     try:
         yield
     finally:
         _set(fused, asked)
-        _absent.reset(token)
+        _compiling.reset(token)
 
 
 def _set(module: ModuleType, values: Mapping[str, object]) -> None:

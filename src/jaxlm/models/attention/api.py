@@ -15,14 +15,14 @@ from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POS
 from jaxlm.core.custom_vjp import is_twice_differentiable
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
-from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES, block_attention
+from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES, blockwise_attention
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
-from jaxlm.models.attention.backends.reference import plain_attention
+from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import Inputs
-from jaxlm.models.token_sharding import HeadPlacement
+from jaxlm.models.token_sharding import HeadSharding
 
 
 def as_keys(x: NamedArray) -> NamedArray:
@@ -31,7 +31,7 @@ def as_keys(x: NamedArray) -> NamedArray:
     return x.rename(renames)
 
 
-class Visibility(eqx.Module):
+class AttentionMask(eqx.Module):
     """Who sees whom: a query sees the keys of its own segment at its own or an earlier position. Segment 0 sees nothing
     and is seen by nothing.
 
@@ -48,10 +48,10 @@ class Visibility(eqx.Module):
     within_row: bool = eqx.field(static=True, default=False)
 
     @staticmethod
-    def within(inputs: Inputs) -> "Visibility":
+    def within(inputs: Inputs) -> "AttentionMask":
         """The inputs among themselves."""
         keys = map(as_keys, (inputs.positions, inputs.segment_ids))
-        return Visibility(inputs.positions, inputs.segment_ids, *keys, within_row=True)
+        return AttentionMask(inputs.positions, inputs.segment_ids, *keys, within_row=True)
 
 
 def _task(
@@ -78,7 +78,7 @@ def attention(
     q: NamedArray,
     k: NamedArray,
     v: NamedArray,
-    visibility: Visibility,
+    attention_mask: AttentionMask,
     *,
     scale: float | jax.Array | None = None,
     window: int | None = None,
@@ -111,25 +111,25 @@ def attention(
     factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
     dropout = 0.0 if key is None else dropout
-    task = _task(q, num_heads // num_kv_heads, window, visibility.within_row, dropout, rule)
-    free = task.twice_differentiable or not visibility.within_row
+    task = _task(q, num_heads // num_kv_heads, window, attention_mask.within_row, dropout, rule)
+    free = task.twice_differentiable or not attention_mask.within_row
     choice = choose_attention(task, AUTO if free else backend)
-    segments = visibility.segment_ids.rearrange((BATCH, POSITION)).array
+    segments = attention_mask.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blocks":
-        out = block_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
+        out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
     elif choice.name == "splash":
         kernel = functools.partial(splash_attention, window=window)
-        out = HeadPlacement.of(q, k).mapped(kernel)(
+        out = HeadSharding.of(q, k).mapped(kernel)(
             q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32)
         )
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
         kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
-        out = HeadPlacement.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
+        out = HeadSharding.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
-        mask_BTS, distance_BTS = mask_and_distance(visibility, window)
+        mask_BTS, distance_BTS = mask_and_distance(attention_mask, window)
         changed = functools.partial(rule, distance_BTS=distance_BTS)
-        out = plain_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, changed)
+        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, changed)
     return NamedArray(out.reshape(q.array.shape), q.axes)
 
 
@@ -140,11 +140,13 @@ def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple
     return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
 
 
-def mask_and_distance(visibility: Visibility, window: int | None) -> tuple[jax.Array, jax.Array]:
+def mask_and_distance(attention_mask: AttentionMask, window: int | None) -> tuple[jax.Array, jax.Array]:
     """[B, T, S]: true where a query may look, and how far back each key is."""
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
-    t_BT, t_segment_BT = (a.rearrange(queries).array for a in (visibility.positions, visibility.segment_ids))
-    s_BS, s_segment_BS = (a.rearrange(keys).array for a in (visibility.key_positions, visibility.key_segment_ids))
+    t_BT, t_segment_BT = (a.rearrange(queries).array for a in (attention_mask.positions, attention_mask.segment_ids))
+    s_BS, s_segment_BS = (
+        a.rearrange(keys).array for a in (attention_mask.key_positions, attention_mask.key_segment_ids)
+    )
     same = (t_segment_BT[:, :, None] == s_segment_BS[:, None, :]) & (t_segment_BT != 0)[:, :, None]
     distance_BTS = t_BT[:, :, None] - s_BS[:, None, :]
     near = distance_BTS >= 0 if window is None else (distance_BTS >= 0) & (distance_BTS < window)

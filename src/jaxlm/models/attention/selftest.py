@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.runtime import everywhere
-from jaxlm.models.attention.absent_card import card_is_absent
+from jaxlm.core.runtime import all_processes
+from jaxlm.models.attention.absent_card import is_compiling_for_cuda
 from jaxlm.models.attention.backends.cudnn import DOCUMENTS_A_CALL, cudnn_attention
-from jaxlm.models.attention.backends.reference import plain_attention
+from jaxlm.models.attention.backends.reference import reference_attention
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """(q_BTKGH, k_BTKH, v_BTKH, segment_BT) -> out_BTKGH."""
@@ -53,16 +53,16 @@ def packed_rows() -> np.ndarray:
 
 def whole_rows_problem(dtype: Any, head_size: int, group: int, windowed: bool) -> str | None:
     """What is wrong with cuDNN's attention to rows of one document, on this device; None where nothing is."""
-    return None if card_is_absent() else _tested(Shape(dtype, head_size, group, windowed), packed=False)
+    return None if is_compiling_for_cuda() else _tested(AttentionShape(dtype, head_size, group, windowed), packed=False)
 
 
 def packed_rows_problem(dtype: Any, head_size: int, group: int, windowed: bool) -> str | None:
     """What is wrong with cuDNN's attention to rows of several documents, on this device; None where nothing is."""
-    return None if card_is_absent() else _tested(Shape(dtype, head_size, group, windowed), packed=True)
+    return None if is_compiling_for_cuda() else _tested(AttentionShape(dtype, head_size, group, windowed), packed=True)
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """What a kernel is tested for.
 
     Attributes:
@@ -89,11 +89,11 @@ class Shape:
 
 
 @functools.cache
-def _tested(shape: Shape, *, packed: bool) -> str | None:
+def _tested(shape: AttentionShape, *, packed: bool) -> str | None:
     return _alone(lambda: _cudnn_problem(packed_rows() if packed else whole_rows(), shape, packed=packed))
 
 
-def disagreement(attend: Attend, segment_BT: np.ndarray, shape: Shape) -> str | None:
+def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) -> str | None:
     """Where a kernel differs from plain attention in float32 on the same numbers; None where it does not.
 
     Each document is measured by itself: one wrong document would be lost among many right ones.
@@ -102,7 +102,7 @@ def disagreement(attend: Attend, segment_BT: np.ndarray, shape: Shape) -> str | 
     mask, segments = jnp.asarray(_mask(segment_BT, shape.window)), jnp.asarray(segment_BT)
     ours = _value_and_gradients(lambda q, k, v: attend(q, k, v, segments), *numbers)
     exact = (a.astype(jnp.float32) for a in numbers)
-    theirs = _value_and_gradients(lambda q, k, v: plain_attention(q, k, v, mask, shape.scale, 0.0, None), *exact)
+    theirs = _value_and_gradients(lambda q, k, v: reference_attention(q, k, v, mask, shape.scale, 0.0, None), *exact)
     for name, got, wanted in zip(_RESULTS, ours, theirs, strict=True):
         worst = _worst_document(np.asarray(got, np.float32), np.asarray(wanted, np.float32), segment_BT)
         if not worst <= TOLERANCE:
@@ -115,7 +115,7 @@ def _value_and_gradients(attend: Callable[..., jax.Array], q, k, v, d_out) -> tu
     return out, *vjp(d_out)
 
 
-def _numbers(rows: tuple[int, int], shape: Shape) -> tuple[jax.Array, ...]:
+def _numbers(rows: tuple[int, int], shape: AttentionShape) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     heads = ((_KV_HEADS, shape.group), (_KV_HEADS,), (_KV_HEADS,), (_KV_HEADS, shape.group))
     return tuple(jnp.asarray(rng.normal(size=(*rows, *h, shape.head_size)), shape.dtype) for h in heads)
@@ -144,7 +144,7 @@ def _worst_document(got: np.ndarray, wanted: np.ndarray, segment_BT: np.ndarray)
     return float(np.sqrt(np.max(shares)))  # max, as sqrt, keeps a NaN
 
 
-def _cudnn_problem(segment_BT: np.ndarray, shape: Shape, *, packed: bool) -> str | None:
+def _cudnn_problem(segment_BT: np.ndarray, shape: AttentionShape, *, packed: bool) -> str | None:
     if jax.default_backend() != "gpu":
         return "there is no such device here to test it on"
     attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
@@ -158,7 +158,7 @@ def verdict(test: Callable[[], str | None]) -> str | None:
         problem = None if found is None else f"its self-test here failed: {found}"
     except _FAILURES as error:
         problem = f"its self-test here failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    agreed = everywhere(problem is None)
+    agreed = all_processes(problem is None)
     return problem if agreed or problem is not None else "its self-test failed on another process"
 
 

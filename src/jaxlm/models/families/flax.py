@@ -10,10 +10,10 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.flax.model import Definition, FlaxModel, load_factory, named_axes
-from jaxlm.models.flax.modules import Tokens
+from jaxlm.models.flax.model import FlaxDefinition, FlaxModel, load_factory, named_axes
+from jaxlm.models.flax.modules import FlaxInputs
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
-from jaxlm.models.remat import AUTO, parse_keep
+from jaxlm.models.remat import AUTO, parse_remat
 
 _DECODES_IN_FULL = "the module keeps no cache: sampling makes a whole forward pass for every token"
 _SEES_ALL = "the module takes no `segment_ids`: in a window, a document sees those before it"
@@ -60,14 +60,14 @@ class FlaxConfig(ModelConfig):
         Raises:
             ConfigError: the factory or the module fails, or its logits or axes are not what is expected.
         """
-        definition = Definition(self.factory, json.dumps(self.kwargs, sort_keys=True), Vocab.size, self.seq_len)
+        definition = FlaxDefinition(self.factory, json.dumps(self.kwargs, sort_keys=True), Vocab.size, self.seq_len)
         module = definition.module
         params = module.init(key)
         axes = named_axes({path: array.shape for path, array in params.items()}, module.names, self.axes)
         return FlaxModel(
             {path: NamedArray(array, axes[path]) for path, array in params.items()},
             definition,
-            parse_keep(self.gradient_checkpointing),
+            parse_remat(self.gradient_checkpointing),
             notes=(_DECODES_IN_FULL,) if "segment_ids" in module.takes else (_DECODES_IN_FULL, _SEES_ALL),
         )
 
@@ -76,5 +76,5 @@ class FlaxConfig(ModelConfig):
         model = jax.eval_shape(lambda: self.build(vocab_axis(vocab_size), key=jax.random.key(0)))
         arrays = {path: leaf.array for path, leaf in model.params.items()}
         traced = jax.make_jaxpr(functools.partial(model.definition.module.logits, key=None))
-        operations = 3 * matrix_operations(traced(arrays, Tokens.blank(1, self.seq_len)).jaxpr) / self.seq_len
+        operations = 3 * matrix_operations(traced(arrays, FlaxInputs.blank(1, self.seq_len)).jaxpr) / self.seq_len
         return FlopsPerToken(operations, operations)

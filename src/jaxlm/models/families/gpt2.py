@@ -16,13 +16,13 @@ from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import check_at_least, check_choice, check_divides, check_probability
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Cache, Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Context, ForCache, Mlp, Past, SelfAttention, dropout, embedding
+from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention, dropout, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm
-from jaxlm.models.remat import parse_keep
+from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import LayerKind, Transformer
 
 
@@ -150,7 +150,7 @@ class Gpt2Block(eqx.Module):
         return Gpt2Block(norms[0], attn, norms[1], mlp, config.scale_attn_by_inverse_layer_idx, config.resid_pdrop)
 
     def __call__(
-        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
+        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
     ) -> tuple[NamedArray, ForCache, None]:
         """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)
@@ -183,7 +183,7 @@ class Gpt2(LanguageModel):
             HeadSize=config.HeadSize,
             seq_len=config.seq_len,
             scan=config.scan_layers,
-            keep=parse_keep(config.gradient_checkpointing),
+            keep=parse_remat(config.gradient_checkpointing),
             attn_backend=config.attn_backend,
         )
         std = config.initializer_range
@@ -204,7 +204,7 @@ class Gpt2(LanguageModel):
         """The position axis at full length."""
         return self.config.Pos
 
-    def hidden(self, inputs: Inputs, *, cache: Cache | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
         """Everything but the head."""
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
         tokens, positions = for_lookup((self.tokens, self.positions))
@@ -215,7 +215,7 @@ class Gpt2(LanguageModel):
         """The token embedding, {vocab, embed}."""
         return for_compute(self.tokens).weight
 
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Cache:
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         """An empty cache for `capacity` tokens a row."""
         c = self.config
         return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)

@@ -9,14 +9,14 @@ import jax
 
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.families.moe_decoder import SparseConfig
+from jaxlm.models.families.moe_decoder import MoeConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 
 
 @ModelConfig.register_subclass("mixtral")
 @dataclass(frozen=True)
-class MixtralConfig(SparseConfig):
+class MixtralConfig(MoeConfig):
     """Mixtral's sizes; the defaults are Mixtral 8x7B."""
 
     seq_len: int = 8192
@@ -26,7 +26,7 @@ class MixtralConfig(SparseConfig):
 
     @property
     def normalises(self) -> bool:
-        """See `SparseConfig.normalises`."""
+        """See `MoeConfig.normalises`."""
         return True
 
     def attention(self, keys: jax.Array) -> SelfAttention:

@@ -12,14 +12,14 @@ from jaxlm.core.errors import check_at_least
 from jaxlm.models.decoder import active_flops, rms_norm
 from jaxlm.models.families.pre_norm import PreNormConfig, check_pre_norm
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.layers import Context, ForCache, Past, SelfAttention
+from jaxlm.models.layers import ForCache, LayerCache, LayerContext, SelfAttention
 from jaxlm.models.linear import ExpertLinear, Linear
-from jaxlm.models.moe import Experts, RouterSums
+from jaxlm.models.moe import Experts, RouterStats
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.stacks import LayerKind
 
 
-class SparseBlock(eqx.Module):
+class MoeBlock(eqx.Module):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
     attn_norm: RMSNorm
@@ -28,18 +28,18 @@ class SparseBlock(eqx.Module):
     mlp: Experts
 
     def __call__(
-        self, x: NamedArray, context: Context, past: Past | None, *, index: NamedArray, key: jax.Array | None
-    ) -> tuple[NamedArray, ForCache, RouterSums]:
+        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
+    ) -> tuple[NamedArray, ForCache, RouterStats]:
         """{batch, position, embed} to the same, the layer's keys and values, and what its router did."""
         del index, key
         attended, new = self.attn(self.attn_norm(x), context, past)
         x = x + attended
-        out, seen = self.mlp(self.mlp_norm(x), context.visibility.segment_ids)
+        out, seen = self.mlp(self.mlp_norm(x), context.attention_mask.segment_ids)
         return x + out, new, seen
 
 
 @dataclass(frozen=True)
-class SparseConfig(PreNormConfig):
+class MoeConfig(PreNormConfig):
     """A family whose layers all have experts, `intermediate_dim` wide each.
 
     Attributes:
@@ -72,7 +72,7 @@ class SparseConfig(PreNormConfig):
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
             check_at_least(f"model.{name}", getattr(self, name), 0)
 
-    def block(self, *, key: jax.Array) -> SparseBlock:
+    def block(self, *, key: jax.Array) -> MoeBlock:
         """One freshly initialised block."""
         keys = jax.random.split(key, 8)
         std, Embed, Mlp, Expert = self.initializer_range, self.Embed, self.Mlp, Axis(EXPERTS, self.num_experts)
@@ -87,7 +87,7 @@ class SparseConfig(PreNormConfig):
             balance_weight=self.router_aux_loss_coef,
             z_weight=self.router_z_loss_coef,
         )
-        return SparseBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts)
+        return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """Floating-point operations of one training token, in the experts that it goes through alone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.moe_decoder import SparseConfig
+from jaxlm.models.families.moe_decoder import MoeConfig
 from jaxlm.models.families.qwen3 import normed_attention
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -16,7 +16,7 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 
 @ModelConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True)
-class Qwen3MoeConfig(SparseConfig):
+class Qwen3MoeConfig(MoeConfig):
     """Its sizes; the defaults are Qwen3 30B-A3B.
 
     Attributes:
@@ -40,7 +40,7 @@ class Qwen3MoeConfig(SparseConfig):
 
     @property
     def normalises(self) -> bool:
-        """See `SparseConfig.normalises`."""
+        """See `MoeConfig.normalises`."""
         return self.norm_topk_prob
 
     def attention(self, keys: jax.Array) -> SelfAttention:

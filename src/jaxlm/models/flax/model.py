@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.config.plugins import imported
+from jaxlm.config.plugins import import_name
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import for_compute
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, vocab_axis
-from jaxlm.models.flax.modules import AxisNames, FlaxModule, Tokens, flax_module
-from jaxlm.models.remat import Keep, keeping
+from jaxlm.models.flax.modules import AxisNames, FlaxInputs, FlaxModule, flax_module
+from jaxlm.models.remat import RematPolicy, remat
 
 
 @dataclass(frozen=True)
-class Definition:
+class FlaxDefinition:
     """What a module is made from. Equal ones make modules that compute the same.
 
     Attributes:
@@ -48,10 +48,10 @@ class Definition:
 
 
 @functools.lru_cache(maxsize=16)
-def _module(definition: Definition) -> FlaxModule:
+def _module(definition: FlaxDefinition) -> FlaxModule:
     where, make = definition.factory, load_factory(definition.factory)
     arguments = _arguments(make, definition)
-    rows = jax.eval_shape(lambda: Tokens.blank(2, definition.seq_len))
+    rows = jax.eval_shape(lambda: FlaxInputs.blank(2, definition.seq_len))
     given = list(rows.tokens.shape)
     try:
         module = flax_module(make, arguments, where=where)
@@ -77,7 +77,7 @@ def _module(definition: Definition) -> FlaxModule:
 def load_factory(path: str) -> Callable[..., Any]:
     """The function at `package.module:function`."""
     try:
-        found = imported(path)
+        found = import_name(path)
     except ConfigError as error:
         raise ConfigError(f"model.factory: {error}") from error
     if not callable(found):
@@ -87,7 +87,7 @@ def load_factory(path: str) -> Callable[..., Any]:
     return found
 
 
-def _arguments(make: Callable[..., Any], definition: Definition) -> dict[str, Any]:
+def _arguments(make: Callable[..., Any], definition: FlaxDefinition) -> dict[str, Any]:
     """What the factory is called with, beside `rngs`."""
     kwargs = json.loads(definition.kwargs)
     signature = inspect.signature(make)
@@ -146,7 +146,7 @@ def _numbered(labels: Sequence[str], i: int) -> str:
     return f"{labels[i]}_{before + 1}" if before else labels[i]
 
 
-class History(eqx.Module):
+class TokenHistory(eqx.Module):
     """All that has been read and written, for models that keep nothing else: tokens {batch, key_position}, from 0 on."""
 
     tokens: NamedArray
@@ -162,8 +162,8 @@ class FlaxModel(LanguageModel):
     """
 
     params: dict[str, NamedArray]
-    definition: Definition = eqx.field(static=True)
-    keep: Keep = eqx.field(static=True)
+    definition: FlaxDefinition = eqx.field(static=True)
+    keep: RematPolicy = eqx.field(static=True)
 
     @property
     def Vocab(self) -> Axis:
@@ -175,7 +175,7 @@ class FlaxModel(LanguageModel):
         """The position axis at full length."""
         return Axis(POSITION, self.definition.seq_len)
 
-    def hidden(self, inputs: Inputs, *, cache: History | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(self, inputs: Inputs, *, cache: TokenHistory | None = None, key: jax.Array | None = None) -> Hidden:
         """The logits, {batch, position, vocab}."""
         if cache is None:
             return Hidden(self._logits(inputs, key))
@@ -189,11 +189,11 @@ class FlaxModel(LanguageModel):
         """There is none: what the module returns are logits."""
         return None
 
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> History:
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> TokenHistory:
         """No tokens yet, and room for so many as the model reads at the most."""
         del dtype  # tokens are whole numbers
         KeyPos = Axis(KEY_POSITION, min(capacity, self.Pos.size))
-        return History(hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32)))
+        return TokenHistory(hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32)))
 
     def _logits(self, inputs: Inputs, key: jax.Array | None) -> NamedArray:
         columns = [
@@ -203,13 +203,13 @@ class FlaxModel(LanguageModel):
 
         def forward(params: dict[str, NamedArray], key: jax.Array | None) -> NamedArray:
             arrays = {path: leaf.array for path, leaf in params.items()}
-            logits = module.logits(arrays, Tokens(*(column.array for column in columns)), key)
+            logits = module.logits(arrays, FlaxInputs(*(column.array for column in columns)), key)
             return NamedArray(logits, (*columns[0].axes, self.Vocab))
 
-        return hax.auto_sharded(keeping(self.keep, forward, scan=False)(for_compute(self.params), key))
+        return hax.auto_sharded(remat(self.keep, forward, scan=False)(for_compute(self.params), key))
 
 
-def _extended(past: History, inputs: Inputs) -> History:
+def _extended(past: TokenHistory, inputs: Inputs) -> TokenHistory:
     """The history with the inputs at their own positions; padding is left out."""
     tokens, positions, segments = (
         column.rearrange((BATCH, POSITION)).array for column in (inputs.tokens, inputs.positions, inputs.segment_ids)
@@ -217,10 +217,10 @@ def _extended(past: History, inputs: Inputs) -> History:
     rows = jnp.arange(tokens.shape[0])[:, None]
     nowhere = past.tokens.axis_size(KEY_POSITION)
     written = past.tokens.array.at[rows, jnp.where(segments == 0, nowhere, positions)].set(tokens, mode="drop")
-    return History(NamedArray(written, past.tokens.axes))
+    return TokenHistory(NamedArray(written, past.tokens.axes))
 
 
-def _from_the_beginning(past: History) -> Inputs:
+def _from_the_beginning(past: TokenHistory) -> Inputs:
     """Every row of a history as one document; what is not written yet stands behind, where a causal model sees it not."""
     tokens = past.tokens.rename({KEY_POSITION: POSITION})
     positions = hax.arange(tokens.resolve_axis(POSITION)).broadcast_to(tokens.axes)

@@ -19,7 +19,7 @@ AxisNames = tuple[str | None, ...]
 """A name for each dimension of a parameter, None for those that have none."""
 
 
-class Tokens(eqx.Module):
+class FlaxInputs(eqx.Module):
     """What a module may read: int32 [batch, position] each; see `jaxlm.models.base.Inputs`."""
 
     tokens: jax.Array
@@ -27,9 +27,9 @@ class Tokens(eqx.Module):
     segment_ids: jax.Array
 
     @staticmethod
-    def blank(rows: int, length: int) -> "Tokens":
+    def blank(rows: int, length: int) -> "FlaxInputs":
         """One document a row, of nothing but the first token of the vocabulary."""
-        return Tokens(*(jnp.full((rows, length), value, jnp.int32) for value in (0, 0, 1)))
+        return FlaxInputs(*(jnp.full((rows, length), value, jnp.int32) for value in (0, 0, 1)))
 
 
 class FlaxModule(Protocol):
@@ -47,7 +47,7 @@ class FlaxModule(Protocol):
         """Fresh parameters by path. Traceable."""
         ...
 
-    def logits(self, params: Mapping[str, jax.Array], inputs: Tokens, key: jax.Array | None) -> jax.Array:
+    def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
         """[batch, position, vocab]; without a key nothing is dropped."""
         ...
 
@@ -78,7 +78,7 @@ class NnxModule:
             module = self._make(nnx.Rngs(_typed(key)))
         return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
-    def logits(self, params: Mapping[str, jax.Array], inputs: Tokens, key: jax.Array | None) -> jax.Array:
+    def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
         """See `FlaxModule.logits`."""
         from flax import nnx
 
@@ -119,7 +119,7 @@ class LinenModule:
             params = _flat(self._variables(_typed(key))["params"])
         return {path: leaf.value if isinstance(leaf, meta.Partitioned) else leaf for path, leaf in params.items()}
 
-    def logits(self, params: Mapping[str, jax.Array], inputs: Tokens, key: jax.Array | None) -> jax.Array:
+    def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
         """See `FlaxModule.logits`."""
         from flax import traverse_util
 
@@ -130,7 +130,7 @@ class LinenModule:
 
     def _variables(self, key: jax.Array) -> Mapping[str, Any]:
         # What is initialised does not depend on the tokens' number.
-        example = Tokens.blank(1, 2)
+        example = FlaxInputs.blank(1, 2)
         options = _options(self.takes, example, train=False)
         return self._module.init({"params": key}, example.tokens, **options)
 
@@ -158,7 +158,7 @@ def flax_module(make: Callable[..., Any], arguments: Mapping[str, Any], *, where
     )
 
 
-def _options(takes: frozenset[str], inputs: Tokens, *, train: bool, rngs: Any = None) -> dict[str, Any]:
+def _options(takes: frozenset[str], inputs: FlaxInputs, *, train: bool, rngs: Any = None) -> dict[str, Any]:
     """What a call is given by name, as far as it takes it."""
     there = {
         "positions": inputs.positions,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.models.attention.api import Visibility, mask_and_distance
+from jaxlm.models.attention.api import AttentionMask, mask_and_distance
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.base import Column
+from jaxlm.models.base import KVArray
 
 
 @jax.named_scope("attention")
@@ -22,9 +22,9 @@ def cached_attention(
     q: NamedArray,
     k: NamedArray,
     v: NamedArray,
-    past_keys: Column,
-    past_values: Column,
-    visibility: Visibility,
+    past_keys: KVArray,
+    past_values: KVArray,
+    attention_mask: AttentionMask,
     *,
     scale: float | jax.Array | None,
     window: int | None,
@@ -46,7 +46,7 @@ def cached_attention(
     q_RQH = q_BKGTH.reshape(*rows, -1, head_size)
     old_BKGTS = _scores(q_RQH, past_keys).reshape(*q_BKGTH.shape[:-1], num_slots)
     new_BKGTS = jnp.einsum("bkgth,bskh->bkgts", q_BKGTH, k_BTKH, preferred_element_type=jnp.float32)
-    mask_BTS, distance_BTS = mask_and_distance(visibility, window)
+    mask_BTS, distance_BTS = mask_and_distance(attention_mask, window)
     factor = head_size**-0.5 if scale is None else scale
     scores = rule(jnp.concatenate([old_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
     weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
@@ -58,13 +58,13 @@ def cached_attention(
     return NamedArray(out_BTKGH.reshape(q.array.shape), q.axes)
 
 
-def _scores(q_RQH: jax.Array, keys: Column) -> jax.Array:
+def _scores(q_RQH: jax.Array, keys: KVArray) -> jax.Array:
     numbers_RSH = keys.numbers.array.astype(q_RQH.dtype)
     scores = jnp.einsum("...qh,...sh->...qs", q_RQH, numbers_RSH, preferred_element_type=jnp.float32)
     return scores if keys.scale is None else scores * keys.scale.array[..., None, :]
 
 
-def _mixed(weights_RQS: jax.Array, values: Column, dtype: jnp.dtype) -> jax.Array:
+def _mixed(weights_RQS: jax.Array, values: KVArray, dtype: jnp.dtype) -> jax.Array:
     if values.scale is not None:
         weights_RQS = weights_RQS * values.scale.array[..., None, :]
     return jnp.einsum("...qs,...sh->...qh", weights_RQS.astype(dtype), values.numbers.array.astype(dtype))

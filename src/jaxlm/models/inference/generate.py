@@ -20,11 +20,11 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout
-from jaxlm.models.base import Cache, Inputs, LanguageModel
+from jaxlm.models.base import Inputs, KVCache, LanguageModel
 from jaxlm.models.inference.padding import left_padded, rounded_length, rounded_up
-from jaxlm.models.inference.prefix_cache import Kept
+from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling
-from jaxlm.models.inference.unstacked import Writer
+from jaxlm.models.inference.unstacked import Generator
 
 CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
 """What the numbers in a cache may be."""
@@ -32,11 +32,11 @@ _STOPS_MULTIPLE = 4
 _NO_TOKEN = -1
 _LOOK_EVERY = 16  # tokens, where the host is to say when a row ends
 
-Until = Callable[[list[int]], bool]
+StopFunction = Callable[[list[int]], bool]
 
 
 @dataclass(frozen=True)
-class Decoding:
+class GenerationConfig:
     """How prompts are continued.
 
     Attributes:
@@ -102,39 +102,41 @@ def generate(
 
     Args:
         prompts: token ids, at least one a prompt.
-        max_new_tokens, temperature, top_k, top_p, seed: see `Decoding`.
+        max_new_tokens, temperature, top_k, top_p, seed: see `GenerationConfig`.
         eos_id: the token that ends a continuation; None never ends one early.
 
     Returns:
         The new tokens of each prompt, without the prompt and without `eos_id`.
 
     Raises:
-        ConfigError: see `Decoding.check`.
+        ConfigError: see `GenerationConfig.check`.
     """
     stop_ids = () if eos_id is None else (eos_id,)
-    return continued(Writer.of(model), prompts, Decoding(max_new_tokens, temperature, top_k, top_p, seed, stop_ids))
+    return generate_tokens(
+        Generator.of(model), prompts, GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids)
+    )
 
 
-def continued(
-    writer: Writer, prompts: Sequence[Sequence[int]], decoding: Decoding, until: Until | None = None
+def generate_tokens(
+    writer: Generator, prompts: Sequence[Sequence[int]], decoding: GenerationConfig, until: StopFunction | None = None
 ) -> list[list[int]]:
-    """The new tokens of each prompt, without the token that ended it. Args: until: see `stream`."""
+    """The new tokens of each prompt, without the token that ended it. Args: until: see `stream_tokens`."""
     rows: list[list[int]] = [[] for _ in prompts]
     every = decoding.max_new_tokens if until is None else _LOOK_EVERY
-    for piece in stream(writer, prompts, decoding, every=every, until=until):
+    for piece in stream_tokens(writer, prompts, decoding, every=every, until=until):
         for row, new in zip(rows, piece, strict=True):
             row += new
     return rows
 
 
-def stream(
-    writer: Writer,
+def stream_tokens(
+    writer: Generator,
     prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
+    decoding: GenerationConfig,
     *,
     every: int,
-    until: Until | None = None,
-    kept: Kept | None = None,
+    until: StopFunction | None = None,
+    kept: PrefixCache | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yields the new tokens of each prompt, at most `every` at a time, until all rows have ended.
 
@@ -144,7 +146,7 @@ def stream(
         kept: for one prompt: what it holds of the prompt is not read again, and it holds the text afterwards.
 
     Raises:
-        ConfigError: see `Decoding.check`.
+        ConfigError: see `GenerationConfig.check`.
     """
     decoding.check(prompts, writer.model)
     num_new = decoding.max_new_tokens
@@ -158,14 +160,14 @@ def stream(
     sampling = decoding.sampling
     dtype = None if decoding.cache_dtype is None else CACHE_DTYPES[decoding.cache_dtype]
     state = _begin(writer.model, inputs, cache, keys, stops, sampling, room, dtype)
-    state = writer.laid(state)
+    state = writer.in_step_layout(state)
     rows: list[list[int]] = [[] for _ in prompts]
     seen = 0
     while seen < num_new:
         upto = min(num_new, seen + every)
         if kept is not None:
             kept.forget()
-        state = _advance(writer.stepping, state, keys, stops, jnp.int32(upto), sampling)
+        state = _advance(writer.step_model, state, keys, stops, jnp.int32(upto), sampling)
         if kept is not None:
             kept.keep(state.cache, [*prompts[0], *_fed(state)])
         shown = np.asarray(state.written)[: len(prompts), seen:upto]
@@ -190,7 +192,7 @@ def _padded(stop_ids: Sequence[int]) -> list[int]:
 def _batch_multiple() -> int:
     """Over how many devices the rows of a batch are spread."""
     layout = current_layout()
-    return 1 if layout is None else layout.ways(BATCH)
+    return 1 if layout is None else layout.num_shards(BATCH)
 
 
 def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Array:
@@ -238,7 +240,7 @@ def _fed(state: _State) -> list[int]:
 def _begin(
     model: LanguageModel,
     prompt: Inputs,
-    cache: Cache | None,
+    cache: KVCache | None,
     keys: jax.Array,
     stops: jax.Array,
     sampling: Sampling,

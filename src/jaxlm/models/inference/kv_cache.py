@@ -7,35 +7,35 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.models.attention.api import Visibility, as_keys
-from jaxlm.models.base import Cache, Column, Inputs
+from jaxlm.models.attention.api import AttentionMask, as_keys
+from jaxlm.models.base import Inputs, KVArray, KVCache
 
 _LARGEST = 127.0  # of int8, the same on both sides of zero
 
 
-class CacheApart(eqx.Module):
-    """A `Cache` with a column for each layer, whose rows and heads are one axis (`by_cache_row`)."""
+class UnstackedCache(eqx.Module):
+    """A `KVCache` with a column for each layer, whose rows and heads are one axis (`by_cache_row`)."""
 
-    keys: tuple[Column, ...]
-    values: tuple[Column, ...]
+    keys: tuple[KVArray, ...]
+    values: tuple[KVArray, ...]
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
 
 
-def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> Cache:
+def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> KVCache:
     """A cache of `capacity` slots a row, all of them empty."""
     KeyPos = Axis(KEY_POSITION, capacity)
     numbers = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, HeadSize), dtype=dtype))
     scale = None
     if jnp.dtype(dtype) == jnp.int8:
         scale = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos), dtype=jnp.float32))
-    column = Column(numbers, scale)
+    column = KVArray(numbers, scale)
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
-    return Cache(column, column, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
+    return KVCache(column, column, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
 
 
-def visible_with(cache: Cache | CacheApart, inputs: Inputs) -> Visibility:
+def mask_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:
     """What the inputs see: the slots of the cache, and after them each other."""
 
     def both(slots: NamedArray, new: NamedArray) -> NamedArray:
@@ -44,19 +44,19 @@ def visible_with(cache: Cache | CacheApart, inputs: Inputs) -> Visibility:
         return NamedArray(joined, (slots.resolve_axis(BATCH), Axis(KEY_POSITION, joined.shape[1])))
 
     positions, segment_ids = inputs.positions, inputs.segment_ids
-    return Visibility(positions, segment_ids, both(cache.positions, positions), both(cache.segment_ids, segment_ids))
+    return AttentionMask(positions, segment_ids, both(cache.positions, positions), both(cache.segment_ids, segment_ids))
 
 
-def extended(cache: Cache, inputs: Inputs, keys: NamedArray, values: NamedArray) -> Cache:
+def extended(cache: KVCache, inputs: Inputs, keys: NamedArray, values: NamedArray) -> KVCache:
     """The cache with the inputs' keys and values ({layers, batch, position, kv_heads, head_size}) in it."""
-    return Cache(
-        column_with(cache.keys, keys, cache.length),
-        column_with(cache.values, values, cache.length),
+    return KVCache(
+        kv_array_with(cache.keys, keys, cache.length),
+        kv_array_with(cache.values, values, cache.length),
         *slots_with(cache, inputs),
     )
 
 
-def slots_with(cache: Cache | CacheApart, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:
+def slots_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:
     """The cache's positions, segment ids and length, with the inputs in it."""
     return (
         _with(cache.positions, as_keys(inputs.positions), cache.length),
@@ -65,14 +65,14 @@ def slots_with(cache: Cache | CacheApart, inputs: Inputs) -> tuple[NamedArray, N
     )
 
 
-def column_with(column: Column, new: NamedArray, at: jax.Array) -> Column:
+def kv_array_with(column: KVArray, new: NamedArray, at: jax.Array) -> KVArray:
     """The column with {batch, position, kv_heads, head_size}, or that of all layers, in its slots from `at` on."""
     new = as_keys(new).rearrange((..., BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE))
     new = new if column.numbers.has_axis(BATCH) else by_cache_row(new)
     if column.scale is None:
-        return Column(_with(column.numbers, new, at))
+        return KVArray(_with(column.numbers, new, at))
     numbers, scale = quantized(new)
-    return Column(_with(column.numbers, numbers, at), _with(column.scale, scale, at))
+    return KVArray(_with(column.numbers, numbers, at), _with(column.scale, scale, at))
 
 
 def by_cache_row(x: NamedArray) -> NamedArray:

@@ -17,37 +17,37 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION
-from jaxlm.models.base import Cache, Column, Inputs, LanguageModel
-from jaxlm.models.inference.kv_cache import CacheApart
+from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
+from jaxlm.models.inference.kv_cache import UnstackedCache
 from jaxlm.models.inference.padding import left_padded, rounded_length, rounded_up
-from jaxlm.models.inference.unstacked import together
+from jaxlm.models.inference.unstacked import stack
 
 _PIECE = 512
 """Tokens that are read at once beside a cache: their scores with all of its slots are in memory together."""
 
 
-class Kept:
+class PrefixCache:
     """The cache of one text, and the tokens that it holds. Of one model, and one dtype of caches.
 
     Slot `start + i` holds token i.
     """
 
     def __init__(self) -> None:
-        self._cache: Cache | CacheApart | None = None
+        self._cache: KVCache | UnstackedCache | None = None
         self._tokens: list[int] = []
         self._start = 0
 
     def keep(self, cache: Any, tokens: Sequence[int]) -> None:
         """Keeps a cache that holds these tokens of its first row, and nothing behind them; another kind of cache is not
         kept. Whoever goes on to write into it calls `forget` before."""
-        if isinstance(cache, Cache | CacheApart):
+        if isinstance(cache, KVCache | UnstackedCache):
             self._cache, self._tokens, self._start = cache, list(tokens), int(cache.length) - len(tokens)
 
     def forget(self) -> None:
         """Keeps nothing."""
         self._cache = None
 
-    def recalled(self, model: LanguageModel, prompt: Sequence[int], rows: int, room: int) -> tuple[Cache | None, int]:
+    def recalled(self, model: LanguageModel, prompt: Sequence[int], rows: int, room: int) -> tuple[KVCache | None, int]:
         """The cache with all but the end of a prompt in it, and how many tokens that is; (None, 0) where as much would be
         read as without it. It is not kept any longer: it belongs to the caller.
 
@@ -61,7 +61,7 @@ class Kept:
         num_held = _num_useful(self._num_same(prompt), len(prompt))
         if not num_held:
             return None, 0
-        cache = _together(cache) if isinstance(cache, CacheApart) else cache
+        cache = _together(cache) if isinstance(cache, UnstackedCache) else cache
         cache = _cut(cache, jnp.int32(self._start + num_held))
         end = self._start + len(prompt)
         if cache.positions.axis_size(KEY_POSITION) < end + room:
@@ -83,20 +83,20 @@ def _num_useful(num_same: int, num_asked: int) -> int:
     return max(0, num_asked - width)
 
 
-_together = jax.jit(together)
+_together = jax.jit(stack)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _cut(cache: Cache, length: jax.Array) -> Cache:
+def _cut(cache: KVCache, length: jax.Array) -> KVCache:
     """The cache with so many of its slots in use. Those behind them have segment 0, so it does not matter what is in them."""
     axes = cache.segment_ids.axes
     in_use = hax.arange(cache.segment_ids.resolve_axis(KEY_POSITION)) < length
     segment_ids = hax.where(in_use, cache.segment_ids, 0).rearrange(axes)
-    return Cache(cache.keys, cache.values, cache.positions, segment_ids, length)
+    return KVCache(cache.keys, cache.values, cache.positions, segment_ids, length)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _grown(cache: Cache, capacity: int) -> Cache:
+def _grown(cache: KVCache, capacity: int) -> KVCache:
     """The cache with so many slots, of which the new ones hold nothing."""
 
     def grown(slots: NamedArray) -> NamedArray:
@@ -105,13 +105,13 @@ def _grown(cache: Cache, capacity: int) -> Cache:
         axes = tuple(axis.resize(capacity) if own == axis else own for own in slots.axes)
         return hax.auto_sharded(NamedArray(jnp.pad(slots.array, widths), axes))
 
-    def column(one: Column) -> Column:
-        return Column(grown(one.numbers), None if one.scale is None else grown(one.scale))
+    def column(one: KVArray) -> KVArray:
+        return KVArray(grown(one.numbers), None if one.scale is None else grown(one.scale))
 
     slots = grown(cache.positions), grown(cache.segment_ids)
-    return Cache(column(cache.keys), column(cache.values), *slots, cache.length)
+    return KVCache(column(cache.keys), column(cache.values), *slots, cache.length)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _read(model: LanguageModel, cache: Cache, inputs: Inputs) -> Cache:
+def _read(model: LanguageModel, cache: KVCache, inputs: Inputs) -> KVCache:
     return model.hidden(hax.auto_sharded(inputs), cache=cache).cache

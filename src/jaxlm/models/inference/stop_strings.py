@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxlm.models.inference.generate import Until
+from jaxlm.models.inference.generate import StopFunction
 
 
 @dataclass(frozen=True)
-class StopTexts:
+class StopStrings:
     """Ends a continuation where one of them appears, which is then without it.
 
     Attributes:
@@ -19,7 +19,7 @@ class StopTexts:
     decode: Callable[[list[int]], str]
 
     @property
-    def until(self) -> Until | None:
+    def until(self) -> StopFunction | None:
         """For `continued`; None where nothing ends it, so that nobody has to look."""
         return self._found if self.texts else None
 

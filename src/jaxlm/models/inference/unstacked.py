@@ -17,17 +17,17 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, CACHE_ROW, KV_HEADS, LAYERS
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.base import Cache, Column, Hidden, Inputs, LanguageModel
-from jaxlm.models.inference.kv_cache import CacheApart, by_cache_row, slots_with, visible_with
-from jaxlm.models.layers import Past
+from jaxlm.models.base import Hidden, Inputs, KVArray, KVCache, LanguageModel
+from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, mask_with, slots_with
+from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.stacks import Block, LayerKind, Transformer, contexts_of
+from jaxlm.models.stacks import Block, LayerKind, Transformer, layer_contexts
 
 T = TypeVar("T")
 
 
-class TransformerApart(eqx.Module):
+class UnstackedTransformer(eqx.Module):
     """A `Transformer` that continues what a cache holds, and does nothing else. Its fields are those of the other."""
 
     layers: tuple[Block, ...]
@@ -36,26 +36,26 @@ class TransformerApart(eqx.Module):
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, inputs: Inputs, cache: CacheApart, key: None) -> Hidden:
+    def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None) -> Hidden:
         """Embedded tokens {batch, position, embed} to normed ones; each layer writes to the cache before it reads."""
-        contexts = contexts_of(self.kinds, inputs, visible_with(cache, inputs), AUTO, self.HeadSize, self.seq_len)
+        contexts = layer_contexts(self.kinds, inputs, mask_with(cache, inputs), AUTO, self.HeadSize, self.seq_len)
         written = []
         for number, block in enumerate(self.layers):
-            past = Past(cache.keys[number], cache.values[number], cache.length)
+            past = LayerCache(cache.keys[number], cache.values[number], cache.length)
             x, past, _ = block(x, contexts[number % len(contexts)], past, index=hax.named(number, ()), key=key)
             written.append(past)
         columns = (tuple(past.keys for past in written), tuple(past.values for past in written))
-        return Hidden(self.final_norm(x), CacheApart(*columns, *slots_with(cache, inputs)))
+        return Hidden(self.final_norm(x), UnstackedCache(*columns, *slots_with(cache, inputs)))
 
 
-def better_apart() -> bool:
+def prefers_unstacked() -> bool:
     """Whether the current devices write faster so. On a mesh layers are gathered one by one, in a loop."""
     layout = current_layout()
     return current_platform() == "cpu" and (layout is None or layout.mesh.size == 1)
 
 
 @dataclass(frozen=True)
-class Writer:
+class Generator:
     """A model and what it needs to write, which is made once for all of its texts.
 
     Attributes:
@@ -64,28 +64,28 @@ class Writer:
     """
 
     model: LanguageModel
-    stepping: Any
+    step_model: Any
 
     @staticmethod
-    def of(model: LanguageModel) -> "Writer":
+    def of(model: LanguageModel) -> "Generator":
         """Of a model on the current devices. Call it inside `layout.use()`, where there is a layout."""
-        return Writer(model, _copied_apart(model) if better_apart() else model)
+        return Generator(model, _unstacked_copy(model) if prefers_unstacked() else model)
 
-    def laid(self, cache: T) -> T:
+    def in_step_layout(self, cache: T) -> T:
         """Whatever holds a cache that the model has written, as `stepping` reads it."""
-        return cache if self.stepping is self.model else _copied_apart(cache)
+        return cache if self.step_model is self.model else _unstacked_copy(cache)
 
 
-def apart(tree: T) -> T:
-    """A copy with the layers of every `Transformer` and `Cache` in arrays of their own."""
-    return jax.tree.map(_apart, tree, is_leaf=lambda node: isinstance(node, Transformer | Cache))
+def unstack(tree: T) -> T:
+    """A copy with the layers of every `Transformer` and `KVCache` in arrays of their own."""
+    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Transformer | KVCache))
 
 
-_copied_apart = jax.jit(apart)
+_unstacked_copy = jax.jit(unstack)
 
 
-def together(cache: CacheApart) -> Cache:
-    """What `apart` was given: a copy, for what reads many tokens at once."""
+def stack(cache: UnstackedCache) -> KVCache:
+    """What `unstack` was given: a copy, for what reads many tokens at once."""
     Batch = cache.positions.resolve_axis(BATCH)
 
     def joined(*layers: NamedArray) -> NamedArray:
@@ -98,16 +98,16 @@ def together(cache: CacheApart) -> Cache:
         jax.tree.map(joined, *columns, is_leaf=lambda x: isinstance(x, NamedArray))
         for columns in (cache.keys, cache.values)
     )
-    return Cache(keys, values, cache.positions, cache.segment_ids, cache.length)
+    return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length)
 
 
-def _apart(node: Any) -> Any:
+def _unstack_node(node: Any) -> Any:
     if isinstance(node, Transformer):
         blocks = jax.tree.map(_as_matrix, tuple(node.layers.unstacked()), is_leaf=lambda x: isinstance(x, Linear))
-        return TransformerApart(blocks, node.final_norm, node.kinds, node.HeadSize, node.seq_len)
-    if isinstance(node, Cache):
+        return UnstackedTransformer(blocks, node.final_norm, node.kinds, node.HeadSize, node.seq_len)
+    if isinstance(node, KVCache):
         columns = (_columns(node.keys), _columns(node.values))
-        return CacheApart(*columns, node.positions, node.segment_ids, node.length)
+        return UnstackedCache(*columns, node.positions, node.segment_ids, node.length)
     return node
 
 
@@ -115,7 +115,7 @@ def _as_matrix(part: Any) -> Any:
     return MatrixLinear.of(part) if isinstance(part, Linear) else part
 
 
-def _columns(stacked: Column) -> tuple[Column, ...]:
+def _columns(stacked: KVArray) -> tuple[KVArray, ...]:
     flat = jax.tree.map(by_cache_row, stacked, is_leaf=lambda x: isinstance(x, NamedArray))
     layers = range(stacked.numbers.axis_size(LAYERS))
     return tuple(

@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """What a tracker may say about the run as a whole.
 
     Attributes:
@@ -69,7 +69,7 @@ class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """Raises `ConfigError` for what cannot be. Touches neither disk nor network."""
 
     @abc.abstractmethod
-    def open(self, run: RunFacts) -> Tracker:
+    def open(self, run: RunInfo) -> Tracker:
         """The tracker of a run, which has been told the configuration, the code's commit and the packages.
 
         It may take its time and raise anything: `GuardedTracker` stands between it and the run.

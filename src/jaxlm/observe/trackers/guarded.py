@@ -12,7 +12,7 @@ _Job = Callable[[Tracker], None]
 
 
 @dataclass(frozen=True)
-class Patience:
+class TrackerTimeouts:
     """How long a run waits for a tracker, and a tracker for records.
 
     Attributes:
@@ -28,7 +28,7 @@ class Patience:
     close_s: float = 60.0
 
 
-class GuardedTracker:
+class BackgroundTracker:
     """A tracker in a thread of its own: handing it a record takes microseconds, whatever becomes of it.
 
     The thread sleeps while records gather, and wakes by itself or before its time for a flush and for the end.
@@ -40,14 +40,14 @@ class GuardedTracker:
         self,
         name: str,
         open_tracker: Callable[[], Tracker],
-        show: Callable[[str], None],
-        patience: Patience | None = None,
+        log: Callable[[str], None],
+        patience: TrackerTimeouts | None = None,
     ):
         """Args: name: for people. open_tracker: called in the thread. show: prints a line, in the caller's own thread."""
         self._name = name
         self._open = open_tracker
-        self._show = show
-        self._patience = patience or Patience()
+        self._show = log
+        self._patience = patience or TrackerTimeouts()
         self._jobs: deque[_Job | None] = deque()
         self._changed = threading.Condition()
         self._opened = self._ended = self._given_up = self._in_hurry = False

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import RunFacts, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
 
 @TrackerConfig.register_subclass("tensorboard")
@@ -45,7 +45,7 @@ class TensorboardConfig(TrackerConfig):
             if "/" in text:
                 raise ConfigError(f"trainer.tracker (tensorboard): {name}: '{text}' cannot be part of a file's name")
 
-    def open(self, run: RunFacts) -> Tracker:
+    def open(self, run: RunInfo) -> Tracker:
         """Starts a new event file; TensorBoard hides what an earlier one says about later steps."""
         from tensorboardX import SummaryWriter
 

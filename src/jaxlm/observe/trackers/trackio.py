@@ -7,7 +7,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import RunFacts, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
 
 class MissingLibraryError(Exception):
@@ -36,7 +36,7 @@ class TrackioConfig(TrackerConfig):
         if not self.project.strip():
             raise ConfigError("trainer.tracker (trackio): project: empty; a name expected")
 
-    def open(self, run: RunFacts) -> Tracker:
+    def open(self, run: RunInfo) -> Tracker:
         """Begins the run, or goes on with the newest of its name where it has a checkpoint.
 
         Raises:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import RunFacts, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
 _INIT_TIMEOUT_S = 30.0
 _FORBIDDEN_IN_ID = "/\\#?%:"
@@ -74,7 +74,7 @@ class WandbConfig(TrackerConfig):
                 " XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_pass_re=.*', or leave it out"
             )
 
-    def open(self, run: RunFacts) -> Tracker:
+    def open(self, run: RunInfo) -> Tracker:
         """Begins the run, or goes on with it where its id exists.
 
         Raises:
@@ -110,7 +110,7 @@ class WandbConfig(TrackerConfig):
         self._log_files(handle, run)
         return WandbTracker(handle, xla_dump_folder() if self.save_xla_dumps else None)
 
-    def _log_files(self, handle: Any, run: RunFacts) -> None:
+    def _log_files(self, handle: Any, run: RunInfo) -> None:
         import wandb
 
         about = wandb.Artifact(artifact_name(run.run_id, "run"), type="run")

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.interop.hf.family import Fixed, Group, Key
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, sizes, window_pattern
+from jaxlm.interop.hf.family import FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, size_keys, window_pattern
 from jaxlm.interop.hf.shared_weights import attention, ends, four_norms, gated_mlp
 from jaxlm.interop.hf.weights import Tensor
 
 
 def gemma_keys(
     *, length: int, pattern: int, attn_cap: float | None, final_cap: float | None, one_way: bool | None
-) -> tuple[Key | Fixed | Group, ...]:
+) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
     """All but the rotation.
 
     Args:
@@ -19,18 +19,18 @@ def gemma_keys(
         one_way: how they write that tokens look back only.
     """
     return (
-        *sizes(length=length, tied=True),
+        *size_keys(length=length, tied=True),
         kv_heads(),
         head_dim(256),
         activation("hidden_activation", "gelu_pytorch_tanh", written={"gelu_new": "gelu_pytorch_tanh"}),
         window_pattern(pattern, window=4096),
-        Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
-        Key("attn_logit_softcapping", "attn_soft_cap", attn_cap),
-        Key("final_logit_softcapping", "final_soft_cap", final_cap),
-        Fixed("use_bidirectional_attention", one_way, others=(None, False)),
-        Fixed("attention_bias", False),
-        Fixed("attention_dropout", 0.0),
-        Fixed("cache_implementation", "hybrid", others=(None,)),
+        JsonKey("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+        JsonKey("attn_logit_softcapping", "attn_soft_cap", attn_cap),
+        JsonKey("final_logit_softcapping", "final_soft_cap", final_cap),
+        FixedKey("use_bidirectional_attention", one_way, others=(None, False)),
+        FixedKey("attention_bias", False),
+        FixedKey("attention_dropout", 0.0),
+        FixedKey("cache_implementation", "hybrid", others=(None,)),
     )
 
 

@@ -1,7 +1,7 @@
 """Gemma 2 in config.json and in its files."""
 
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
-from jaxlm.interop.hf.family import Family, Fixed
+from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import rope
 from jaxlm.models.families.gemma2 import Gemma2Config
 
@@ -12,7 +12,7 @@ FAMILY = Family(
     keys=(
         *gemma_keys(length=8192, pattern=2, attn_cap=50.0, final_cap=30.0, one_way=None),
         rope(),
-        Fixed("hidden_act", "gelu_pytorch_tanh", others=("gelu_new",)),
+        FixedKey("hidden_act", "gelu_pytorch_tanh", others=("gelu_new",)),
     ),
     tensors=lambda config: tuple(gemma_tensors(config)),
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
-from jaxlm.interop.hf.family import Family, Group, Json
+from jaxlm.interop.hf.family import Family, Json, KeyGroup
 from jaxlm.interop.hf.shared_keys import rope_from_json, rope_to_json
 from jaxlm.interop.hf.shared_weights import head_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
@@ -34,7 +34,7 @@ FAMILY = Family(
     config=Gemma3Config,
     keys=(
         *gemma_keys(length=131072, pattern=6, attn_cap=None, final_cap=None, one_way=False),
-        Group(_ROPES, _ropes_to_ours, _ropes_to_theirs),
+        KeyGroup(_ROPES, _ropes_to_ours, _ropes_to_theirs),
     ),
     tensors=lambda config: (*gemma_tensors(config), *head_norms()),
 )

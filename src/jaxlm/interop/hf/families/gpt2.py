@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import Family, Fixed, Group, Json, Key
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
 from jaxlm.interop.hf.weights import Tensor, fused, one
@@ -52,22 +52,22 @@ FAMILY = Family(
     architecture="GPT2LMHeadModel",
     config=Gpt2Config,
     keys=(
-        Key("n_positions", "seq_len", 1024),
-        Key("n_embd", "hidden_dim", 768),
-        Key("n_layer", "num_layers", 12),
-        Key("n_head", "num_heads", 12),
-        Group(("n_inner",), _scale_from_theirs, _inner_to_theirs),
+        JsonKey("n_positions", "seq_len", 1024),
+        JsonKey("n_embd", "hidden_dim", 768),
+        JsonKey("n_layer", "num_layers", 12),
+        JsonKey("n_head", "num_heads", 12),
+        KeyGroup(("n_inner",), _scale_from_theirs, _inner_to_theirs),
         activation("activation_function", "gelu_new"),
-        Key("embd_pdrop", "embed_pdrop", 0.1),
-        Key("resid_pdrop", "resid_pdrop", 0.1),
-        Key("attn_pdrop", "attn_pdrop", 0.1),
-        Key("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Key("initializer_range", "initializer_range", 0.02),
-        Key("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
-        Key("reorder_and_upcast_attn", "upcast_attn", False),
-        Fixed("scale_attn_weights", True),
-        Fixed("tie_word_embeddings", True),
-        Group(("n_ctx", *(f"summary_{x}" for x in _SUMMARY)), lambda _: {}, lambda _: {}),
+        JsonKey("embd_pdrop", "embed_pdrop", 0.1),
+        JsonKey("resid_pdrop", "resid_pdrop", 0.1),
+        JsonKey("attn_pdrop", "attn_pdrop", 0.1),
+        JsonKey("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+        JsonKey("initializer_range", "initializer_range", 0.02),
+        JsonKey("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
+        JsonKey("reorder_and_upcast_attn", "upcast_attn", False),
+        FixedKey("scale_attn_weights", True),
+        FixedKey("tie_word_embeddings", True),
+        KeyGroup(("n_ctx", *(f"summary_{x}" for x in _SUMMARY)), lambda _: {}, lambda _: {}),
     ),
     tensors=lambda config: tuple(_tensors(config)),
     prefix="transformer.",

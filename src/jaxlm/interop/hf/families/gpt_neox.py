@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxlm.interop.hf.family import Family, Fixed, Key
-from jaxlm.interop.hf.shared_keys import activation, rope, sizes
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.shared_keys import activation, rope, size_keys
 from jaxlm.interop.hf.shared_weights import BLOCK
 from jaxlm.interop.hf.weights import Tensor, fused, one
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
@@ -43,14 +43,14 @@ FAMILY = Family(
     architecture="GPTNeoXForCausalLM",
     config=GptNeoxConfig,
     keys=(
-        *sizes(length=2048, eps="layer_norm_eps", eps_default=1e-5),
+        *size_keys(length=2048, eps="layer_norm_eps", eps_default=1e-5),
         rope(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"),
         activation("hidden_act", "gelu"),
-        Key("use_parallel_residual", "use_parallel_residual", True),
-        Fixed("attention_bias", True),
-        Fixed("attention_dropout", 0.0),
-        Fixed("hidden_dropout", 0.0),
-        Fixed("classifier_dropout", 0.1, others=(0.0, None)),
+        JsonKey("use_parallel_residual", "use_parallel_residual", True),
+        FixedKey("attention_bias", True),
+        FixedKey("attention_dropout", 0.0),
+        FixedKey("hidden_dropout", 0.0),
+        FixedKey("classifier_dropout", 0.1, others=(0.0, None)),
     ),
     tensors=lambda config: tuple(_tensors(config)),
     prefix="gpt_neox.",

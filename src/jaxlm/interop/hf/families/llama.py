@@ -1,7 +1,7 @@
 """Llama in config.json and in its files."""
 
-from jaxlm.interop.hf.family import Family, Fixed, Key
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, sizes
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, ends, gated_mlp, pre_norms
 from jaxlm.models.families.llama import LlamaConfig
 
@@ -10,14 +10,14 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     config=LlamaConfig,
     keys=(
-        *sizes(length=2048),
+        *size_keys(length=2048),
         kv_heads(),
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        Key("attention_bias", "attention_bias", False),
-        Key("mlp_bias", "mlp_bias", False),
-        Fixed("attention_dropout", 0.0),
+        JsonKey("attention_bias", "attention_bias", False),
+        JsonKey("mlp_bias", "mlp_bias", False),
+        FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
         *ends(config),

@@ -1,7 +1,7 @@
 """Mixtral in config.json and in its files."""
 
-from jaxlm.interop.hf.family import Family, Fixed, Key
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, sizes
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
 from jaxlm.interop.hf.shared_weights import attention, ends, experts, pre_norms
 from jaxlm.models.families.mixtral import MixtralConfig
 
@@ -10,15 +10,15 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     config=MixtralConfig,
     keys=(
-        *sizes(length=131072, eps_default=1e-5),
+        *size_keys(length=131072, eps_default=1e-5),
         kv_heads(),
         head_dim(),
         rope(1e6),
         activation("hidden_act", "silu"),
-        Key("sliding_window", "sliding_window", None),
+        JsonKey("sliding_window", "sliding_window", None),
         *router("num_local_experts", num_experts=8, chosen=2),
-        Fixed("router_jitter_noise", 0.0),
-        Fixed("attention_dropout", 0.0),
+        FixedKey("router_jitter_noise", 0.0),
+        FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
         *ends(config),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import IRRELEVANT, Family, Fixed, Group, Json, Key
+from jaxlm.interop.hf.family import IRRELEVANT, Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
 from jaxlm.interop.hf.weights import Tensor, fused, one
 from jaxlm.models.families.mpt import MptConfig
@@ -67,24 +67,24 @@ FAMILY = Family(
     architecture="MptForCausalLM",
     config=MptConfig,
     keys=(
-        Key("max_seq_len", "seq_len", 2048),
-        Key("d_model", "hidden_dim"),
-        Key("n_layers", "num_layers"),
-        Key("n_heads", "num_heads"),
-        Group(("expansion_ratio",), _width_to_ours, lambda _: {"expansion_ratio": _RATIO}),
-        Key("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Key("initializer_range", "initializer_range", 0.02),
-        Key("tie_word_embeddings", "tie_word_embeddings", True),
-        Group(("attn_config",), _attention_to_ours, _attention_to_theirs),
-        Fixed("no_bias", True),
-        Fixed("logit_scale", None),
-        Fixed("resid_pdrop", 0.0, others=(0,)),
-        Fixed("emb_pdrop", 0.0, others=(0,)),
-        Fixed("norm_type", "low_precision_layernorm"),
-        Fixed("learned_pos_emb", True, others=(False,)),  # with ALiBi there is no table of positions either way
-        Fixed("embedding_fraction", 1.0),
-        Fixed("init_device", "cpu", others=("meta",)),
-        Fixed("verbose", 0),
+        JsonKey("max_seq_len", "seq_len", 2048),
+        JsonKey("d_model", "hidden_dim"),
+        JsonKey("n_layers", "num_layers"),
+        JsonKey("n_heads", "num_heads"),
+        KeyGroup(("expansion_ratio",), _width_to_ours, lambda _: {"expansion_ratio": _RATIO}),
+        JsonKey("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+        JsonKey("initializer_range", "initializer_range", 0.02),
+        JsonKey("tie_word_embeddings", "tie_word_embeddings", True),
+        KeyGroup(("attn_config",), _attention_to_ours, _attention_to_theirs),
+        FixedKey("no_bias", True),
+        FixedKey("logit_scale", None),
+        FixedKey("resid_pdrop", 0.0, others=(0,)),
+        FixedKey("emb_pdrop", 0.0, others=(0,)),
+        FixedKey("norm_type", "low_precision_layernorm"),
+        FixedKey("learned_pos_emb", True, others=(False,)),  # with ALiBi there is no table of positions either way
+        FixedKey("embedding_fraction", 1.0),
+        FixedKey("init_device", "cpu", others=("meta",)),
+        FixedKey("verbose", 0),
     ),
     tensors=lambda config: tuple(_tensors(config)),
     prefix="transformer.",

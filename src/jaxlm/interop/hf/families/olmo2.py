@@ -1,7 +1,7 @@
 """OLMo 2 in config.json and in its files."""
 
-from jaxlm.interop.hf.family import Family, Fixed
-from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, sizes
+from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
 from jaxlm.interop.hf.shared_weights import attention, ends, gated_mlp, norms, whole_norms
 from jaxlm.models.families.olmo2 import Olmo2Config
 
@@ -10,12 +10,12 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     config=Olmo2Config,
     keys=(
-        *sizes(length=2048, eps_default=1e-5),
+        *size_keys(length=2048, eps_default=1e-5),
         kv_heads(),
         rope(),
         activation("hidden_act", "silu"),
-        Fixed("attention_bias", False),
-        Fixed("attention_dropout", 0.0),
+        FixedKey("attention_bias", False),
+        FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
         *ends(config),

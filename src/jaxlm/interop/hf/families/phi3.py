@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxlm.interop.hf.family import Family, Fixed, Group, Json, Key
-from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, sizes
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, ends, pre_norms
 from jaxlm.interop.hf.weights import Tensor, fused, one
 from jaxlm.models.families.phi3 import Phi3Config
@@ -39,16 +39,16 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     config=Phi3Config,
     keys=(
-        *sizes(length=4096, eps_default=1e-5),
+        *size_keys(length=4096, eps_default=1e-5),
         kv_heads(),
         rope(),
-        Group(("original_max_position_embeddings",), _original_to_ours, _original_to_theirs),
+        KeyGroup(("original_max_position_embeddings",), _original_to_ours, _original_to_theirs),
         activation("hidden_act", "silu"),
-        Key("sliding_window", "sliding_window", None),
-        Fixed("attention_dropout", 0.0),
-        Fixed("resid_pdrop", 0.0),
-        Fixed("embd_pdrop", 0.0),
-        Fixed("attention_bias", False),
+        JsonKey("sliding_window", "sliding_window", None),
+        FixedKey("attention_dropout", 0.0),
+        FixedKey("resid_pdrop", 0.0),
+        FixedKey("embd_pdrop", 0.0),
+        FixedKey("attention_bias", False),
     ),
     tensors=lambda config: tuple(_tensors(config)),
 )

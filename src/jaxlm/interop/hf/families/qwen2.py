@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 in config.json and in their files."""
 
-from jaxlm.interop.hf.family import Family, Fixed
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, sizes
+from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
 from jaxlm.interop.hf.shared_weights import attention, ends, gated_mlp, pre_norms
 from jaxlm.models.families.qwen2 import Qwen2Config
 
@@ -10,13 +10,13 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     config=Qwen2Config,
     keys=(
-        *sizes(length=32768),
+        *size_keys(length=32768),
         kv_heads(),
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
         late_window(28),
-        Fixed("attention_dropout", 0.0),
+        FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (*ends(config), *pre_norms(), *attention(qkv_bias=True), *gated_mlp()),
 )

@@ -1,7 +1,7 @@
 """Qwen3 in config.json and in its files."""
 
-from jaxlm.interop.hf.family import Family, Fixed, Key
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, sizes
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, ends, gated_mlp, head_norms, pre_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
@@ -10,14 +10,14 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
     keys=(
-        *sizes(length=32768),
+        *size_keys(length=32768),
         kv_heads(),
         head_dim(128),
         rope(),
         activation("hidden_act", "silu"),
         late_window(28),
-        Key("attention_bias", "attention_bias", False),
-        Fixed("attention_dropout", 0.0),
+        JsonKey("attention_bias", "attention_bias", False),
+        FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
         *ends(config),

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.interop.hf.family import Family, Fixed, Group, Json, Key
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, sizes
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, ends, experts, head_norms, pre_norms
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
@@ -31,19 +31,19 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeConfig,
     keys=(
-        *(key for key in sizes(length=32768) if key.theirs != "intermediate_size"),
-        Group(("intermediate_size", "moe_intermediate_size"), _width_to_ours, _width_to_theirs),
+        *(key for key in size_keys(length=32768) if key.theirs != "intermediate_size"),
+        KeyGroup(("intermediate_size", "moe_intermediate_size"), _width_to_ours, _width_to_theirs),
         kv_heads(),
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        Group(("use_sliding_window", "sliding_window", "max_window_layers"), _window_to_ours, _window_to_theirs),
+        KeyGroup(("use_sliding_window", "sliding_window", "max_window_layers"), _window_to_ours, _window_to_theirs),
         *router("num_experts", "num_local_experts", num_experts=128, chosen=8),
-        Key("norm_topk_prob", "norm_topk_prob", False),
-        Key("attention_bias", "attention_bias", False),
-        Fixed("decoder_sparse_step", 1),
-        Fixed("mlp_only_layers", [], others=(None,)),
-        Fixed("attention_dropout", 0.0),
+        JsonKey("norm_topk_prob", "norm_topk_prob", False),
+        JsonKey("attention_bias", "attention_bias", False),
+        FixedKey("decoder_sparse_step", 1),
+        FixedKey("mlp_only_layers", [], others=(None,)),
+        FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
         *ends(config),

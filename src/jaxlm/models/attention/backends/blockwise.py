@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.core.custom_vjp import OwnBackward
+from jaxlm.core.custom_vjp import CustomVjp
 from jaxlm.models.attention.scores import ScoreRule
 
 ATTENTION = "attention"
@@ -29,7 +29,7 @@ _MOST_BLOCKS = 8
 _HIDDEN = -1e30  # finite: a block that sees nothing stays finite both ways
 
 
-def block_attention(
+def blockwise_attention(
     q_BTKGH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
@@ -108,7 +108,7 @@ def blocks_forward(
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
-@functools.partial(OwnBackward, nondiff_argnums=(0, 1))
+@functools.partial(CustomVjp, nondiff_argnums=(0, 1))
 def _attend(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
     return blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def plain_attention(
+def reference_attention(
     q_BTKGH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
