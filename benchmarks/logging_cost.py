@@ -39,8 +39,8 @@ from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener, TrackerListener
 from jaxlm.observe.trackers import JsonlTracker
+from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.base import RunInfo, Tracker
-from jaxlm.observe.trackers.guarded import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.run.compile import compile_step
@@ -122,7 +122,7 @@ def measure(
     trackers = open_trackers(plan, folder)  # first: wandb takes seconds to begin
     phase = plan.phases[0]
     step = compile_step(plan, phase, print).call
-    state = enter_phase(plan.recipe, phase, plan.layout, None)()
+    state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     flags, batch = FlagSync(plan.layout).to_devices(SyncFlags()), random_batch(plan, 0)
     listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
     switch = Switch(listeners)

@@ -293,13 +293,13 @@ def rates(plan: Any) -> list[list[float]]:
 
 def groups(plan: Any) -> list[Any]:
     return [
-        [(g.name, g.num_parameters, g.weight_decay) for g in p.groups(plan.recipe.abstract_state(p).model)]
+        [(g.name, g.num_parameters, g.weight_decay) for g in p.groups(plan.state_builder.abstract_state(p).model)]
         for p in plan.phases
     ]
 
 
 def shapes(plan: Any) -> list[Any]:
-    flat = [jax.tree_util.tree_flatten_with_path(plan.recipe.abstract_state(p))[0] for p in plan.phases]
+    flat = [jax.tree_util.tree_flatten_with_path(plan.state_builder.abstract_state(p))[0] for p in plan.phases]
     return [[(jax.tree_util.keystr(path), x.shape, x.dtype) for path, x in leaves] for leaves in flat]
 
 
@@ -313,7 +313,7 @@ def programs(plan: Any) -> list[str]:
 
 
 def initial_parameters(plan: Any) -> list[tuple[Any, ...]]:
-    leaves = jax.tree.leaves(plan.recipe.apply_surgeries(plan.recipe.initial_model(), plan.phases[0]))
+    leaves = jax.tree.leaves(plan.state_builder.apply_surgeries(plan.state_builder.initial_model(), plan.phases[0]))
     return [(x.shape, x.dtype, np.asarray(x).tobytes()) for x in leaves]
 
 
@@ -440,7 +440,7 @@ def test_sample_fields(name, tmp_path):
         log=lambda _: None
     )
     plan = plan_of(tree())
-    model = plan.recipe.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+    model = plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
     model = jax.tree.map(lambda x: x * 20, model)
 
     def shown(**changes: Any) -> list[str]:

@@ -83,7 +83,7 @@ def main():
         plan = make_plan(config(micro, folder), "peer", common.VOCAB)
         with plan.layout.use():
             phase = plan.phases[0]
-            enter = enter_phase(plan.recipe, phase, plan.layout, None)
+            enter = enter_phase(plan.state_builder, phase, plan.layout, None)
             step = compile_step(plan, phase, lambda _: None).call
             state = enter()
             state = type(state)(**{**vars(state), "model": loaded(state.model, common.weights())})

@@ -132,7 +132,7 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     phase = plan.phases[0]
     step = compile_step(plan, phase, console.log)
     step.require_room()
-    state = enter_phase(plan.recipe, phase, plan.layout, None)()
+    state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     batches = [random_batch(plan, seed) for seed in range(4)]
     flags = FlagSync(plan.layout).to_devices(SyncFlags())
     dispatch, whole = [], []
@@ -152,7 +152,7 @@ def random_batch(plan: Plan, seed: int) -> TokenBatch:
     shapes = abstract_batch(plan)
     axes = shapes.tokens.axes
     shape = tuple(axis.size for axis in axes)
-    tokens = rng.integers(0, plan.recipe.Vocab.size, (*shape[:-1], shape[-1] + 1), np.int32)
+    tokens = rng.integers(0, plan.state_builder.Vocab.size, (*shape[:-1], shape[-1] + 1), np.int32)
     columns = {
         "tokens": tokens[..., :-1],
         "targets": tokens[..., 1:],
@@ -182,7 +182,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch: list[float], whole: list[f
     devices = jax.devices()
     seconds = statistics.median(whole)
     rate = plan.tokens_per_step / seconds
-    flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size)
+    flops = plan.config.model.flops_per_token(plan.state_builder.Vocab.size)
     peak = peak_flops(devices[0].device_kind)
     peaks = None if peak is None else peak * len(devices)
     text = step.call.as_text() or ""
@@ -203,7 +203,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch: list[float], whole: list[f
         mfu_attainable=rate * flops.causal / (attainable_flops(plan.precision.compute) * len(devices)),
         peak_bytes=_peak_bytes(),
         program_bytes=step.num_bytes,
-        recomputation=step.keep,
+        recomputation=step.remat_policy,
         kernels=dict(kernels(text)),
         collectives=moved,
         devices=f"{len(devices)} x {devices[0].device_kind}",

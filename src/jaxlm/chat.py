@@ -130,7 +130,9 @@ class Conversation:
         ids: list[int] = []
         shown = ""
         self.num_tokens = 0
-        pieces = stream_tokens(self._writer, [prompt], self._fitting(len(prompt)), every=_EVERY, kept=self._kept)
+        pieces = stream_tokens(
+            self._writer, [prompt], self._fitting(len(prompt)), every=_EVERY, prefix_cache=self._kept
+        )
         first = next(pieces, [[]])
         self.messages = asked
         try:

@@ -157,7 +157,7 @@ def evaluate(
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
-        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, apart=other):
+        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=other):
             batches = eval_batches(data_set.windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))

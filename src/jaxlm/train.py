@@ -108,16 +108,16 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Choose another"
         ) from error
     console.log(table("run", describe(plan)))
-    origin = find_init_from(plan, console.log)
-    check_tokenizer(origin, tokenizer.fingerprint, console.log)
-    for line in config_changes(before, config, origin.resume_step) if before and origin.resume_step else []:
+    init_from = find_init_from(plan, console.log)
+    check_tokenizer(init_from, tokenizer.fingerprint, console.log)
+    for line in config_changes(before, config, init_from.resume_step) if before and init_from.resume_step else []:
         console.log(f"changed since the last start: {line}")
     with (
         plan.layout.use(),
         stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, resume_step=origin.resume_step) as run,
+        open_run(plan, tokenizer, console, stop, resume_step=init_from.resume_step) as run,
     ):
-        state, outcome = _train_phases(run, origin)
+        state, outcome = _train_phases(run, init_from)
     newest = plan.checkpoints.checkpoints()[-1].place
     if isinstance(outcome, Interrupted):
         console.log(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
@@ -127,25 +127,25 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     return TrainResult(state, outcome, newest, plan)
 
 
-def _train_phases(run: Run, origin: InitFrom) -> tuple[RunState, Outcome]:
+def _train_phases(run: Run, init_from: InitFrom) -> tuple[RunState, Outcome]:
     """Restores the state, or not, and runs every phase that is not done yet."""
-    plan, outcome, found = run.plan, Done(), origin.state
+    plan, outcome, found = run.plan, Done(), init_from.state
     state = None
     if found is not None:
         current = check_cursor(found.cursor, plan)
-        state = origin.load_state(plan, current, run.console.log)
+        state = init_from.load_state(plan, current, run.console.log)
         complete = found.cursor.step == plan.num_steps
         done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
         run.console.log(f"{done}, from {found.place}")
         for line in changed_stages(found.cursor, found.position(), current, plan):
             run.console.log(line)
-        if not origin.is_own:
+        if not init_from.is_own:
             run.adopt(state, found)
     for phase in plan.phases[found.cursor.phase if found else 0 :]:
         resumed = found if found is not None and found.cursor.phase == phase.index else None
         if resumed is not None and resumed.cursor.step == phase.end:
             continue
-        weights = origin.load_weights(plan, run.console.log) if state is None else None
+        weights = init_from.load_weights(plan, run.console.log) if state is None else None
         state, outcome = _train_phase(run, phase, state, resumed, weights)
         if isinstance(outcome, Interrupted):
             break
@@ -170,7 +170,7 @@ def _train_phase(
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
     enter = None
     if resumed is None:
-        enter = enter_phase(plan.recipe, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))
+        enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))
     # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
     steps = compile_steps(plan, phase, first_step, run.console.log)
     steps.require_room()
@@ -194,7 +194,7 @@ def _train_phase(
             phase,
             steps,
             batches,
-            reports=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch),
+            metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch),
             hooks=[*profiling, run.eval_hook(phase, data), *run.export_hooks(phase)],
             saver=saver,
             flag_sync=run.flag_sync,

@@ -5,7 +5,7 @@ import platform
 
 import pytest
 
-from jaxlm.core import atomic_io as durable
+from jaxlm.core import atomic_io as atomic_io
 
 
 def test_no_two_hosts_write_under_one_name(tmp_path, monkeypatch):
@@ -13,7 +13,7 @@ def test_no_two_hosts_write_under_one_name(tmp_path, monkeypatch):
     names = set()
     for host in ("one", "two", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)
-        with durable.replacing(tmp_path / "x.txt") as unfinished:
+        with atomic_io.replacing(tmp_path / "x.txt") as unfinished:
             names.add(unfinished.name)
             unfinished.write_text(host)
     assert len(names) == 3
@@ -24,30 +24,30 @@ def test_only_what_this_host_has_left_is_removed(tmp_path, monkeypatch):
     left = {}
     for host in ("one", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)
-        left[host] = [durable.temporary(tmp_path / "x"), durable.temporary(tmp_path / "xy")]
+        left[host] = [atomic_io.temporary(tmp_path / "x"), atomic_io.temporary(tmp_path / "xy")]
         left[host][0].mkdir()
         left[host][1].write_text("")
-    durable.remove_leftovers(tmp_path / "x")
+    atomic_io.remove_leftovers(tmp_path / "x")
     assert sorted(tmp_path.iterdir()) == sorted([*left["one"], left["two"][1]])
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):
     def fail():
-        with durable.replacing_folder(tmp_path / "f") as unfinished:
+        with atomic_io.replacing_folder(tmp_path / "f") as unfinished:
             unfinished.mkdir()
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert list(tmp_path.iterdir()) == []
-    with durable.replacing_folder(tmp_path / "f") as unfinished:
+    with atomic_io.replacing_folder(tmp_path / "f") as unfinished:
         unfinished.mkdir()
         (unfinished / "a").write_text("a")
     assert [path.name for path in tmp_path.rglob("*")] == ["f", "a"]
 
 
 def test_the_folder_of_a_faster_host_stays(tmp_path):
-    with durable.replacing_folder(tmp_path / "f") as unfinished:
+    with atomic_io.replacing_folder(tmp_path / "f") as unfinished:
         for folder, content in ((tmp_path / "f", "theirs"), (unfinished, "ours")):
             folder.mkdir()
             (folder / "a").write_text(content)

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.core import atomic_io as durable
+from jaxlm.core import atomic_io as atomic_io
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache import build as cache_building
+from jaxlm.data.cache import build as build_module
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
@@ -38,7 +38,7 @@ def corpus(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 300)
+    monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 300)
 
 
 def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, log=lambda line: None) -> TokenCache:
@@ -92,7 +92,7 @@ def test_is_built_once_and_leaves_nothing_else(tmp_path, tokenizer, corpus):
 
 def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, tokenizer, corpus, monkeypatch):
     expected = contents(build(tmp_path / "one", corpus, tokenizer).folder)
-    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 1 << 20)
     moved = shutil.copytree(corpus, tmp_path / "elsewhere" / "books")
     monkeypatch.chdir(moved.parent)
     assert contents(build(Path("two"), Path("books"), tokenizer).folder) == expected
@@ -190,7 +190,7 @@ class TestDamage:
 def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
-    monkeypatch.setattr(cache_building, "folder_lock", None)
+    monkeypatch.setattr(build_module, "folder_lock", None)
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written"):
         build(tmp_path / "cache" / "validation", corpus, tokenizer)
@@ -211,7 +211,7 @@ def test_no_text_at_all(tmp_path, tokenizer):
 
 
 def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr(cache_building, "_SHOW_EVERY_S", -1.0)
+    monkeypatch.setattr(build_module, "_SHOW_EVERY_S", -1.0)
     said: list[str] = []
     build(tmp_path / "train", corpus, tokenizer, log=said.append)
     assert len(said) > 5
@@ -284,7 +284,7 @@ def interrupt(folder: Path, corpus: Path, tokenizer, monkeypatch) -> list[Path]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_building, "_join_shards", too_late)
+        patch.setattr(build_module, "_join_shards", too_late)
         with pytest.raises(KeyboardInterrupt):
             build(folder, corpus, tokenizer)
     return sorted(folder.with_name(f"{folder.name}.building").glob("shard-*"))
@@ -307,15 +307,15 @@ def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monk
 def test_any_damage_to_a_shard_is_found(tmp_path, corpus, tokenizer, monkeypatch):
     shard = interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[1]
     raw = shard.read_bytes()
-    assert cache_building._read_shard(shard) is not None
+    assert build_module._read_shard(shard) is not None
     for place in np.linspace(0, len(raw) - 1, 300).astype(int):
         flipped = bytearray(raw)
         flipped[place] ^= 1 << (place % 8)
         shard.write_bytes(flipped)
-        assert cache_building._read_shard(shard) is None
+        assert build_module._read_shard(shard) is None
     for damaged in (b"", raw[:3], raw[:-1], raw[: len(raw) // 2], bytes(len(raw)), raw + b"\0"):
         shard.write_bytes(damaged)
-        assert cache_building._read_shard(shard) is None
+        assert build_module._read_shard(shard) is None
 
 
 def test_an_unfinished_cache_of_something_else_is_begun_anew(tmp_path, corpus, tokenizer, monkeypatch):
@@ -329,7 +329,7 @@ def test_shards_of_another_size_are_not_taken_up(tmp_path, corpus, tokenizer, mo
     expected = contents(build(tmp_path / "other", corpus, tokenizer).folder)
     for shard in interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[3:]:
         shard.unlink()
-    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 500)
+    monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 500)
     assert contents(build(tmp_path / "train", corpus, tokenizer).folder) == expected
 
 
@@ -359,7 +359,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, corpus, tokenizer, mo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "fsync", full)
+        patch.setattr(atomic_io, "fsync", full)
         with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*make room and start again"):
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()

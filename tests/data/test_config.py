@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from jaxlm.core import atomic_io as durable
+from jaxlm.core import atomic_io as atomic_io
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import mirror
-from jaxlm.data.tokenizer import train_bpe as bpe
+from jaxlm.data.tokenizer import train_bpe as train_bpe_module
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
 
 
@@ -51,7 +51,7 @@ def test_opens_what_it_names(config):
 def test_a_second_start_makes_nothing(config, monkeypatch):
     said: list[str] = []
     first = config.open(config.load_tokenizer(silent), 16, silent)
-    monkeypatch.setattr(bpe, "train_bpe", None)
+    monkeypatch.setattr(train_bpe_module, "train_bpe", None)
     config.check()
     second = config.open(config.load_tokenizer(said.append), 16, said.append)
     assert said == []
@@ -124,7 +124,7 @@ class TestTrainedTokenizer:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "fsync", full)
+            patch.setattr(atomic_io, "fsync", full)
             with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*tokenizer"):
                 config.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()
@@ -135,7 +135,7 @@ class TestTrainedTokenizer:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "commit_folder", interrupted)
+            patch.setattr(atomic_io, "commit_folder", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 config.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()

@@ -166,9 +166,9 @@ def test_names_are_those_of_a_local_copy(tmp_path):
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "here" / name).write_text(name)
     for pattern in ("text", "text/*.txt", "text/**/*.txt", "{text,more}/*.txt", "text/b.txt"):
-        here = find_files([f"{tmp_path}/here/{pattern}"], "x", "text")
+        local = find_files([f"{tmp_path}/here/{pattern}"], "x", "text")
         there = files(f"file://{tmp_path}/here/{pattern}", folder=tmp_path / "mirror")
-        assert [(f.name, f.digest) for f in there] == [(f.name, f.digest) for f in here], pattern
+        assert [(f.name, f.digest) for f in there] == [(f.name, f.digest) for f in local], pattern
         assert all(tmp_path / "mirror" in file.path.parents for file in there)
 
 
@@ -231,7 +231,7 @@ class TestDataConfig:
         tokenizer = config.load_tokenizer(said.append)
         (first,) = config.open(tokenizer, 16, said.append).validation
         (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
-            tokenizer, 16, said.append, apart=True
+            tokenizer, 16, said.append, separate_cache=True
         )
         assert first.windows.cache.fingerprint != other.windows.cache.fingerprint
         assert tmp_path / "cache" / "evaluate" in other.windows.cache.folder.parents

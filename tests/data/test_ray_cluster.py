@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache import build as cache_building
+from jaxlm.data.cache import build as build_module
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.ray_workers import RayConfig, join_cluster
@@ -57,7 +57,7 @@ def killing_one(folder: Path, killed: list[int]) -> threading.Thread:
 
 @pytest.mark.slow
 def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(cache_building, "_SHARD_CHARACTERS", 300)
+    monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 300)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
             time.sleep(0.2)
             return self.usual.encode(contents)
 
-        def recipe(self):
+        def cache_key(self):
             return {}
 
         def no_targets_message(self):

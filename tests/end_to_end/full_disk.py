@@ -7,7 +7,7 @@ import signal
 import sys
 
 from jaxlm import train
-from jaxlm.engine.checkpoint import local as local_folder
+from jaxlm.engine.checkpoint import local as local_module
 from jaxlm.engine.checkpoint import manager as checkpoint
 
 
@@ -15,7 +15,7 @@ def while_sealing() -> None:
     def full(_folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    local_folder.seal = full
+    local_module.seal = full
 
 
 def while_writing_arrays() -> None:

@@ -98,12 +98,12 @@ class TinyRun:
     def __post_init__(self):
         key = (id(self.where), repr((self.phase, self.model)), self.precision)
         if key not in _PROGRAMS:
-            recipe = StateBuilder(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
-            step = make_train_step(self.phase, self.where, self.precision, recipe.abstract_state(self.phase))
+            state_builder = StateBuilder(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+            step = make_train_step(self.phase, self.where, self.precision, state_builder.abstract_state(self.phase))
             with self.where.use():
-                state = enter_phase(recipe, self.phase, self.where, None)()
-            _PROGRAMS[key] = (recipe, step, jax.tree.map(np.asarray, state), shardings(state, self.where))
-        self.recipe, self._step, state, places = _PROGRAMS[key]
+                state = enter_phase(state_builder, self.phase, self.where, None)()
+            _PROGRAMS[key] = (state_builder, step, jax.tree.map(np.asarray, state), shardings(state, self.where))
+        self.state_builder, self._step, state, places = _PROGRAMS[key]
         self.state: RunState = jax.tree.map(lambda a, place: jax.device_put(a.copy(), place), state, places)
         self._blank = FlagSync(self.where).to_devices(SyncFlags())
 

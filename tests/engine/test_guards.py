@@ -197,8 +197,8 @@ def test_watches_and_averages_change_no_bit_of_training(where):
         count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
         total += count
         now = weights()
-        for name, share in (("ema", 1 - 0.8), ("late", count / total)):
-            expected[name] = {p: a + share * (now[p] - a) for p, a in expected[name].items()}
+        for name, weight in (("ema", 1 - 0.8), ("late", count / total)):
+            expected[name] = {p: a + weight * (now[p] - a) for p, a in expected[name].items()}
     assert_identical(host(plain), {path: array for path, array in host(run).items() if not path.startswith("slots.")})
     assert float(run.state.slots["loss_scale"].scale) == 2.0**12
 
@@ -213,7 +213,7 @@ def test_watches_and_averages_change_no_bit_of_training(where):
 def test_d27_every_average_can_be_traced(name):
     """Against float64; one of them cannot run under jit in the program that its key comes from."""
     average = AVERAGES[name]
-    updated, rng = jax.jit(average.updated), np.random.default_rng(0)
+    updated, rng = jax.jit(average.update), np.random.default_rng(0)
     weights = rng.normal(size=(8, 3)).astype(np.float32)
     slot, expected, total = average.init_slot({"w": jnp.asarray(weights)}), weights.astype(np.float64), 0.0
     for number in range(8):
@@ -226,12 +226,14 @@ def test_d27_every_average_can_be_traced(name):
 
 
 def test_an_average_is_of_what_trains_alone():
-    recipe = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),))
-    state = recipe.abstract_state(recipe.phases[0])
+    state_builder = StateBuilder(
+        MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),)
+    )
+    state = state_builder.abstract_state(state_builder.phases[0])
     kept = {path for path, _ in tree.leaves(state.slots["ema"].weights)}
     assert kept
     assert all("mlp" in path for path in kept)
-    whole = jax.eval_shape(recipe.phases[0].averaged, state)["ema"]
+    whole = jax.eval_shape(state_builder.phases[0].averaged, state)["ema"]
     assert [path for path, _ in tree.leaves(whole)] == [path for path, _ in tree.leaves(state.model)]
 
 

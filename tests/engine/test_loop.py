@@ -61,7 +61,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
             run.phase,
             train_step,
             Given(batches),  # type: ignore[arg-type]
-            reports=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
+            metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
             hooks=(),
             saver=NoSaver(),  # type: ignore[arg-type]
             flag_sync=flag_sync,
@@ -143,7 +143,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
         phase(end=20),
         lambda *_: (None, None),
         batches,
-        reports=SimpleNamespace(
+        metrics=SimpleNamespace(
             push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),
             drain=lambda: None,
             skip_time=lambda: None,

@@ -12,10 +12,10 @@ def test_nothing_of_the_phase_before_stays_on_the_devices():
     """Adam's moments and an average are three times the model, which no later phase has a use for."""
     first = phase(averages={"ema": Ema()})
     second = phase(index=1, name="second", start=20, end=40, trainable=("head",))
-    recipe, where = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second)), one_device()
+    state_builder, where = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second)), one_device()
     with where.use():
-        before = enter_phase(recipe, first, where, None)()
-        state = enter_phase(recipe, second, where, before)()
+        before = enter_phase(state_builder, first, where, None)()
+        state = enter_phase(state_builder, second, where, before)()
     for array in jax.tree.leaves((before.model, before.opt_state, before.slots)):
         assert array.is_deleted()
     assert not any(array.is_deleted() for array in jax.tree.leaves(state))

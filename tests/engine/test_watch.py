@@ -19,11 +19,11 @@ WATCH = WatchConfig(["grads", "params", "updates", "opt_state"], interval=2)
 def watched():
     """(parameters before, numbers) of the first two steps on eight devices, and the losses of plain steps."""
     where, phase = helpers.layout(), helpers.phase()
-    recipe = StateBuilder(helpers.MODEL, helpers.vocab_axis(helpers.VOCAB), 0, helpers.F32, (phase,))
-    step = make_train_step(phase, where, helpers.F32, recipe.abstract_state(phase), WATCH)
+    state_builder = StateBuilder(helpers.MODEL, helpers.vocab_axis(helpers.VOCAB), 0, helpers.F32, (phase,))
+    step = make_train_step(phase, where, helpers.F32, state_builder.abstract_state(phase), WATCH)
     seen = []
     with where.use():
-        state = enter_phase(recipe, phase, where, None)()
+        state = enter_phase(state_builder, phase, where, None)()
         for number in range(2):
             model = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             columns = helpers.arrays(number)

@@ -10,7 +10,7 @@ from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mistral import MistralConfig
 from jaxlm.models.families.mpt import MptConfig
-from jaxlm.models.inference import prefix_cache as kept_module
+from jaxlm.models.inference import prefix_cache as prefix_cache_module
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator
@@ -28,18 +28,18 @@ def text(seed, length):
 def updated(model, decoding, monkeypatch):
     """(continuations with what is kept, those without, tokens that were not read again) of turns that do all there is to do
     to what is kept: go on behind it, write an earlier turn anew, begin otherwise, ask the same again."""
-    held, recalled = [], PrefixCache.recalled
+    held, lookup = [], PrefixCache.lookup
 
     def told(self, *args):
-        found = recalled(self, *args)
+        found = lookup(self, *args)
         held.append(found[1])
         return found
 
-    monkeypatch.setattr(PrefixCache, "recalled", told)
-    kept, prompt, writer = PrefixCache(), text(0, 65), Generator.of(model)
+    monkeypatch.setattr(PrefixCache, "lookup", told)
+    prefix_cache, prompt, writer = PrefixCache(), text(0, 65), Generator.of(model)
     ours, anew = [], []
     for turn in range(6):
-        pieces = stream_tokens(writer, [prompt], decoding, every=8, kept=kept)
+        pieces = stream_tokens(writer, [prompt], decoding, every=8, prefix_cache=prefix_cache)
         if turn == 1:
             ours.append(next(pieces)[0])  # broken off behind the first piece
             pieces.close()
@@ -85,9 +85,9 @@ def test_whatever_the_cache_is_of(name, built, monkeypatch):
 @pytest.mark.slow
 def test_on_a_mesh_and_in_pieces(built, monkeypatch):
     """A long turn is read in pieces beside the cache; rows that fill up the batch are padding throughout."""
-    monkeypatch.setattr(kept_module, "_PIECE", 64)
+    monkeypatch.setattr(prefix_cache_module, "_PIECE", 64)
     model, where, decoding = built(LLAMA), layout(model=2), GenerationConfig(NEW, temperature=0.0)
-    kept, prompts = PrefixCache(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
+    prefix_cache, prompts = PrefixCache(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
     expected = [generate_tokens(Generator.of(model), [prompt], decoding)[0] for prompt in prompts]
     with where.use():
         placed = jax.tree.map(
@@ -98,11 +98,13 @@ def test_on_a_mesh_and_in_pieces(built, monkeypatch):
         writer = Generator.of(placed)
         for prompt, whole in zip(prompts, expected, strict=True):
             assert [
-                t for (piece,) in stream_tokens(writer, [prompt], decoding, every=8, kept=kept) for t in piece
+                t
+                for (piece,) in stream_tokens(writer, [prompt], decoding, every=8, prefix_cache=prefix_cache)
+                for t in piece
             ] == whole
 
 
 def test_a_cache_of_another_kind_is_not_kept():
-    kept = PrefixCache()
-    kept.keep({"tokens": [1, 2]}, [1, 2])
-    assert kept.recalled(None, [1, 2] * 80, 1, 8) == (None, 0)
+    prefix_cache = PrefixCache()
+    prefix_cache.put({"tokens": [1, 2]}, [1, 2])
+    assert prefix_cache.lookup(None, [1, 2] * 80, 1, 8) == (None, 0)

@@ -12,8 +12,8 @@ from jaxlm.models.remat import CANDIDATES, auto_policy, parse_remat
     ("value", "keep"),
     [(True, "full"), (False, "cheap"), ("auto", "auto"), ("none", "none"), (["query", "mlp"], ("query", "mlp"))],
 )
-def test_reads(value, keep):
-    assert parse_remat(value) == keep
+def test_reads(value, remat_policy):
+    assert parse_remat(value) == remat_policy
     hash(Gpt2Config(gradient_checkpointing=value))
 
 
@@ -26,12 +26,12 @@ def test_refuses(value, message):
 def test_auto_is_whatever_the_compiler_found_to_fit(tiny_llama, built, as_inputs):
     inputs = as_inputs([[1] * 16])
 
-    def program(keep):
+    def program(remat_policy):
         model = built(tiny_llama)
-        with auto_policy(keep):
+        with auto_policy(remat_policy):
             gradient = jax.grad(lambda model: model.hidden(inputs).final.array.sum())
             return jax.jit(gradient).lower(model).compile().memory_analysis().temp_size_in_bytes
 
-    sizes = [program(keep) for keep in CANDIDATES["gpu"]]
+    sizes = [program(remat_policy) for remat_policy in CANDIDATES["gpu"]]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 3

@@ -13,7 +13,7 @@ from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference import generate as decode
-from jaxlm.models.inference import unstacked as apart_module
+from jaxlm.models.inference import unstacked as unstacked_module
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate_tokens
 from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.sampling import Sampling
@@ -54,8 +54,8 @@ def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
 def test_a_writer_takes_its_model_apart_once(built, monkeypatch):
     """However many texts it writes; only their caches are laid out each time."""
     model, taken = built(LlamaConfig(**SIZES, intermediate_dim=48)), []
-    copied = apart_module._copied_apart
-    monkeypatch.setattr(apart_module, "_unstacked_copy", lambda tree: taken.append(type(tree)) or copied(tree))
+    copied = unstacked_module._copied_apart
+    monkeypatch.setattr(unstacked_module, "_unstacked_copy", lambda tree: taken.append(type(tree)) or copied(tree))
     writer, decoding = Generator.of(model), GenerationConfig(3, temperature=0.0)
     together_ = generate_tokens(writer, [[1, 2], [3, 4]], decoding)
     assert [generate_tokens(writer, [prompt], decoding)[0] for prompt in ([1, 2], [3, 4])] == together_

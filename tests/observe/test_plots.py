@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.observe import plots as pictures
+from jaxlm.observe import plots as plots
 from jaxlm.observe.plots import loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import phase
@@ -11,14 +11,14 @@ from tests.engine.helpers import phase
 def drawn(monkeypatch):
     """Every axes object that a picture was drawn on."""
     seen = []
-    make = pictures._figure
+    make = plots._figure
 
     def remember(*whole):
         figure, axes = make(*whole)
         seen.append(axes)
         return figure, axes
 
-    monkeypatch.setattr(pictures, "_figure", remember)
+    monkeypatch.setattr(plots, "_figure", remember)
     return seen
 
 

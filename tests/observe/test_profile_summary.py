@@ -103,7 +103,7 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
         phase(end=3),
         lambda *_: order.append("step") or (None, None),
         Numbers(),
-        reports=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None),
+        metrics=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None),
         hooks=[hook],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
         flag_sync=SimpleNamespace(cast=lambda _: None, result=lambda *_: flags),

@@ -17,7 +17,7 @@ from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
-from jaxlm.observe.trackers.guarded import BackgroundTracker, TrackerTimeouts
+from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.trackio import TrackioConfig
 from jaxlm.observe.trackers.wandb import WandbConfig, WandbTracker
@@ -283,7 +283,7 @@ WANDB_RUN = """
 import sys
 from jaxlm.core.types import Histogram
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.observe.trackers.guarded import BackgroundTracker
+from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.observe.trackers.wandb import WandbConfig
 
 facts = RunInfo("my run", 0, True, {"trainer": {"seed": 7}}, "trainer:\\n  seed: 7\\n", {"parameter_count": 1234})
@@ -436,7 +436,7 @@ def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
 
 TRACKIO_RUN = """
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.observe.trackers.guarded import BackgroundTracker
+from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.observe.trackers.trackio import TrackioConfig
 
 for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (True, {1: 7})):

@@ -54,7 +54,7 @@ def adapted(tmp_path_factory):
     plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     with plan.layout.use():
-        plain = place_state(plan.recipe.initial_model, plan.recipe.abstract_initial_model, plan.layout)
+        plain = place_state(plan.state_builder.initial_model, plan.state_builder.abstract_initial_model, plan.layout)
         change = lambda model: busy(lora_of(plan).apply(model, refs={}, calibration=None, key=jax.random.key(1)))  # noqa: E731
         model = jax.jit(change)(plain)
         export_adapters(folder, model, plan, jnp.float32)
@@ -186,9 +186,9 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (4, 8.0, 0.1, False)
     check_adapters(plan)
     with plan.layout.use():
-        weights = place_state(plan.recipe.initial_model, plan.recipe.abstract_initial_model, plan.layout)
+        weights = place_state(plan.state_builder.initial_model, plan.state_builder.abstract_initial_model, plan.layout)
         given = initial_adapter_leaves(plan, plan.phases[0])
-        state = enter_phase(plan.recipe, plan.phases[0], plan.layout, None, weights, given)()
+        state = enter_phase(plan.state_builder, plan.phases[0], plan.layout, None, weights, given)()
         for (path, ours), (_, expected) in zip(tree.leaves(state.model), tree.leaves(model), strict=True):
             np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
         export_adapters(tmp_path / "again", state.model, plan, jnp.float32)
@@ -307,7 +307,7 @@ def test_lora_on_instructions(tmp_path, real):
             else:
                 expected = before[path.replace(".base.", ".")].array
                 np.testing.assert_array_equal(leaf.array, expected, err_msg=path)
-        ids = np.random.default_rng(0).integers(0, plan.recipe.Vocab.size, size=(8, 24))
+        ids = np.random.default_rng(0).integers(0, plan.state_builder.Vocab.size, size=(8, 24))
         ours = logits_of(model, ids)
         np.testing.assert_allclose(logits_of(without_adapters(model), ids), ours, atol=1e-5)
         export_adapters(tmp_path / "adapter", model, plan, jnp.float32)
@@ -325,7 +325,7 @@ def plan_base(folder, plan):
     """The imported model as it was."""
     from jaxlm.interop.hf.folder import load_model
 
-    return load_model(folder, jax.eval_shape(plan.recipe.initial_model), plan.config.model, plan.layout)
+    return load_model(folder, jax.eval_shape(plan.state_builder.initial_model), plan.config.model, plan.layout)
 
 
 @jax.jit

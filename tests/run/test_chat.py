@@ -35,8 +35,8 @@ def folder(tmp_path_factory):
 
 
 def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch):
-    held, recalled = [], PrefixCache.recalled
-    monkeypatch.setattr(PrefixCache, "recalled", lambda *args: held.append(found := recalled(*args)) or found)
+    held, lookup = [], PrefixCache.lookup
+    monkeypatch.setattr(PrefixCache, "lookup", lambda *args: held.append(found := lookup(*args)) or found)
     named = open_model(str(folder), {})
     template = ChatTemplate.load(None, named.tokenizer, "x")
     assert (named.stop_ids, turn_ends(template, named.tokenizer)) == ((0,), (SPECIAL.index("<|end|>"),))

@@ -31,11 +31,11 @@ def compiled(plan, **options):
 def test_the_least_recomputation_that_fits_is_chosen():
     plan = plan_of()
     roomy, said = compiled(plan)
-    assert (roomy.keep, roomy.fits) == ("cheap", True)
+    assert (roomy.remat_policy, roomy.fits) == ("cheap", True)
     assert "recomputation cheap" in said
     assert roomy.num_bytes is not None
     tight, said = compiled(plan, limit=roomy.num_bytes)
-    assert (tight.keep, tight.fits) == ("full", True)
+    assert (tight.remat_policy, tight.fits) == ("full", True)
     assert "recomputing more" in said
     assert tight.num_bytes is not None
     assert tight.num_bytes < roomy.num_bytes
@@ -47,12 +47,14 @@ def test_the_least_recomputation_that_fits_is_chosen():
 
 @pytest.mark.parametrize(("squeezed", "chosen"), [((), "none"), (("none",), "cheap"), (("none", "cheap"), "cheap")])
 def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, compiler_remat, chosen):
-    def attempt(plan, phase, stage, keep, limit):
-        return CompiledStep(mock.Mock(), mock.Mock(), keep, 1.0, 900, limit, compiler_remat=keep in compiler_remat), ""
+    def attempt(plan, phase, stage, remat_policy, limit):
+        return CompiledStep(
+            mock.Mock(), mock.Mock(), remat_policy, 1.0, 900, limit, compiler_remat=remat_policy in compiler_remat
+        ), ""
 
     monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
     monkeypatch.setattr("jaxlm.run.compile._attempt", attempt)
-    assert compiled(plan_of(), limit=1000)[0].keep == chosen
+    assert compiled(plan_of(), limit=1000)[0].remat_policy == chosen
 
 
 def test_a_step_without_room_is_refused_before_there_is_a_state():

@@ -9,7 +9,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.run import resume_checks as lineage
+from jaxlm.run import resume_checks as resume_checks
 from jaxlm.run.plan import make_plan
 from jaxlm.run.resume_checks import changed_stages, check_same_data
 
@@ -49,7 +49,9 @@ def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
     tree = {"model": SIZES, "data": {"train_urls": [str(tmp_path)], "cache_dir": "nowhere"}}
     plan, compared = make_plan(decode_run(ConfigSource(tree), None), "x", 64), []
-    monkeypatch.setattr(lineage, "same_on_all_processes", lambda text: compared.append(text) or len(set(compared)) == 1)
+    monkeypatch.setattr(
+        resume_checks, "same_on_all_processes", lambda text: compared.append(text) or len(set(compared)) == 1
+    )
     for fingerprint, text, differs in (
         ("t", "some text", False),
         ("t", "some more", True),

@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError
 
 @contextlib.contextmanager
 def storage_errors(
-    failure: Callable[[str], Exception], *, here: Path | None = None, told: tuple[type[Exception], ...] = ()
+    failure: Callable[[str], Exception], *, local: Path | None = None, passthrough: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
     """Around what speaks to a store by fsspec, whose implementations raise the kinds of their own client libraries.
 
@@ -25,10 +25,10 @@ def storage_errors(
         logger.addHandler(logging.NullHandler())
     try:
         yield
-    except (ConfigError, *told):
+    except (ConfigError, *passthrough):
         raise
     except Exception as error:  # whatever the store's client library raises, each its own kinds
-        if here is not None and is_local_failure(error, here):
+        if local is not None and is_local_failure(error, local):
             raise
         cause: BaseException = error
         while cause.__cause__ is not None:

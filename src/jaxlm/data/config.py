@@ -114,14 +114,14 @@ class DataConfig(SourceConfig):
         """
         if self.tokenizer == TRAIN_BPE:
             size = self.vocab_size or _DEFAULT_VOCABULARY
-            formats = {source.name: source.config.format.recipe() for source in self.sources()}
+            formats = {source.name: source.config.format.cache_key() for source in self.sources()}
             return trained_tokenizer(
                 Path(self.cache_dir) / "tokenizer",
                 self._all_files(log),
                 self._all_texts,
                 size,
                 log,
-                formats={name: recipe for name, recipe in formats.items() if recipe},
+                formats={name: cache_key for name, cache_key in formats.items() if cache_key},
             )
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
@@ -158,7 +158,13 @@ class DataConfig(SourceConfig):
         )
 
     def open_validation(
-        self, tokenizer: Tokenizer, seq_len: int, log: Log, *, apart: bool = False, workers: Workers = LOCAL_WORKERS
+        self,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        log: Log,
+        *,
+        separate_cache: bool = False,
+        workers: Workers = LOCAL_WORKERS,
     ) -> tuple[ValidationData, ...]:
         """The windows to evaluate on alone, of the sources that have any.
 
@@ -167,7 +173,9 @@ class DataConfig(SourceConfig):
             workers: who tokenizes.
         """
         return tuple(
-            ValidationData(source, source.open(VALIDATION, tokenizer, seq_len, log, apart=apart, workers=workers))
+            ValidationData(
+                source, source.open(VALIDATION, tokenizer, seq_len, log, separate_cache=separate_cache, workers=workers)
+            )
             for source in self.sources()
             if source.has(VALIDATION)
         )

@@ -62,7 +62,7 @@ def run_phase(
     train_step: Callable[[RunState, Any, jax.Array], tuple[RunState, Any]],
     batches: Batches,
     *,
-    reports: AsyncMetrics,
+    metrics: AsyncMetrics,
     hooks: Sequence[Hook],
     saver: Saver,
     flag_sync: FlagSync,
@@ -83,20 +83,20 @@ def run_phase(
         state, report = train_step(state, batch, flag_sync.to_devices(flags))
         batches.read_ahead()  # while this thread waits for the devices
         step += 1
-        reports.push(step, report, loading_s)
-        agreed = flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), reports.flags)
+        metrics.push(step, report, loading_s)
+        agreed = flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
         ending = step == phase.end or bool(agreed.stop)
         due = [hook for hook in hooks if hook.due(step)]
         saving = ending or agreed.save or saver.due_by_step(step)
         if due or saving:
-            reports.drain()
+            metrics.drain()
             with pause():
                 for hook in due:
                     hook.run(step, state)
                 if saving:
                     saver.save(state, step, batches.state(), forced=ending)
-                    reports.flags = None  # flags that were set before this save have been acted on
-            reports.skip_time()
+                    metrics.flags = None  # flags that were set before this save have been acted on
+            metrics.skip_time()
         if first:
             first = False
             gc.collect()

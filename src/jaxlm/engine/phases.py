@@ -175,7 +175,7 @@ class StateBuilder:
 
 @gc_paused()
 def enter_phase(
-    recipe: StateBuilder,
+    state_builder: StateBuilder,
     phase: Phase,
     layout: Layout,
     before: RunState | None,
@@ -190,10 +190,10 @@ def enter_phase(
         weights: the model to begin the first phase with, instead of one from the seed. Its buffers are given up.
         given: what takes the place of leaves that the phase's surgeries make. Its buffers are given up.
     """
-    like, given = recipe.abstract_state(phase), dict(given or {})
+    like, given = state_builder.abstract_state(phase), dict(given or {})
     if before is None and weights is None:
-        return build_state(lambda given: recipe.initial_state(phase, given), like, layout, given)
-    enter = functools.partial(recipe.entered, phase=phase)
+        return build_state(lambda given: state_builder.initial_state(phase, given), like, layout, given)
+    enter = functools.partial(state_builder.entered, phase=phase)
     if before is None:
         return build_state(enter, like, layout, weights, jnp.zeros((), jnp.int32), given)
     enter = build_state(enter, like, layout, before.model, before.guard.skipped, given)

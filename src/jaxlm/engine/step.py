@@ -129,7 +129,7 @@ def _updated(
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, curvature=curvature)
     trainable = optax.apply_updates(trainable, updates)
     averages = {
-        name: average.updated(state.slots[name], trainable, state.guard.updates)
+        name: average.update(state.slots[name], trainable, state.guard.updates)
         for name, average in phase.averages.items()
     }
     after = RunState(

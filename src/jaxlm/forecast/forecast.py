@@ -28,7 +28,7 @@ from jaxlm.forecast.aot_devices import aot_devices, has_compiler
 from jaxlm.forecast.hlo import Collective, collectives_per_run, kernels
 from jaxlm.forecast.roofline import Seconds, Speed, overlapped, roofline
 from jaxlm.forecast.topologies import Topology
-from jaxlm.models.attention.absent_card import compiling_for_cuda
+from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import FULL
 from jaxlm.observe.console import Console, table
@@ -115,13 +115,13 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
     hlo = step.call.as_text() or ""
     speed = _speed(topology, plan.precision.compute)
-    time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.keep == FULL)
+    time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.remat_policy == FULL)
     of_one = functools.partial(_seconds, plan=plan, topology=topology)
     communication = sum(n * of_one(one) for one, n in collectives_per_run(hlo).items())
     seconds, exposed = max(time.total, communication), time.total + communication
     scheduled = exposed - overlapped(hlo, speed, of_one) if target.is_card else None
-    model = plan.recipe.abstract_state(plan.phases[0]).model
-    flops = config.model.flops_per_token(plan.recipe.Vocab.size)
+    model = plan.state_builder.abstract_state(plan.phases[0]).model
+    flops = config.model.flops_per_token(plan.state_builder.Vocab.size)
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
@@ -143,7 +143,7 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         mfu_palm=flops.palm * per_second / seconds,
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
-        recomputation=step.keep,
+        recomputation=step.remat_policy,
         kernels=dict(kernels(hlo)) if target.is_card else {},
     )
 
@@ -189,9 +189,9 @@ def _speed(topology: Topology, dtype: Any) -> Speed:
 
 def _by_formula(plan: Plan, topology: Topology, *, again: bool) -> Seconds:
     """The model's operations, a third more where everything is recomputed, and its state, read and written."""
-    flops = plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * plan.tokens_per_step
+    flops = plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * plan.tokens_per_step
     executed = flops * (4 / 3 if again else 1) / topology.num_chips
-    model = plan.recipe.abstract_state(plan.phases[0]).model
+    model = plan.state_builder.abstract_state(plan.phases[0]).model
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
     spread = plan.mesh.data * plan.mesh.model
     return Seconds(

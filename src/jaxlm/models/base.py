@@ -35,12 +35,12 @@ class KVArray(eqx.Module):
     """The keys, or the values, in a cache. Head before position, so that a head's keys are one matrix.
 
     Attributes:
-        numbers: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
-        scale: float32 {layers, batch, kv_heads, key_position}, what int8 numbers are multiplied by; None where the
-            numbers are the values themselves.
+        values: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
+        scale: float32 {layers, batch, kv_heads, key_position}, what int8 entries are multiplied by; None where the
+            entries are the keys or values themselves.
     """
 
-    numbers: NamedArray
+    values: NamedArray
     scale: NamedArray | None = None
 
 

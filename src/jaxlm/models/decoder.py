@@ -171,7 +171,7 @@ class Decoder(LanguageModel):
             HeadSize=config.HeadSize,
             seq_len=config.seq_len,
             scan=config.scan_layers,
-            keep=parse_remat(config.gradient_checkpointing),
+            remat_policy=parse_remat(config.gradient_checkpointing),
             attn_backend=config.attn_backend,
         )
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)

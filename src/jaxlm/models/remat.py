@@ -77,24 +77,24 @@ def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
     return NamedArray(ad_checkpoint.checkpoint_name(x.array, name), x.axes)
 
 
-def remat(keep: RematPolicy, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
+def remat(remat_policy: RematPolicy, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
     """The layer, with a backward pass that finds what `keep` says and makes the rest again."""
-    keep = FULL if is_twice_differentiable() else _auto.get() if keep == AUTO else keep
+    remat_policy = FULL if is_twice_differentiable() else _auto.get() if remat_policy == AUTO else remat_policy
     # Without a loop nothing else stops XLA from merging the recomputation with the first computation.
-    return eqx.filter_checkpoint(layer, policy=_policy(keep), prevent_cse=not scan)
+    return eqx.filter_checkpoint(layer, policy=_policy(remat_policy), prevent_cse=not scan)
 
 
-def _policy(keep: RematPolicy) -> Callable[..., bool] | None:
+def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
     policies = jax.checkpoint_policies
-    if keep == FULL:
+    if remat_policy == FULL:
         return None
-    if keep == NONE:
+    if remat_policy == NONE:
         return _all_but_parameters
-    if keep == CHEAP:
+    if remat_policy == CHEAP:
         return policies.save_from_both_policies(
             policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM)
         )
-    return policies.save_only_these_names(*keep)
+    return policies.save_only_these_names(*remat_policy)
 
 
 # What parameters go through on their way into a matrix product. Kept, they would be a second copy of all layers (under

@@ -207,7 +207,7 @@ class Transformer(eqx.Module):
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
     scan: bool | Literal["auto"] = eqx.field(static=True)
-    keep: RematPolicy = eqx.field(static=True)
+    remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: KVCache | None, key: jax.Array | None) -> Hidden:
@@ -231,7 +231,7 @@ class Transformer(eqx.Module):
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
         scan, _ = runs_as_scan(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
-        layer = remat(self.keep, layer, scan=scan)
+        layer = remat(self.remat_policy, layer, scan=scan)
         x, out = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
         new, seen = out
         final = for_compute(self.final_norm)(x)

@@ -32,7 +32,7 @@ class AveragingConfig(draccus.ChoiceRegistry, abc.ABC):
     """
 
     @abc.abstractmethod
-    def share(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def weight(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What of the average the newest weights become, and the new total of shares.
 
         Args:
@@ -44,10 +44,10 @@ class AveragingConfig(draccus.ChoiceRegistry, abc.ABC):
         """The average before the first step. Traceable."""
         return Average(jax.tree.map(lambda w: w.astype(jnp.float32), trainable), jnp.zeros((), jnp.float32))
 
-    def updated(self, average: Average, trainable: Any, updates: jax.Array) -> Average:
+    def update(self, average: Average, trainable: Any, updates: jax.Array) -> Average:
         """The average after one more update, which made the weights `trainable`. Traceable."""
-        share, total = self.share(updates, average.total)
-        weights = jax.tree.map(lambda a, w: a + share * (w.astype(jnp.float32) - a), average.weights, trainable)
+        weight, total = self.weight(updates, average.total)
+        weights = jax.tree.map(lambda a, w: a + weight * (w.astype(jnp.float32) - a), average.weights, trainable)
         return Average(weights, total)
 
 
@@ -65,7 +65,7 @@ class Ema(AveragingConfig):
     def __post_init__(self):
         _check_beta(self.beta)
 
-    def share(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def weight(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Always the same."""
         return jnp.asarray(1 - self.beta, jnp.float32), total
 
@@ -96,7 +96,7 @@ class EmaDecaySqrt(AveragingConfig):
                 " more, and 1 and more, expected"
             )
 
-    def share(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def weight(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The step's count over the sum of all so far."""
         past = (updates - self.switch_step).astype(jnp.float32) / self.decay_steps
         count = jnp.where(past < 0, 1 - self.beta, 1 - jnp.sqrt(jnp.clip(past, 0.0, 1.0)))

@@ -69,7 +69,7 @@ def initial_adapter_leaves(plan: Plan, phase: Phase) -> dict[str, hax.NamedArray
     Raises:
         ConfigError: they are no plain LoRA, not this model's, or not what the surgery's keys say.
     """
-    abstract, found = plan.recipe.abstract_state(phase).model, {}
+    abstract, found = plan.state_builder.abstract_state(phase).model, {}
     for folder, read in _read_for(plan, phase):
         found |= _placed(read, abstract, plan.layout, folder, plan.precision.params)
     return found
@@ -84,7 +84,7 @@ def check_adapters(plan: Plan) -> None:
 
 def _read_for(plan: Plan, phase: Phase) -> Iterator[tuple[Path, ReadAdapters]]:
     """The folders that a phase's surgeries name, each with what is in it."""
-    abstract = plan.recipe.abstract_state(phase).model
+    abstract = plan.state_builder.abstract_state(phase).model
     num_layers = axis_sizes(tree.leaves(abstract)).get(LAYERS, 0)
     loras = [one for one in phase.surgeries if isinstance(one, LoraConfig)]
     for lora, name in [(one, one.from_peft) for one in loras if one.from_peft is not None]:

@@ -46,7 +46,7 @@ class CompiledStep:
 
     call: jax.stages.Compiled
     traced: jax.stages.Traced
-    keep: str
+    remat_policy: str
     seconds: float
     num_bytes: int | None
     limit: int | None
@@ -95,16 +95,18 @@ class StepPrograms:
         return self.by_shape[stage.shape]
 
 
-def trace_step(plan: Plan, phase: Phase, keep: str = CHEAP, *, stage: BatchStage | None = None) -> jax.stages.Traced:
+def trace_step(
+    plan: Plan, phase: Phase, remat_policy: str = CHEAP, *, stage: BatchStage | None = None
+) -> jax.stages.Traced:
     """The traced training step of a phase, from shapes alone. Call it inside `plan.layout.use()`.
 
     Args:
         keep: what `model.gradient_checkpointing: auto` stands for.
         stage: whose batches it takes; the largest ones where that is None.
     """
-    abstract = plan.recipe.abstract_state(phase)
+    abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
-    with auto_policy(keep):
+    with auto_policy(remat_policy):
         return step.trace(_placed(abstract, plan.layout), abstract_batch(plan, stage), FlagSync.abstract(plan.layout))
 
 
@@ -139,13 +141,13 @@ def compile_step(
     automatic = plan.config.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     limit = memory_limit() if limit is None else limit
-    for keep in candidates:
-        named = f" (recomputation {keep})" if automatic else ""
-        last = keep == candidates[-1]
-        step, refusal = _attempt(plan, phase, stage, keep, limit)
+    for remat_policy in candidates:
+        named = f" (recomputation {remat_policy})" if automatic else ""
+        last = remat_policy == candidates[-1]
+        step, refusal = _attempt(plan, phase, stage, remat_policy, limit)
         # One answer for all processes: their programs must be the same, whatever memory each of them has.
         # What the compiler computes again are whole matrix products, where `cheap` makes norms and activations again.
-        roomy = all_processes(step is not None and step.fits and not (step.compiler_remat and keep == NONE))
+        roomy = all_processes(step is not None and step.fits and not (step.compiler_remat and remat_policy == NONE))
         if all_processes(step is not None):
             assert step is not None
             log(f"{step}{named}")
@@ -163,21 +165,21 @@ def compile_step(
 
 
 def _attempt(
-    plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int | None
+    plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None
 ) -> tuple[CompiledStep | None, str]:
     """The compiled step, or None and what the compiler says where it finds no memory for it."""
     try:
-        return _compile(plan, phase, stage, keep, limit), ""
+        return _compile(plan, phase, stage, remat_policy, limit), ""
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith(_NO_MEMORY):
             raise
         return None, str(error).splitlines()[0][:300]
 
 
-def _compile(plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int | None) -> CompiledStep:
+def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None) -> CompiledStep:
     began = time.perf_counter()
     options: Any = compiler_options(plan.layout.platform)  # jax declares what it takes by the default, None
-    traced = trace_step(plan, phase, keep, stage=stage)
+    traced = trace_step(plan, phase, remat_policy, stage=stage)
     call = traced.lower().compile(options)
     memory = call.memory_analysis()
     needed = memory and (
@@ -187,7 +189,7 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, keep: str, limit: int 
         + memory.temp_size_in_bytes
     )
     asked = parse_remat(plan.config.model.gradient_checkpointing)
-    policy = keep if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
+    policy = remat_policy if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
     compiler_remat = (
         limit is not None
         and needed is not None

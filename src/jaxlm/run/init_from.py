@@ -48,8 +48,12 @@ class InitFrom:
         """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""
         assert self.state is not None
         partial = plan.config.trainer.allow_partial_checkpoint
-        like = plan.recipe.abstract_state(phase)
-        fresh = (lambda: place_state(lambda: plan.recipe.initial_state(phase), like, plan.layout)) if partial else None
+        like = plan.state_builder.abstract_state(phase)
+        fresh = (
+            (lambda: place_state(lambda: plan.state_builder.initial_state(phase), like, plan.layout))
+            if partial
+            else None
+        )
         return restore(self.state, like, plan.layout, fresh=fresh, log=log)
 
     def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
@@ -58,8 +62,8 @@ class InitFrom:
             return _imported(plan, log)
         log(f"the model's weights are those of {self.weights.place}; steps, optimizer and data begin anew")
         partial = plan.config.trainer.allow_partial_checkpoint
-        like = plan.recipe.abstract_initial_model
-        fresh = (lambda: place_state(plan.recipe.initial_model, like, plan.layout)) if partial else None
+        like = plan.state_builder.abstract_initial_model
+        fresh = (lambda: place_state(plan.state_builder.initial_model, like, plan.layout)) if partial else None
         return restore(self.weights, like, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
 
 
@@ -70,7 +74,7 @@ def _imported(plan: Plan, log: Log) -> LanguageModel | None:
         return None
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
     log(f"weights: {path}")
-    abstract = plan.recipe.abstract_initial_model
+    abstract = plan.state_builder.abstract_initial_model
     return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names)
 
 
@@ -134,9 +138,9 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
     return InitFrom()
 
 
-def check_tokenizer(origin: InitFrom, fingerprint: str, log: Log) -> None:
+def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:
     """Says where a checkpoint of another run was trained with other tokens."""
-    found = origin.weights or (None if origin.is_own else origin.state)
+    found = init_from.weights or (None if init_from.is_own else init_from.state)
     if found is None:
         return
     with found.checkpoint.local("run/tokenizer") as folder:

@@ -75,7 +75,7 @@ class LoadedCheckpoint:
                 f"--weights: '{weights}' given, and {self.found.place} has: {', '.join(known)}. A run keeps averages where"
                 " trainer.model_averaging says so"
             )
-        abstract, layout = self.plan.recipe.abstract_state(phase), self.plan.layout
+        abstract, layout = self.plan.state_builder.abstract_state(phase), self.plan.layout
         model = restore(self.found, abstract.model, layout, prefix="model")
         if weights == AS_TRAINED:
             return model
@@ -282,7 +282,7 @@ def _imported(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
     plan = make_plan(config, "imported", opened.vocab_size)
 
     def load() -> LanguageModel:
-        return load_model(folder, plan.recipe.abstract_initial_model, config.model, plan.layout)
+        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout)
 
     return LoadedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), load)
 

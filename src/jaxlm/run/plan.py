@@ -48,19 +48,19 @@ class Plan:
     mesh: MeshShape
     layout: Layout
     warnings: tuple[str, ...]
-    recipe: StateBuilder
+    state_builder: StateBuilder
     data: tuple[DataConfig, ...]
     batches: BatchPlan
 
     @property
     def precision(self) -> Precision:
         """The dtypes of the run."""
-        return self.recipe.precision
+        return self.state_builder.precision
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """In order."""
-        return tuple(self.recipe.phases)
+        return tuple(self.state_builder.phases)
 
     @property
     def num_steps(self) -> int:
@@ -94,7 +94,7 @@ class Plan:
         Raises:
             ConfigError: see `make_plan`.
         """
-        if config == self.config and vocab_size == self.recipe.Vocab.size:
+        if config == self.config and vocab_size == self.state_builder.Vocab.size:
             return self
         return make_plan(config, self.run_id, vocab_size)
 
@@ -116,24 +116,26 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     devices = jax.devices() if devices is None else devices
     Vocab = vocab_axis(vocab_size)
     phases, data = plan_phases(config)
-    recipe = StateBuilder(config.model, Vocab, trainer.seed, precision, phases)
-    arrays = {p: leaf.axes for p, leaf in tree.leaves(recipe.abstract_initial_model) if tree.is_named(leaf)}
+    state_builder = StateBuilder(config.model, Vocab, trainer.seed, precision, phases)
+    arrays = {p: leaf.axes for p, leaf in tree.leaves(state_builder.abstract_initial_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
-    meshing = plan_mesh(trainer, sizes, names, devices)
+    mesh_plan = plan_mesh(trainer, sizes, names, devices)
     check_hugging_face(config, data[0].tokenizer)
     plan = Plan(
         config=config,
         run_id=run_id,
-        mesh=meshing.shape,
-        layout=meshing.layout,
-        warnings=(*meshing.warnings, *unreached_stages(trainer, phases[-1].end)),
-        recipe=recipe,
+        mesh=mesh_plan.shape,
+        layout=mesh_plan.layout,
+        warnings=(*mesh_plan.warnings, *unreached_stages(trainer, phases[-1].end)),
+        state_builder=state_builder,
         data=data,
-        batches=plan_batches(trainer, meshing.layout.num_shards(BATCH)),
+        batches=plan_batches(trainer, mesh_plan.layout.num_shards(BATCH)),
     )
     for phase in phases:
-        plan.recipe.abstract_state(phase)  # surgeries that do not apply and patterns that match nothing fail here
+        plan.state_builder.abstract_state(
+            phase
+        )  # surgeries that do not apply and patterns that match nothing fail here
     return plan
 
 

@@ -32,7 +32,7 @@ from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, read_jsonl
-from jaxlm.observe.trackers.guarded import BackgroundTracker
+from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.plan import Plan
@@ -162,7 +162,7 @@ class Run:
         return Workload(
             batches=plan.batches.train,
             tokens=seq_len,
-            flops=plan.config.model.flops_per_token(plan.recipe.Vocab.size).causal * seq_len,
+            flops=plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * seq_len,
             peak_flops=None if peak is None else peak * len(devices),
             num_steps=plan.num_steps,
             before=self.before,
@@ -226,7 +226,7 @@ def _facts(plan: Plan, resume_step: int | None) -> RunInfo:
     devices = jax.devices()
     peak = peak_flops(devices[0].device_kind)
     summary: dict[str, float | str] = {
-        "parameter_count": tree.num_parameters(plan.recipe.abstract_state(plan.phases[-1]).model),
+        "parameter_count": tree.num_parameters(plan.state_builder.abstract_state(plan.phases[-1]).model),
         "num_devices": len(devices),
         "num_hosts": jax.process_count(),
         "backend": jax.default_backend(),

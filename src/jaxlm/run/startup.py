@@ -25,7 +25,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     """The plan as rows of two columns."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
-    flops = model.flops_per_token(plan.recipe.Vocab.size).causal
+    flops = model.flops_per_token(plan.state_builder.Vocab.size).causal
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
@@ -33,7 +33,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in (*plan.warnings, *plan.recipe.abstract_initial_model.notes)],
+        *[("warning", text) for text in (*plan.warnings, *plan.state_builder.abstract_initial_model.notes)],
         ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
         ("computation runs on", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
@@ -62,13 +62,13 @@ def _evals(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> str:
-    abstract = plan.recipe.abstract_state(plan.phases[0]).model
+    abstract = plan.state_builder.abstract_state(plan.phases[0]).model
     kind = type(plan.config.model).__name__.removesuffix("Config")
-    return f"{kind}, {parameters(abstract)}, vocabulary {plan.recipe.Vocab.size:,}"
+    return f"{kind}, {parameters(abstract)}, vocabulary {plan.state_builder.Vocab.size:,}"
 
 
 def _logits(plan: Plan) -> str:
-    if jax.eval_shape(lambda model: model.lm_head(), plan.recipe.abstract_initial_model) is None:
+    if jax.eval_shape(lambda model: model.lm_head(), plan.state_builder.abstract_initial_model) is None:
         return "from logits that the model makes whole"
     return "gradient in the forward pass: logits are never whole"
 
@@ -80,20 +80,24 @@ def parameters(model: LanguageModel) -> str:
 
 
 def _remat(plan: Plan) -> str:
-    keep = parse_remat(plan.config.model.gradient_checkpointing)
-    if keep == AUTO:
+    remat_policy = parse_remat(plan.config.model.gradient_checkpointing)
+    if remat_policy == AUTO:
         return f"auto: the first that fits of {', '.join(CANDIDATES[plan.layout.platform])}"
     what = {
         NONE: "nothing is computed again",
         CHEAP: "norms and activations are computed again, matrix products and attention are kept",
         FULL: "all but each layer's input is computed again",
     }
-    return what[keep] if isinstance(keep, str) else f"all but each layer's input and {', '.join(keep)}"
+    return (
+        what[remat_policy]
+        if isinstance(remat_policy, str)
+        else f"all but each layer's input and {', '.join(remat_policy)}"
+    )
 
 
 def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
-    bodies = tree.modules(plan.recipe.abstract_initial_model, Transformer)
+    bodies = tree.modules(plan.state_builder.abstract_initial_model, Transformer)
     if not bodies:
         return "the model's own"
     num_layers = bodies[0].layers.Block.size
@@ -107,7 +111,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
-        for body in tree.modules(plan.recipe.abstract_initial_model, Transformer)
+        for body in tree.modules(plan.state_builder.abstract_initial_model, Transformer)
         for layer in tree.modules(body, SelfAttention)
         for kind in body.kinds
     )

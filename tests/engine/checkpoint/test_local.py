@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.checkpoint import local as local_folder
+from jaxlm.engine.checkpoint import local as local_module
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
@@ -33,16 +33,16 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     """Each process would write its part to another disk, and every checkpoint would be sealed without it."""
     LocalFolder(tmp_path).prepare()
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(local_folder, "_VISIBLE_AFTER_S", 0.0)
+    monkeypatch.setattr(local_module, "_VISIBLE_AFTER_S", 0.0)
     LocalFolder(tmp_path).open(print)
     with monkeypatch.context() as patch:
-        patch.setattr(local_folder, "same_on_all_processes", lambda names: False)  # others see other checkpoints
+        patch.setattr(local_module, "same_on_all_processes", lambda names: False)  # others see other checkpoints
         with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same for all processes"):
             LocalFolder(tmp_path).open(print)
         with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same for all processes"):
             StagedFolder("memory://store/shared", tmp_path).open(print)
     # As on a process whose disk has not the file that process 0 has just written.
-    monkeypatch.setattr(local_folder, "broadcast_from_main", lambda token: token ^ 1)
+    monkeypatch.setattr(local_module, "broadcast_from_main", lambda token: token ^ 1)
     with pytest.raises(ConfigError, match=f"{tmp_path} is not the same for all processes"):
         LocalFolder(tmp_path).prepare()
 

@@ -106,14 +106,14 @@ def test_what_is_a_url():
 
 
 def test_there_and_back(store, tmp_path):
-    here, _ = opened(tmp_path / "here")
-    saved = [save(here, 5), save(here, 10), save(here, 10, entering=True)]
+    local, _ = opened(tmp_path / "here")
+    saved = [save(local, 5), save(local, 10), save(local, 10, entering=True)]
     assert RemoteFolder(URL).names() == saved == ["step-5", "step-10", "step-10-second"]
-    assert names(here) == saved[-1:]
+    assert names(local) == saved[-1:]
     elsewhere, _ = opened(tmp_path / "elsewhere")
     files = [
         {p.relative_to(c.path): p.read_bytes() for p in c.path.rglob("*") if p.is_file()}
-        for folder in (here, elsewhere)
+        for folder in (local, elsewhere)
         for c in folder.checkpoints()
     ]
     assert files[0] == files[1]
@@ -164,14 +164,14 @@ def test_opening_changes_nothing_over_there(store, tmp_path):
 
 
 def test_what_was_not_uploaded_gives_way_to_what_another_machine_has_done_since(store, tmp_path):
-    here, _ = opened(tmp_path / "here")
+    local, _ = opened(tmp_path / "here")
     with breaking(store, "put_file"), pytest.raises(OSError, match="connection broke"):
-        save(here, 2)
+        save(local, 2)
     save(opened(tmp_path / "there")[0], 4, temporary=True)
-    here, _ = opened(tmp_path / "here")
-    newest = latest_valid(here, print)
+    local, _ = opened(tmp_path / "here")
+    newest = latest_valid(local, print)
     assert newest is not None
-    here.prepare()
+    local.prepare()
     newest.checkpoint.verify()
     assert newest.checkpoint.name == "step-4"
     assert RemoteFolder(URL).names() == ["step-2", "step-4"]

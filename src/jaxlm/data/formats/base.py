@@ -58,7 +58,7 @@ class Encoder(abc.ABC):
         """Each document's tokens; None for one that has nothing to learn from. Called from several threads."""
 
     @abc.abstractmethod
-    def recipe(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """What else than format and tokenizer decides about the tokens: plain JSON."""
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
             ConfigError: there is none.
         """
 
-    def recipe(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """What decides about the tokens, without the tokenizer: plain JSON; {} for text, whose key the files tell."""
         kept = {name: value for name, value in encode(self).items() if name != "pack"}
         return {} if kept["type"] == "text" else {"format": kept}

@@ -91,7 +91,7 @@ class ChatEncoder(Encoder):
             tokens.append(TokenizedText(ids, asked) if asked[1:].any() else None)
         return tokens
 
-    def recipe(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """See `Encoder.recipe`: the template, which may be the tokenizer's, and the names that it is given."""
         template = json.dumps([self.template.text, dict(self.template.names)])
         return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}

@@ -87,7 +87,7 @@ class PretokenizedEncoder(Encoder):
         """See `Encoder.encode`."""
         return [TokenizedText(ids) for ids in contents]
 
-    def recipe(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """See `Encoder.recipe`."""
         return {}
 

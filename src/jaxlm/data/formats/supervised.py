@@ -80,7 +80,7 @@ class SupervisedEncoder(Encoder):
         ids = self.tokenizer.encode_arrays([text for pair in contents for text in pair])
         return [self._tokens(prompt, completion) for prompt, completion in zip(ids[::2], ids[1::2], strict=True)]
 
-    def recipe(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """See `Encoder.recipe`."""
         return {}
 

@@ -72,7 +72,7 @@ class TextEncoder(Encoder):
             for ids in self.tokenizer.encode_arrays(contents)
         ]
 
-    def recipe(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """See `Encoder.recipe`."""
         return {}
 

@@ -121,7 +121,7 @@ class RemoteFile(MirroredSource):
         fs, path = _filesystem(self.url, self.key)
         remove_leftovers(place)
         with disk_full_errors(place), atomic_file(place) as unfinished:
-            with _reading(self.url, self.key, here=place.parent):
+            with _reading(self.url, self.key, local=place.parent):
                 fs.get_file(path, str(unfinished), callback=_copying(self, log))
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:
@@ -215,10 +215,12 @@ def _copying(file: RemoteFile, log: Log) -> Any:
     return Copying()
 
 
-def _reading(url: str, key: str, here: Path | None = None) -> AbstractContextManager[None]:
+def _reading(url: str, key: str, local: Path | None = None) -> AbstractContextManager[None]:
     """Says what the other side's failure means; what fails `here`, on the local disk, is raised as it is."""
     advice = "Check the address, the network and your credentials; or copy the files here and name their folder"
-    return storage_errors(lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason}). {advice}"), here=here)
+    return storage_errors(
+        lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason}). {advice}"), local=local
+    )
 
 
 def folder_of(identity: str) -> str:

@@ -84,7 +84,7 @@ class NamedSource:
             "train_files": len(files),
             "train_content": hashlib.sha256("".join(files.values()).encode()).hexdigest(),
             "text_key": self._text_key,
-            **self.config.format.recipe(),
+            **self.config.format.cache_key(),
         }
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
@@ -102,7 +102,7 @@ class NamedSource:
         seq_len: int,
         log: Log,
         *,
-        apart: bool = False,
+        separate_cache: bool = False,
         workers: Workers = LOCAL_WORKERS,
     ) -> PackedSequences:
         """Its windows; tokenized first where no cache is there.
@@ -115,9 +115,9 @@ class NamedSource:
         how = self.config.format
         encoder, files = self.encoder(tokenizer), self.files(split, log)
         made_from = cache_key(files, tokenizer, bos=self.bos, eos=self.eos)
-        made_from = {**made_from, **how.recipe(), **encoder.recipe()}
+        made_from = {**made_from, **how.cache_key(), **encoder.cache_key()}
         apart_name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
-        folder = self.folder / "evaluate" / apart_name if apart else self.folder
+        folder = self.folder / "evaluate" / apart_name if separate_cache else self.folder
         cache = open_or_build(folder / split, files, encoder, made_from, named, workers)
         if how.documents_per_sequence is None:
             return PackedSequences(cache, seq_len)
@@ -173,5 +173,5 @@ class NamedSource:
         if "text_key" in before:
             now["text_key"] = self._text_key
         now |= {"format": None} if "format" in before else {}
-        now |= self.config.format.recipe()
+        now |= self.config.format.cache_key()
         check_same("token cache", self.folder / split, before, now)

@@ -85,9 +85,9 @@ def trained_tokenizer(
 def _made_from(folder: Path) -> CacheKey:
     path = folder / _MADE_FROM
     try:
-        recipe = json.loads(path.read_text())
-        if isinstance(recipe, dict) and isinstance(recipe.get("files"), dict):
-            return recipe
+        cache_key = json.loads(path.read_text())
+        if isinstance(cache_key, dict) and isinstance(cache_key.get("files"), dict):
+            return cache_key
     except (OSError, ValueError):
         pass
     raise ConfigError(

@@ -50,7 +50,7 @@ class BucketCheckpoint(Checkpoint):
 
     def verify(self, below: str = "") -> None:
         """By the checksums that the store keeps; without them, reads every file."""
-        with _reading(self.place, told=(DamagedError,)):
+        with _reading(self.place, passthrough=(DamagedError,)):
             files = self.folder.files(self.key)
 
             def digest(file: str, kind: str) -> str:
@@ -86,7 +86,7 @@ class BucketFolder(CheckpointFolder):
         return self._url
 
     @property
-    def failures(self) -> tuple[type[Exception], ...]:
+    def write_errors(self) -> tuple[type[Exception], ...]:
         """Those of a disk, of gcsfs, and of what that stands on."""
         import aiohttp
         from gcsfs.retry import HttpError
@@ -174,10 +174,12 @@ def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoi
         return [BucketCheckpoint(folder, name) for folder, name in find_remote(url, of_runs=of_runs)]
 
 
-def _reading(place: str, told: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
+def _reading(place: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
     """A store that does not answer says nothing about what is in it: a message, never damage."""
     advice = "Check the network and your credentials"
-    return storage_errors(lambda reason: ConfigError(f"{place} cannot be read ({reason}). {advice}"), told=told)
+    return storage_errors(
+        lambda reason: ConfigError(f"{place} cannot be read ({reason}). {advice}"), passthrough=passthrough
+    )
 
 
 def _probe_tensorstore(url: str) -> None:

@@ -74,7 +74,7 @@ class LocalFolder(CheckpointFolder):
         return self._path
 
     @property
-    def failures(self) -> tuple[type[Exception], ...]:
+    def write_errors(self) -> tuple[type[Exception], ...]:
         """Those of a disk; `ValueError` is how TensorStore says that it is full."""
         return (OSError, ValueError)
 

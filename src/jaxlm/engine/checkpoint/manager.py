@@ -67,7 +67,7 @@ class CheckpointWriter:
         try:
             main_only(lambda: self._folder.begin(name, self._small_files(state, cursor, position)))
             self._orbax.save(self._folder.arrays(name), args=self._save_args(flat_arrays(state)))
-        except self._folder.failures as error:
+        except self._folder.write_errors as error:
             raise SaveError.because(self._folder.place, error) from error
         self._thread = threading.Thread(target=self._commit, args=(name,), name="checkpoint-commit")
         self._thread.start()

@@ -185,6 +185,6 @@ def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, s
     above, _, last = url.rstrip("/").rpartition("/")
     if CheckpointName.parse(last) and last in RemoteFolder(above).names():
         return [(RemoteFolder(above), last)]
-    here = RemoteFolder(url)
-    found = [(name, run) for run in (here, *(here.folders() if of_runs else [])) for name in run.checkpoints()]
+    local = RemoteFolder(url)
+    found = [(name, run) for run in (local, *(local.folders() if of_runs else [])) for name in run.checkpoints()]
     return [(run, name.text) for name, run in sorted(found, key=operator.itemgetter(0))]

@@ -38,9 +38,9 @@ class StagedFolder(CheckpointFolder):
         return self._url
 
     @property
-    def failures(self) -> tuple[type[Exception], ...]:
+    def write_errors(self) -> tuple[type[Exception], ...]:
         """Those of the disk."""
-        return self._local.failures
+        return self._local.write_errors
 
     def __str__(self) -> str:
         return f"{self._url} (by {self._here})"
@@ -179,7 +179,7 @@ def copy_errors(store: str, folder: Path) -> Iterator[None]:
     """
     advice = "Check the address, the network and your credentials"
     try:
-        with storage_errors(lambda reason: ConfigError(f"{store} cannot be used ({reason}). {advice}"), here=folder):
+        with storage_errors(lambda reason: ConfigError(f"{store} cannot be used ({reason}). {advice}"), local=folder):
             yield
     except OSError as error:  # of the local side
         raise ConfigError(

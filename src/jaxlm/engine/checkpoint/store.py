@@ -91,7 +91,7 @@ class CheckpointFolder(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def failures(self) -> tuple[type[Exception], ...]:
+    def write_errors(self) -> tuple[type[Exception], ...]:
         """What Orbax raises where arrays cannot be written there."""
 
     @abc.abstractmethod

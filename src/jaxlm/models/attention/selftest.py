@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.runtime import all_processes
-from jaxlm.models.attention.absent_card import is_compiling_for_cuda
+from jaxlm.models.attention.aot_cuda import is_compiling_for_cuda
 from jaxlm.models.attention.backends.cudnn import DOCUMENTS_A_CALL, cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
 

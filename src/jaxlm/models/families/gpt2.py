@@ -183,7 +183,7 @@ class Gpt2(LanguageModel):
             HeadSize=config.HeadSize,
             seq_len=config.seq_len,
             scan=config.scan_layers,
-            keep=parse_remat(config.gradient_checkpointing),
+            remat_policy=parse_remat(config.gradient_checkpointing),
             attn_backend=config.attn_backend,
         )
         std = config.initializer_range

@@ -163,7 +163,7 @@ class FlaxModel(LanguageModel):
 
     params: dict[str, NamedArray]
     definition: FlaxDefinition = eqx.field(static=True)
-    keep: RematPolicy = eqx.field(static=True)
+    remat_policy: RematPolicy = eqx.field(static=True)
 
     @property
     def Vocab(self) -> Axis:
@@ -206,7 +206,7 @@ class FlaxModel(LanguageModel):
             logits = module.logits(arrays, FlaxInputs(*(column.array for column in columns)), key)
             return NamedArray(logits, (*columns[0].axes, self.Vocab))
 
-        return hax.auto_sharded(remat(self.keep, forward, scan=False)(for_compute(self.params), key))
+        return hax.auto_sharded(remat(self.remat_policy, forward, scan=False)(for_compute(self.params), key))
 
 
 def _extended(past: TokenHistory, inputs: Inputs) -> TokenHistory:

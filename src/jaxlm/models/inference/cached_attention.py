@@ -42,7 +42,7 @@ def cached_attention(
     k_BTKH, v_BTKH = (a.rearrange((BATCH, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
     batch, length, num_kv_heads, head_size = k_BTKH.shape
     q_BKGTH = q.array.reshape(batch, length, num_kv_heads, -1, head_size).transpose(0, 2, 3, 1, 4)
-    rows, num_slots = past_keys.numbers.array.shape[:-2], past_keys.numbers.axis_size(KEY_POSITION)
+    rows, num_slots = past_keys.values.array.shape[:-2], past_keys.values.axis_size(KEY_POSITION)
     q_RQH = q_BKGTH.reshape(*rows, -1, head_size)
     old_BKGTS = _scores(q_RQH, past_keys).reshape(*q_BKGTH.shape[:-1], num_slots)
     new_BKGTS = jnp.einsum("bkgth,bskh->bkgts", q_BKGTH, k_BTKH, preferred_element_type=jnp.float32)
@@ -59,7 +59,7 @@ def cached_attention(
 
 
 def _scores(q_RQH: jax.Array, keys: KVArray) -> jax.Array:
-    numbers_RSH = keys.numbers.array.astype(q_RQH.dtype)
+    numbers_RSH = keys.values.array.astype(q_RQH.dtype)
     scores = jnp.einsum("...qh,...sh->...qs", q_RQH, numbers_RSH, preferred_element_type=jnp.float32)
     return scores if keys.scale is None else scores * keys.scale.array[..., None, :]
 
@@ -67,4 +67,4 @@ def _scores(q_RQH: jax.Array, keys: KVArray) -> jax.Array:
 def _mixed(weights_RQS: jax.Array, values: KVArray, dtype: jnp.dtype) -> jax.Array:
     if values.scale is not None:
         weights_RQS = weights_RQS * values.scale.array[..., None, :]
-    return jnp.einsum("...qs,...sh->...qh", weights_RQS.astype(dtype), values.numbers.array.astype(dtype))
+    return jnp.einsum("...qs,...sh->...qh", weights_RQS.astype(dtype), values.values.array.astype(dtype))

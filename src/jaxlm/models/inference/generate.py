@@ -136,7 +136,7 @@ def stream_tokens(
     *,
     every: int,
     until: StopFunction | None = None,
-    kept: PrefixCache | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yields the new tokens of each prompt, at most `every` at a time, until all rows have ended.
 
@@ -153,7 +153,9 @@ def stream_tokens(
     if not prompts or num_new == 0:
         return
     num_rows, room = rounded_up(len(prompts), _batch_multiple()), rounded_length(num_new)
-    cache, num_held = (None, 0) if kept is None else kept.recalled(writer.model, prompts[0], num_rows, room)
+    cache, num_held = (
+        (None, 0) if prefix_cache is None else prefix_cache.lookup(writer.model, prompts[0], num_rows, room)
+    )
     inputs = left_padded([prompt[num_held:] for prompt in prompts], num_rows, num_held)
     keys = _row_keys(prompts, num_rows, decoding.seed)
     stops = jnp.asarray(_padded(decoding.stop_ids), jnp.int32)
@@ -165,11 +167,11 @@ def stream_tokens(
     seen = 0
     while seen < num_new:
         upto = min(num_new, seen + every)
-        if kept is not None:
-            kept.forget()
+        if prefix_cache is not None:
+            prefix_cache.clear()
         state = _advance(writer.step_model, state, keys, stops, jnp.int32(upto), sampling)
-        if kept is not None:
-            kept.keep(state.cache, [*prompts[0], *_fed(state)])
+        if prefix_cache is not None:
+            prefix_cache.put(state.cache, [*prompts[0], *_fed(state)])
         shown = np.asarray(state.written)[: len(prompts), seen:upto]
         piece = [row[row != _NO_TOKEN].tolist() for row in shown]
         yield piece
@@ -221,8 +223,8 @@ class _State(eqx.Module):
 
 def _write(state: _State, cache: Any, token: jax.Array, stops: jax.Array) -> _State:
     alive = state.alive & (token[:, None] != stops).all(axis=1)
-    kept = jnp.where(alive, token, _NO_TOKEN)[:, None]
-    written = jax.lax.dynamic_update_slice_in_dim(state.written, kept, state.step, axis=1)
+    prefix_cache = jnp.where(alive, token, _NO_TOKEN)[:, None]
+    written = jax.lax.dynamic_update_slice_in_dim(state.written, prefix_cache, state.step, axis=1)
     return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1)
 
 

@@ -68,11 +68,11 @@ def slots_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedAr
 def kv_array_with(column: KVArray, new: NamedArray, at: jax.Array) -> KVArray:
     """The column with {batch, position, kv_heads, head_size}, or that of all layers, in its slots from `at` on."""
     new = as_keys(new).rearrange((..., BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE))
-    new = new if column.numbers.has_axis(BATCH) else by_cache_row(new)
+    new = new if column.values.has_axis(BATCH) else by_cache_row(new)
     if column.scale is None:
-        return KVArray(_with(column.numbers, new, at))
+        return KVArray(_with(column.values, new, at))
     numbers, scale = quantized(new)
-    return KVArray(_with(column.numbers, numbers, at), _with(column.scale, scale, at))
+    return KVArray(_with(column.values, numbers, at), _with(column.scale, scale, at))
 
 
 def by_cache_row(x: NamedArray) -> NamedArray:

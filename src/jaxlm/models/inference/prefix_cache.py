@@ -37,17 +37,17 @@ class PrefixCache:
         self._tokens: list[int] = []
         self._start = 0
 
-    def keep(self, cache: Any, tokens: Sequence[int]) -> None:
+    def put(self, cache: Any, tokens: Sequence[int]) -> None:
         """Keeps a cache that holds these tokens of its first row, and nothing behind them; another kind of cache is not
         kept. Whoever goes on to write into it calls `forget` before."""
         if isinstance(cache, KVCache | UnstackedCache):
             self._cache, self._tokens, self._start = cache, list(tokens), int(cache.length) - len(tokens)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keeps nothing."""
         self._cache = None
 
-    def recalled(self, model: LanguageModel, prompt: Sequence[int], rows: int, room: int) -> tuple[KVCache | None, int]:
+    def lookup(self, model: LanguageModel, prompt: Sequence[int], rows: int, room: int) -> tuple[KVCache | None, int]:
         """The cache with all but the end of a prompt in it, and how many tokens that is; (None, 0) where as much would be
         read as without it. It is not kept any longer: it belongs to the caller.
 
@@ -106,7 +106,7 @@ def _grown(cache: KVCache, capacity: int) -> KVCache:
         return hax.auto_sharded(NamedArray(jnp.pad(slots.array, widths), axes))
 
     def column(one: KVArray) -> KVArray:
-        return KVArray(grown(one.numbers), None if one.scale is None else grown(one.scale))
+        return KVArray(grown(one.values), None if one.scale is None else grown(one.scale))
 
     slots = grown(cache.positions), grown(cache.segment_ids)
     return KVCache(column(cache.keys), column(cache.values), *slots, cache.length)

@@ -117,7 +117,7 @@ def _as_matrix(part: Any) -> Any:
 
 def _columns(stacked: KVArray) -> tuple[KVArray, ...]:
     flat = jax.tree.map(by_cache_row, stacked, is_leaf=lambda x: isinstance(x, NamedArray))
-    layers = range(stacked.numbers.axis_size(LAYERS))
+    layers = range(stacked.values.axis_size(LAYERS))
     return tuple(
         jax.tree.map(lambda x, i=i: x[LAYERS, i], flat, is_leaf=lambda x: isinstance(x, NamedArray)) for i in layers
     )

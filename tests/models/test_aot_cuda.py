@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from jaxlm.models.attention.absent_card import compiling_for_cuda
+from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 
 HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capability=(9, 0))
