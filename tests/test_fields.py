@@ -94,7 +94,7 @@ WATCHED["trainer"]["watch"] = {"interval": 2, "watch_targets": ["grads"]}
 CHANGES: dict[str, Any] = {
     "model.gradient_checkpointing": "full",
     "model.scan_layers": False,
-    "model.attn_backend": "plain",
+    "model.attn_backend": "reference",
     "model.sliding_window": 5,
     "model.head_dim": 16,
     "model.attn_soft_cap": 3.0,
@@ -462,8 +462,8 @@ def test_strict_performance_refuses_what_falls_back():
     with pytest.raises(ConfigError, match="strict_performance: attention runs on plain"):
         check_performance(plan_of(merged(strict, dropping)))
     # What is asked for by its name is no fallback, though the platform has better.
-    check_performance(plan_of(merged(strict, {"model": {"attn_backend": "plain"}})))
-    check_performance(plan_of(merged(strict, merged(dropping, {"model": {"attn_backend": "plain"}}))))
+    check_performance(plan_of(merged(strict, {"model": {"attn_backend": "reference"}})))
+    check_performance(plan_of(merged(strict, merged(dropping, {"model": {"attn_backend": "reference"}}))))
 
 
 # Of trackers: what their own libraries are told, field by field.

@@ -57,12 +57,12 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "attention": (
         {"model": {"attn_backend": "vanilla", "flash_attention_block_size": 512, "gradient_checkpointing": "nested"}},
-        {"model": {"attn_backend": "plain", "gradient_checkpointing": "full"}},
+        {"model": {"attn_backend": "reference", "gradient_checkpointing": "full"}},
         ["flash_attention_block_size", "nested"],
     ),
     "attention without blocks": (
         {"model": {"use_flash_attention": False}},
-        {"model": {"attn_backend": "plain"}},
+        {"model": {"attn_backend": "reference"}},
         [],
     ),
     "what a family always has": (

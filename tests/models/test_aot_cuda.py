@@ -11,7 +11,7 @@ HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capa
 
 def test_kernels_are_taken_to_be_right_and_jax_is_answered():
     asked = fused.check_compute_capability
-    assert choose_attention(HOPPER).name == "blocks", "there is no such device here to test it on"
+    assert choose_attention(HOPPER).name == "blockwise", "there is no such device here to test it on"
     with compiling_for_cuda((9, 0)):
         assert choose_attention(HOPPER).name == "cudnn"
         assert fused.check_compute_capability("9.0")
@@ -21,4 +21,4 @@ def test_kernels_are_taken_to_be_right_and_jax_is_answered():
     with compiling_for_cuda((8, 0)):
         assert not fused.check_compute_capability("9.0")
     assert fused.check_compute_capability is asked
-    assert choose_attention(HOPPER).name == "blocks"
+    assert choose_attention(HOPPER).name == "blockwise"

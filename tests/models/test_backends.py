@@ -145,7 +145,7 @@ def test_a_rule_keeps_fused_kernels_away():
         "tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=64, rule=ScoreRule(soft_cap=30.0, alibi_max=8.0)
     )
     choice = choose_attention(task)
-    assert (choice.name, choice.degraded) == ("blocks", True)
+    assert (choice.name, choice.degraded) == ("blockwise", True)
     assert "not splash: it does not know a soft cap of scores and ALiBi" in choice.reason
     with pytest.raises(ConfigError, match="'splash' given, but it does not know"):
         choose_attention(task, "splash")
@@ -214,12 +214,12 @@ def test_no_array_holds_all_scores():
 @pytest.mark.parametrize(
     ("platform", "change", "name", "degraded"),
     [
-        ("cpu", {}, "blocks", False),
-        ("cpu", {"within_row": False}, "plain", True),
-        ("cpu", {"dropout": 0.1}, "plain", True),
+        ("cpu", {}, "blockwise", False),
+        ("cpu", {"within_row": False}, "reference", True),
+        ("cpu", {"dropout": 0.1}, "reference", True),
         ("tpu", {}, "splash", False),
-        ("tpu", {"seq_len": 100}, "blocks", True),
-        ("tpu", {"dropout": 0.1}, "plain", True),
+        ("tpu", {"seq_len": 100}, "blockwise", True),
+        ("tpu", {"dropout": 0.1}, "reference", True),
     ],
 )
 def test_choice(platform, change, name, degraded):
@@ -228,12 +228,12 @@ def test_choice(platform, change, name, degraded):
     choice = choose_attention(task)
     assert (choice.name, choice.degraded) == (name, degraded)
     assert ("not " in choice.reason) == degraded
-    assert choose_attention(task, "plain").name == "plain"
+    assert choose_attention(task, "reference").name == "reference"
 
 
 def test_a_choice_that_cannot_be():
     task = AttentionTask("cpu", jnp.dtype(jnp.float32), 128, head_size=64, dropout=0.1)
-    with pytest.raises(ConfigError, match=r"model\.attn_backend: 'blocks' given, but attention dropout"):
-        choose_attention(task, "blocks")
+    with pytest.raises(ConfigError, match=r"model\.attn_backend: 'blockwise' given, but attention dropout"):
+        choose_attention(task, "blockwise")
     with pytest.raises(ConfigError, match=r"'cudnn' does not run on cpu\. Allowed: auto, blocks, plain"):
         choose_attention(task, "cudnn")

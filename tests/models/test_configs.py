@@ -170,3 +170,9 @@ def test_yaml_round_trip():
     assert draccus.decode(ModelConfig, draccus.encode(config, declared_type=ModelConfig)) == config
     plain = draccus.decode(ModelConfig, {"type": "llama", "rope": {"theta": 1e6}})
     assert plain.rope == DefaultRotary(theta=1e6)
+
+
+@pytest.mark.parametrize(("before", "now"), [("plain", "reference"), ("blocks", "blockwise"), ("splash", "splash")])
+def test_attention_backends_are_read_by_the_names_that_older_checkpoints_hold(before, now):
+    assert LlamaConfig(attn_backend=before) == LlamaConfig(attn_backend=now)
+    assert LlamaConfig(attn_backend=before).attn_backend == now

@@ -288,15 +288,15 @@ def tested(monkeypatch):
     [
         ({}, "cudnn", ""),
         ({"capability": (8, 0)}, "cudnn_rows", "packed documents need compute capability 9.0"),
-        ({"capability": (7, 5)}, "blocks", "compute capability 8.0 or more"),
-        ({"capability": None}, "blocks", "needs an NVIDIA device"),
-        ({"dtype": jnp.dtype(jnp.float32)}, "blocks", "it has no float32"),
+        ({"capability": (7, 5)}, "blockwise", "compute capability 8.0 or more"),
+        ({"capability": None}, "blockwise", "needs an NVIDIA device"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "blockwise", "it has no float32"),
         ({"head_size": 256}, "cudnn", ""),
-        ({"head_size": 256, "capability": (8, 6)}, "blocks", "head size 256 is no multiple of 8 up to 128"),
-        ({"head_size": 60}, "blocks", "head size 60"),
-        ({"seq_len": 1001}, "blocks", "seq_len 1001"),
-        ({"dropout": 0.1}, "plain", "attention dropout"),
-        ({"within_row": False}, "plain", "not the same tokens"),
+        ({"head_size": 256, "capability": (8, 6)}, "blockwise", "head size 256 is no multiple of 8 up to 128"),
+        ({"head_size": 60}, "blockwise", "head size 60"),
+        ({"seq_len": 1001}, "blockwise", "seq_len 1001"),
+        ({"dropout": 0.1}, "reference", "attention dropout"),
+        ({"within_row": False}, "reference", "not the same tokens"),
     ],
 )
 @pytest.mark.usefixtures("tested")
@@ -312,12 +312,12 @@ def test_what_fails_its_test_is_not_taken(tested):
     assert choose_attention(task).name == "cudnn_rows"
     assert "packed is wrong" in choose_attention(task).reason
     tested("all is wrong", None)
-    assert (choose_attention(task).name, choose_attention(task).degraded) == ("blocks", True)
+    assert (choose_attention(task).name, choose_attention(task).degraded) == ("blockwise", True)
 
 
 def test_without_the_device_nothing_is_claimed():
     found = choose_attention(AttentionTask(**HOPPER))
-    assert found.name == "blocks"
+    assert found.name == "blockwise"
     assert "no such device here" in found.reason
 
 

@@ -134,7 +134,7 @@ def factories(monkeypatch):
         ("examples.nnx_model:make", {"kwargs": {"widht": 3}}, "unexpected keyword argument 'widht'.*takes .*width"),
         ("examples.nnx_model:make", {"kwargs": {"vocab_size": 3}}, "vocab_size: given, but it is worked out"),
         ("examples.nnx_model:make", {"scan_layers": True}, "model.scan_layers: True given"),
-        ("examples.nnx_model:make", {"attn_backend": "plain"}, "model.attn_backend: plain given"),
+        ("examples.nnx_model:make", {"attn_backend": "reference"}, "model.attn_backend: reference given"),
         ("examples.nnx_model:make", {"gradient_checkpointing": ["mlp"]}, "Allowed: auto, none, cheap, full"),
         ("flax_factories:averages", {}, r"keeps norm.mean \(BatchStat\), norm.var"),
         (

@@ -36,7 +36,7 @@ class TrainerConfig:
         log_dir: logs go to `<log_dir>/<id>/`.
         compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
         strict_performance: refuse to run where something falls back to a slower form than the platform has. What is
-            asked for by its name (`model.attn_backend: plain`) is no fallback.
+            asked for by its name (`model.attn_backend: reference`) is no fallback.
         batch_axis: the logical axis that is spread over replica and data.
         fsdp_axis: logical axes whose parameters rest spread over data; null means none.
         tensor_parallel_axes: logical axes that are spread over model; `heads` takes `kv_heads` along where they divide.

@@ -135,6 +135,10 @@ class LanguageModel(eqx.Module):
         """
 
 
+# How checkpoints that were saved before these backends were renamed spell them.
+_FORMER_BACKENDS = {"blocks": "blockwise", "plain": "reference"}
+
+
 @dataclass(frozen=True)
 class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models.families"):
     """What all model families share. `type:` in YAML picks the family.
@@ -158,6 +162,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         if isinstance(self.gradient_checkpointing, list):  # a model carries its configuration: it must be hashable
             object.__setattr__(self, "gradient_checkpointing", tuple(self.gradient_checkpointing))
         parse_remat(self.gradient_checkpointing)
+        object.__setattr__(self, "attn_backend", _FORMER_BACKENDS.get(self.attn_backend, self.attn_backend))
 
     @property
     def Pos(self) -> Axis:

@@ -48,7 +48,7 @@ _NOT_HERE = {
     "optimizer.haps": "write the steps at which cycles end as optimizer.cycles",
     "optimizer.lr": "it has no effect there; write optimizer.learning_rate",
 }
-_ATTENTION = {None: "auto", "default": "auto", "jax_flash": "blocks", "nvte": "cudnn", "vanilla": "plain"}
+_ATTENTION = {None: "auto", "default": "auto", "jax_flash": "blockwise", "nvte": "cudnn", "vanilla": "reference"}
 # Of models whose family has no such key: what it is there, always.
 _ALWAYS = {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": False, "tie_word_embeddings": False}
 _NOTHING = (None, False, {}, [])
@@ -154,7 +154,7 @@ class _Reading:
         if "attn_backend" in model and model["attn_backend"] in _ATTENTION:
             model["attn_backend"] = _ATTENTION[model["attn_backend"]]
         if self.take("model.use_flash_attention") is False:
-            self.put("model.attn_backend", "plain", "model.use_flash_attention")
+            self.put("model.attn_backend", "reference", "model.use_flash_attention")
         if model.get("gradient_checkpointing") == "nested":
             model["gradient_checkpointing"] = "full"
             self.notes.append("model.gradient_checkpointing: nested is read as full")

@@ -115,7 +115,7 @@ def attention(
     free = task.twice_differentiable or not attention_mask.within_row
     choice = choose_attention(task, AUTO if free else backend)
     segments = attention_mask.segment_ids.rearrange((BATCH, POSITION)).array
-    if choice.name == "blocks":
+    if choice.name == "blockwise":
         out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
     elif choice.name == "splash":
         kernel = functools.partial(splash_attention, window=window)

@@ -114,8 +114,8 @@ def _cudnn_obstacle(task: AttentionTask) -> str | None:
 
 # Best first, for each platform: (name, what it is, what keeps it from a task).
 _Backend = tuple[str, str, Callable[[AttentionTask], str | None]]
-_BLOCKS: _Backend = ("blocks", "blocks of queries against the keys that they see; no [T, T] array", _blocks_obstacle)
-_PLAIN: _Backend = ("plain", "all scores at once", lambda task: None)
+_BLOCKWISE: _Backend = ("blockwise", "blocks of queries against the keys that they see; no [T, T] array", _blocks_obstacle)
+_REFERENCE: _Backend = ("reference", "all scores at once", lambda task: None)
 _SPLASH: _Backend = ("splash", "jax's Pallas kernel; blocks that the mask hides are skipped", _splash_obstacle)
 _CUDNN: _Backend = ("cudnn", "cuDNN's fused kernel, for single and for packed documents", _cudnn_obstacle)
 _CUDNN_ROWS: _Backend = (
@@ -124,9 +124,9 @@ _CUDNN_ROWS: _Backend = (
     _cudnn_rows_obstacle,
 )
 _BY_PLATFORM: dict[str, tuple[_Backend, ...]] = {
-    "cpu": (_BLOCKS, _PLAIN),
-    "gpu": (_CUDNN, _CUDNN_ROWS, _BLOCKS, _PLAIN),
-    "tpu": (_SPLASH, _BLOCKS, _PLAIN),
+    "cpu": (_BLOCKWISE, _REFERENCE),
+    "gpu": (_CUDNN, _CUDNN_ROWS, _BLOCKWISE, _REFERENCE),
+    "tpu": (_SPLASH, _BLOCKWISE, _REFERENCE),
 }
 
 
@@ -145,7 +145,7 @@ def choose_attention(task: AttentionTask, wanted: str = AUTO) -> AttentionChoice
         if problem is None:
             return AttentionChoice(name, "; ".join([what, *obstacles]), degraded=bool(obstacles))
         obstacles.append(f"not {name}: {problem}")
-    raise AssertionError("the plain backend can do everything")
+    raise AssertionError("the reference backend can do everything")
 
 
 def _asked_for(task: AttentionTask, wanted: str, candidates: tuple[_Backend, ...]) -> str:
