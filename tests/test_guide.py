@@ -43,7 +43,7 @@ def test_the_list_of_modules_is_up_to_date():
 
 
 def test_the_pictures_are_up_to_date():
-    for name, content in script("generate_pictures").plots().items():
+    for name, content in script("generate_pictures").pictures().items():
         written = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
         assert written == content, "run `python docs/generate_pictures.py`"
         assert f"](pictures/{name})" in (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")

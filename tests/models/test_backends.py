@@ -235,5 +235,5 @@ def test_a_choice_that_cannot_be():
     task = AttentionTask("cpu", jnp.dtype(jnp.float32), 128, head_size=64, dropout=0.1)
     with pytest.raises(ConfigError, match=r"model\.attn_backend: 'blockwise' given, but attention dropout"):
         choose_attention(task, "blockwise")
-    with pytest.raises(ConfigError, match=r"'cudnn' does not run on cpu\. Allowed: auto, blocks, plain"):
+    with pytest.raises(ConfigError, match=r"'cudnn' does not run on cpu\. Allowed: auto, blockwise, reference"):
         choose_attention(task, "cudnn")
