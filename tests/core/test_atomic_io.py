@@ -13,7 +13,7 @@ def test_no_two_hosts_write_under_one_name(tmp_path, monkeypatch):
     names = set()
     for host in ("one", "two", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)
-        with atomic_io.replacing(tmp_path / "x.txt") as unfinished:
+        with atomic_io.atomic_file(tmp_path / "x.txt") as unfinished:
             names.add(unfinished.name)
             unfinished.write_text(host)
     assert len(names) == 3
@@ -24,7 +24,7 @@ def test_only_what_this_host_has_left_is_removed(tmp_path, monkeypatch):
     left = {}
     for host in ("one", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)
-        left[host] = [atomic_io.temporary(tmp_path / "x"), atomic_io.temporary(tmp_path / "xy")]
+        left[host] = [atomic_io.temporary_path(tmp_path / "x"), atomic_io.temporary_path(tmp_path / "xy")]
         left[host][0].mkdir()
         left[host][1].write_text("")
     atomic_io.remove_leftovers(tmp_path / "x")
@@ -33,21 +33,21 @@ def test_only_what_this_host_has_left_is_removed(tmp_path, monkeypatch):
 
 def test_a_folder_is_whole_or_not_there(tmp_path):
     def fail():
-        with atomic_io.replacing_folder(tmp_path / "f") as unfinished:
+        with atomic_io.atomic_folder(tmp_path / "f") as unfinished:
             unfinished.mkdir()
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert list(tmp_path.iterdir()) == []
-    with atomic_io.replacing_folder(tmp_path / "f") as unfinished:
+    with atomic_io.atomic_folder(tmp_path / "f") as unfinished:
         unfinished.mkdir()
         (unfinished / "a").write_text("a")
     assert [path.name for path in tmp_path.rglob("*")] == ["f", "a"]
 
 
 def test_the_folder_of_a_faster_host_stays(tmp_path):
-    with atomic_io.replacing_folder(tmp_path / "f") as unfinished:
+    with atomic_io.atomic_folder(tmp_path / "f") as unfinished:
         for folder, content in ((tmp_path / "f", "theirs"), (unfinished, "ours")):
             folder.mkdir()
             (folder / "a").write_text(content)

@@ -16,21 +16,21 @@ def die(*_args, **_kwargs):
 
 def at_step(step: int) -> None:
     """Dies when a step is dispatched."""
-    push = reports.Reports.push
+    push = reports.AsyncMetrics.push
 
     def pushing(self, number, *args):
         push(self, number, *args)
         if number >= step:
             die()
 
-    reports.Reports.push = pushing
+    reports.AsyncMetrics.push = pushing
 
 
 PLACES = {
     "first phase": lambda: at_step(8),
     "second phase": lambda: at_step(14),
     # The first phase's last checkpoint is there, and nothing of the second.
-    "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.entering)),
+    "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.enter_phase)),
     # The surgery is done, and its checkpoint is not yet saved.
     "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_phase(Saver.save_entry)),
     # All of that checkpoint is written, and it has not got its name.

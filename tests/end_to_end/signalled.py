@@ -11,7 +11,7 @@ from jaxlm.engine import metrics as reports
 NUMBER, PROCESS, STEP, *TWICE = os.environ["JAXLM_TEST_SIGNAL"].split(":")
 
 
-def signalling(self, step, *args, push=reports.Reports.push):
+def signalling(self, step, *args, push=reports.AsyncMetrics.push):
     push(self, step, *args)
     if step == int(STEP) and jax.process_index() == int(PROCESS):
         for _ in range(2 if TWICE else 1):
@@ -19,5 +19,5 @@ def signalling(self, step, *args, push=reports.Reports.push):
 
 
 if __name__ == "__main__":
-    reports.Reports.push = signalling
+    reports.AsyncMetrics.push = signalling
     sys.exit(train.main())

@@ -151,7 +151,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
         ),
         hooks=[],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
-        flag_sync=SimpleNamespace(cast=lambda _: None, result=lambda *_: SimpleNamespace(save=False, stop=0)),
+        flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),
         stop=SimpleNamespace(signal=0),
     )
     batches.ahead.close()

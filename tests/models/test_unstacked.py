@@ -54,7 +54,7 @@ def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
 def test_a_writer_takes_its_model_apart_once(built, monkeypatch):
     """However many texts it writes; only their caches are laid out each time."""
     model, taken = built(LlamaConfig(**SIZES, intermediate_dim=48)), []
-    copied = unstacked_module._copied_apart
+    copied = unstacked_module._unstacked_copy
     monkeypatch.setattr(unstacked_module, "_unstacked_copy", lambda tree: taken.append(type(tree)) or copied(tree))
     writer, decoding = Generator.of(model), GenerationConfig(3, temperature=0.0)
     together_ = generate_tokens(writer, [[1, 2], [3, 4]], decoding)

@@ -106,7 +106,7 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
         metrics=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None),
         hooks=[hook],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
-        flag_sync=SimpleNamespace(cast=lambda _: None, result=lambda *_: flags),
+        flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),
         stop=SimpleNamespace(signal=0),
     )
     assert " ".join(order) == (
