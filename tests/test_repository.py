@@ -57,22 +57,22 @@ def test_every_recipe_begins_with_its_command_and_hardware(path):
     assert "Hardware:" in header
 
 
+def is_abstract(node: ast.FunctionDef) -> bool:
+    return any("abstractmethod" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_what_is_public_is_documented(path):
+def test_contracts_are_documented(path):
+    """Modules, what they export, and abstract methods; an override has its base's documentation."""
     module = ast.parse(path.read_text())
     if path.name == "__init__.py" and not module.body:
         return
     missing = [] if ast.get_docstring(module) else [str(path)]
-
-    def walk(body: list[ast.stmt], inside: str) -> None:
-        for node in body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                if not ast.get_docstring(node):
-                    missing.append(f"{inside}{node.name}")
-                if isinstance(node, ast.ClassDef):
-                    walk(node.body, f"{inside}{node.name}.")
-
-    walk(module.body, "")
+    for node in module.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            missing += [] if ast.get_docstring(node) else [node.name]
+            methods = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and is_abstract(n)]
+            missing += [f"{node.name}.{method.name}" for method in methods if not ast.get_docstring(method)]
     assert missing == []
 
 

@@ -45,7 +45,9 @@ def test_the_least_recomputation_that_fits_is_chosen():
     assert "per_device_parallelism" in said
 
 
-@pytest.mark.parametrize(("compiler_remat", "chosen"), [((), "none"), (("none",), "cheap"), (("none", "cheap"), "cheap")])
+@pytest.mark.parametrize(
+    ("compiler_remat", "chosen"), [((), "none"), (("none",), "cheap"), (("none", "cheap"), "cheap")]
+)
 def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, compiler_remat, chosen):
     def attempt(plan, phase, stage, remat_policy, limit):
         return CompiledStep(
