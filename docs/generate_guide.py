@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from jaxlm.config.key_index import FILE, keys_json
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import ConfigKey, ConfigSection, sections
 
@@ -71,3 +72,4 @@ def _default(text: str | None) -> str:
 
 if __name__ == "__main__":
     GUIDE.write_text(guide(), encoding="utf-8")
+    FILE.write_text(keys_json(list(sections(RunConfig))), encoding="utf-8")

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from jaxlm.config.key_index import FILE, KeyIndex, keys_json
 from jaxlm.config.load import decode_run
 from jaxlm.config.plugins import is_import_path
 from jaxlm.config.run import RunConfig
@@ -35,6 +36,12 @@ def script(name: str) -> ModuleType:
 def test_the_guide_is_up_to_date():
     written = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     assert written == script("generate_guide").guide(), "run `python docs/generate_guide.py`"
+
+
+def test_the_index_of_keys_is_up_to_date():
+    assert FILE.read_text(encoding="utf-8") == keys_json(list(sections(RunConfig))), (
+        "run `python docs/generate_guide.py`"
+    )
 
 
 def test_the_list_of_modules_is_up_to_date():
@@ -119,4 +126,6 @@ def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
     an_adapter_of_peft(Path("adapter-folder"))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
-        decode_run(ConfigSource(load_yaml(tmp_path / f"{number}.yaml").tree), "document")
+        source = load_yaml(tmp_path / f"{number}.yaml")
+        decode_run(ConfigSource(source.tree), "document")
+        KeyIndex.load().check(source)

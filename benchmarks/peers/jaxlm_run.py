@@ -4,12 +4,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from jaxlm.core.imports import gc_paused
+
 import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxlm.core.imports import gc_paused
 
 with gc_paused():
     from jaxlm.bench import random_batch

@@ -1,27 +1,89 @@
-"""`python -m jaxlm`: which commands there are."""
+"""The command `jaxlm`, which is also `python -m jaxlm`: `jaxlm train ...` runs `jaxlm.train`, and so on.
 
+Answers that need no jax (help, mistakes in a command line or a file, recipes) come before jax is imported.
+"""
+
+import difflib
+import importlib
+import os
 import sys
+from collections.abc import Sequence
 
 import jaxlm
+from jaxlm.config.key_index import KeyIndex, check_command_line, has_plugins
+from jaxlm.config.overrides import help_text, parse_arguments
+from jaxlm.config.recipes import recipes_command
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError
 
 COMMANDS = {
-    "train": "trains what a YAML file describes, and goes on where an earlier process stopped",
+    "train": "trains what a YAML file describes, and resumes a run that was stopped",
     "sample": "continues prompts with the model of a checkpoint or a Hugging Face folder",
-    "chat": "talks with such a model, turn by turn, in the words of its chat template",
-    "evaluate": "its loss and bits per byte on any text, source by source, or tasks of lm-evaluation-harness",
+    "chat": "chats with such a model, using its chat template",
+    "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
-    "prepare": "tokenizes ahead, and shows what is in a cache of tokens",
-    "bench": "measures a configuration's step, here or on paper for a machine that is not here",
+    "prepare": "tokenizes data ahead of training, and shows what a token cache holds",
+    "bench": "measures the training step, or forecasts it for machines you do not have",
 }
+RECIPES = "recipes"
 
 
-def main() -> int:
-    """Prints the version and every command in a line."""
-    print(f"jaxlm {jaxlm.__version__}\n")
-    for name, meaning in COMMANDS.items():
-        print(f"  python -m jaxlm.{name:10} {meaning}")
-    print("\nEach says more with --help. First steps: python -m jaxlm.train --config_path config/quickstart.yaml")
-    return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if command in ("--help", "-h", "help"):
+            print(_overview())
+            return 0
+        if command == "--version":
+            print(f"jaxlm {jaxlm.__version__}")
+            return 0
+        if command == RECIPES:
+            return recipes_command(rest)
+        if command not in COMMANDS:
+            raise ConfigError(_unknown(command))
+        if command == "train" and _is_answered(rest):
+            return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except BrokenPipeError:  # `jaxlm train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return _run(command, rest)
+
+
+def _is_answered(arguments: Sequence[str]) -> bool:
+    """Whether a training command only asked for help, which is then printed. Raises `ConfigError` for its mistakes."""
+    topic = parse_arguments(arguments).help
+    if topic is None:
+        check_command_line(arguments)
+        return False
+    if has_plugins():  # their keys are known once they are imported
+        return False
+    print(help_text(KeyIndex.load().sections, "jaxlm train", topic), flush=True)
+    return True
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    from jaxlm.core.imports import gc_paused
+
+    with gc_paused():
+        module = importlib.import_module(f"jaxlm.{command}")
+    return module.main(arguments)
+
+
+def _overview() -> str:
+    lines = [f"jaxlm {jaxlm.__version__}", "", "usage: jaxlm COMMAND [options]", ""]
+    commands = {**COMMANDS, RECIPES: "lists the configurations that ship with jaxlm, and copies them"}
+    lines += [f"  {name:10} {meaning}" for name, meaning in commands.items()]
+    lines += ["", "`jaxlm COMMAND --help` says more. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
+    return "\n".join(lines)
+
+
+def _unknown(command: str) -> str:
+    near = difflib.get_close_matches(command, [*COMMANDS, RECIPES], n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return f"'{command}' is not a command.{hint} Commands: {', '.join([*COMMANDS, RECIPES])}"
 
 
 if __name__ == "__main__":

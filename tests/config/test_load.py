@@ -131,8 +131,8 @@ def test_a_missing_file(here, capsys):
 def test_without_a_configuration_the_first_step_is_named(here, capsys):
     assert train.main([]) == 2
     assert "--config_path" in capsys.readouterr().err
-    assert __main__.main() == 0
-    assert "python -m jaxlm.train --config_path config/quickstart.yaml" in capsys.readouterr().out
+    assert __main__.main([]) == 0
+    assert "jaxlm train --config_path jaxlm:quickstart.yaml" in capsys.readouterr().out
 
 
 def test_the_id_is_the_files_stem_unless_given(here):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
+from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 
@@ -95,7 +96,7 @@ class Whole:
 
 
 def test_help_shows_type_default_and_meaning_of_every_key():
-    text = help_text(Whole, "jaxlm.some")
+    text = help_text(list(sections(Whole)), "python -m jaxlm.some")
     assert "usage: python -m jaxlm.some" in text
     assert "part: the only one." in text
     assert "--part.first  (int, 7)\n      two numbers of one meaning." in text

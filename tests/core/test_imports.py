@@ -3,9 +3,9 @@
 import gc
 import weakref
 
-import pytest
-
 from jaxlm.core.imports import gc_paused
+
+import pytest
 
 
 class Cycle:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -210,15 +210,27 @@ class _Decoder:
         return chosen
 
     def _unknown_key(self, kind: type, key: str, path: KeyPath, fields: Mapping[str, Any]) -> ConfigError:
-        near = _nearest(key, fields)
-        hint = f" Did you mean '{near}'?" if near else ""
-        section = ".".join(map(str, path)) or "the top level"
-        named = f"{section} (type {choice_name(kind)})" if is_choice(kind) else section
-        return self._error((*path, key), f"no such key in {named}.{hint} Allowed: {', '.join(fields)}")
+        choice = choice_name(kind) if is_choice(kind) else None
+        return unknown_key(self._source, (*path, key), choice, list(fields))
 
     def _error(self, path: KeyPath, problem: str) -> ConfigError:
-        where = self._source.where(path)
-        return ConfigError(f"{where + ': ' if where else ''}{'.'.join(map(str, path)) or 'configuration'}: {problem}")
+        return config_error(self._source, path, problem)
+
+
+def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigError:
+    """A mistake at a path: file and line, dotted path, problem."""
+    where = source.where(path)
+    return ConfigError(f"{where + ': ' if where else ''}{'.'.join(map(str, path)) or 'configuration'}: {problem}")
+
+
+def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:
+    """A key that its section does not have. Args: choice: the section's `type`, where it has one."""
+    *around, key = path
+    near = _nearest(str(key), allowed)
+    hint = f" Did you mean '{near}'?" if near else ""
+    section = ".".join(map(str, around)) or "the top level"
+    named = section if choice is None else f"{section} (type {choice})"
+    return config_error(source, path, f"no such key in {named}.{hint} Allowed: {', '.join(allowed)}")
 
 
 def _nearest(given: str, known: Collection[str]) -> str | None:

@@ -10,6 +10,7 @@ from jaxlm.config.decode import decode, drop_stale_keys
 from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
 from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource, load_yaml, merge
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
@@ -37,13 +38,13 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     """
     load_installed_plugins()
     parsed = parse_arguments(arguments)
-    if parsed.help:
-        print(help_text(kind, command))
+    if parsed.help is not None:
+        print(help_text(sections(kind), f"python -m {command}", parsed.help))
         raise SystemExit(0)
     if parsed.config_path is None and not parsed.options:
         raise ConfigError(
-            "no configuration is given. --config_path run.yaml reads a file (config/quickstart.yaml trains on text that"
-            " every Python has), --section.key value sets one key, and --help lists all keys"
+            "no configuration is given. --config_path run.yaml reads a file (jaxlm:quickstart.yaml, which ships with jaxlm,"
+            " trains on text that every Python has), --section.key value sets one key, and --help lists all keys"
         )
     source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))

@@ -3,11 +3,11 @@
 import difflib
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxlm.config.schema import ConfigSection, sections
+from jaxlm.config.schema import ConfigSection
 from jaxlm.config.yaml import ConfigSource, KeyPath, merge, parse_value
 from jaxlm.core.errors import ConfigError
 
@@ -22,12 +22,12 @@ class Arguments:
     Attributes:
         config_path: the file, if one was named.
         options: dotted path -> value, in the order given.
-        help: whether `--help` was asked for.
+        help: the topic of `--help TOPIC`, "" for all of it; None without `--help`.
     """
 
     config_path: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    help: bool = False
+    help: str | None = None
 
 
 def parse_arguments(arguments: Sequence[str]) -> Arguments:
@@ -36,8 +36,10 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     Raises:
         ConfigError: something that is not an option, an option without a value, or one given twice.
     """
-    if any(argument in ("--help", "-h") for argument in arguments):
-        return Arguments(help=True)
+    for place, argument in enumerate(arguments):
+        if argument in ("--help", "-h"):
+            topic = arguments[place + 1] if place + 1 < len(arguments) else ""
+            return Arguments(help="" if topic.startswith("-") else topic)
     given: dict[str, str] = {}
     rest = list(arguments)
     while rest:
@@ -98,15 +100,38 @@ def _set(node: Any, path: KeyPath, value: Any, name: str) -> Any:
     raise ConfigError(f"command line: --{name}: there is no '{key}' inside of {node!r}")
 
 
-def help_text(kind: type, command: str) -> str:
-    """Every key of a configuration with its type, default and meaning."""
+def help_text(sections: Iterable[ConfigSection], command: str, topic: str = "") -> str:
+    """Every key of a configuration with its type, default and meaning.
+
+    Args:
+        command: what is started, as in `jaxlm train`.
+        topic: a section (`optimizer`, `trainer.checkpointer`) or a key (`trainer.seed`) to show alone.
+
+    Raises:
+        ConfigError: there is no such section or key.
+    """
+    chosen = list(_on_topic(sections, topic))
+    if not chosen:
+        raise ConfigError(
+            f"--help: there is no section or key '{topic}'. Name one, such as optimizer, trainer.checkpointer or"
+            " trainer.seed, or leave it out to see all"
+        )
     lines = [
-        f"usage: python -m {command} [--config_path FILE] [--section.key VALUE ...]",
+        f"usage: {command} [--config_path FILE] [--section.key VALUE ...] [--help [SECTION]]",
         "",
-        "Keys of the YAML file, which are options of the command line too (values are read as YAML):",
-        *(line for section in sections(kind) for line in _describe(section)),
+        "Keys of the YAML file, which are also options of the command line (values are read as YAML):",
+        *(line for section in chosen for line in _describe(section)),
     ]
     return "\n".join(lines)
+
+
+def _on_topic(sections: Iterable[ConfigSection], topic: str) -> Iterator[ConfigSection]:
+    around, _, name = topic.rpartition(".")
+    for section in sections:
+        if not topic or section.path == topic or section.path.startswith(f"{topic}."):
+            yield section
+        elif section.path == around and (keys := tuple(key for key in section.keys if key.name == name)):
+            yield replace(section, keys=keys)
 
 
 def _describe(section: ConfigSection) -> Iterator[str]:

@@ -39,6 +39,7 @@ class ConfigSection:
         is_default: whether this choice, or this section, holds without being written.
         meaning: of the section.
         keys: its own; where choices share some, only what this one adds or changes.
+        names: of all its keys, the shared ones too; none for what all choices share.
     """
 
     path: str
@@ -46,6 +47,7 @@ class ConfigSection:
     is_default: bool
     meaning: str
     keys: tuple[ConfigKey, ...]
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def _walk(
     default = place.default if type(place.default) is kind else None
     keys = tuple(_keys(kind, default))
     is_default = place.default is not None if choice is None else default is not None
-    yield ConfigSection(place.path, choice, is_default, place.meaning, tuple(key for key in keys if key not in shared))
+    own = tuple(key for key in keys if key not in shared)
+    yield ConfigSection(place.path, choice, is_default, place.meaning, own, tuple(key.name for key in keys))
     docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         for inner, suffix in _dataclasses_in(hints[item.name]):

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from jaxlm.config.recipes import config_file
 from jaxlm.core.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -46,7 +47,7 @@ def load_yaml(path: Path | str) -> ConfigSource:
         ConfigError: no such file, bad syntax, a key twice, an include that is missing or goes in a circle, or a file
             that is empty or not a mapping. Names file and line.
     """
-    path = Path(path)
+    path = config_file(path)
     reader = _Reader()
     tree = reader.file(path, at=(), chain=())
     if tree is None:

@@ -6,7 +6,7 @@ twice: once for parameters at rest, once for computation (`jaxlm.core.sharding`)
 
 from typing import Any
 
-from haliax import Axis
+from jaxlm.core.imports import haliax
 
 # Logical axes of data and activations.
 MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
@@ -34,6 +34,6 @@ MODEL = "model"
 MESH_AXES = (REPLICA, DATA, MODEL)
 
 
-def axes_of(spec: Any) -> tuple[Axis, ...]:
+def axes_of(spec: Any) -> tuple[haliax.Axis, ...]:
     """The axes of what is written as one, or as several: `Linear.In`."""
-    return (spec,) if isinstance(spec, Axis) else tuple(spec)
+    return (spec,) if isinstance(spec, haliax.Axis) else tuple(spec)

@@ -2,6 +2,10 @@
 
 from collections.abc import Iterable
 
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
 
 class ConfigError(ValueError):
     """The user asked for something impossible: what was given, what is allowed, what to change.

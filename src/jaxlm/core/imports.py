@@ -39,9 +39,7 @@ def restore_is_constant_dim() -> None:
         jax.core.is_constant_dim = jax_core.is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def import_libraries() -> None:
-    """Imports the two libraries that bring the most with them; every part of jaxlm needs both."""
-    with gc_paused():
-        import haliax as haliax
-        import optax as optax
-    restore_is_constant_dim()
+with gc_paused():  # the two that create the most objects; every part of jaxlm that computes needs both
+    import haliax as haliax
+    import optax as optax
+restore_is_constant_dim()

@@ -241,8 +241,8 @@ def _check_mapping(mapping: Mapping[str, MeshAxes], sizes: Mapping[str, int], lo
         num_shards = math.prod(sizes[name] for name in names)
         if axis in logical_axes and logical_axes[axis] % num_shards:
             raise ConfigError(
-                f"trainer: '{axis}' has size {logical_axes[axis]}, which the {num_shards} devices of mesh axis {target} do not"
-                f" divide. Change the model's size, the mesh, or the mapping"
+                f"trainer: '{axis}' has size {logical_axes[axis]}, which the {num_shards} devices of mesh axis {target} do"
+                f" not divide. Change the model's size, the mesh, or the mapping"
             )
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from jaxlm.core.imports import haliax as hax
+
 import equinox as eqx
-import haliax as hax
 import jax
 from haliax.partitioning import ResourceMapping
 from jax.custom_derivatives import linear_call

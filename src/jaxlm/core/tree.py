@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jaxlm.core.imports import haliax as hax
+
 import equinox as eqx
-import haliax as hax
 import jax
 
 from jaxlm.core.errors import ConfigError

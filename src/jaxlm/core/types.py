@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxlm.core.imports import haliax as hax
+
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxlm.core.imports import gc_paused
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -14,7 +16,6 @@ import optax
 
 from jaxlm.core import tree
 from jaxlm.core.guards import StepGuard
-from jaxlm.core.imports import gc_paused
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import RunState, build_state, initial_update_counts

@@ -1,7 +1,8 @@
 """Linear maps between named axes."""
 
+from jaxlm.core.imports import haliax as hax
+
 import equinox as eqx
-import haliax as hax
 import jax
 from haliax import Axis, AxisSpec, NamedArray
 

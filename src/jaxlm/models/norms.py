@@ -11,8 +11,9 @@ Shapes: ... any leading axes, D features.
 import functools
 from typing import Any, NamedTuple
 
+from jaxlm.core.imports import haliax as hax
+
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray

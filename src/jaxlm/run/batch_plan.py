@@ -114,8 +114,8 @@ def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per
     if per_device != -1 and share % per_device:
         divisors = [d for d in range(1, share + 1) if share % d == 0]
         raise ConfigError(
-            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the {num_shards}"
-            f" devices gets of train_batch_size {size.value}{of_stage}. Allowed: {', '.join(map(str, divisors))}"
+            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the"
+            f" {num_shards} devices gets of train_batch_size {size.value}{of_stage}. Allowed: {', '.join(map(str, divisors))}"
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.core.imports import gc_paused
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,6 @@ from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
-from jaxlm.core.imports import gc_paused
 from jaxlm.core.runtime import all_processes
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch

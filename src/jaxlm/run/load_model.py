@@ -150,7 +150,7 @@ def open_checkpoint(
 
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
-    """Raises `ConfigError` for an option that has no effect on a model that is trained already. Args: see `open_checkpoint`."""
+    """Raises `ConfigError` for an option that has no effect on a trained model. Args: as of `open_checkpoint`."""
     for key in _leaves(option_tree(dict(options))):
         if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
             raise ConfigError(

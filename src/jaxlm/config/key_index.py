@@ -1,0 +1,115 @@
+"""All keys of a run's configuration as data, for answers that need no jax: `--help`, and a key that does not exist.
+
+`keys.json` beside this file is generated from the dataclasses by `python docs/generate_guide.py`.
+"""
+
+import ast
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draccus.choice_types import CHOICE_TYPE_KEY
+
+from jaxlm.config.decode import unknown_key
+from jaxlm.config.overrides import override, parse_arguments
+from jaxlm.config.plugins import ENTRY_POINTS
+from jaxlm.config.schema import ConfigKey, ConfigSection
+from jaxlm.config.yaml import ConfigSource, KeyPath, load_yaml
+
+FILE = Path(__file__).with_name("keys.json")
+_FORMER_SPELLINGS = Path(__file__).parents[1] / "interop" / "levanter"
+
+
+@dataclass(frozen=True)
+class KeyIndex:
+    """The sections of a configuration, as `schema.sections` lists them.
+
+    Attributes:
+        sections: outer sections first.
+        other_spellings: words of Levanter's configurations, which are translated before keys are checked. A word that
+            ends in `_` is a prefix.
+    """
+
+    sections: tuple[ConfigSection, ...]
+    other_spellings: frozenset[str]
+
+    @staticmethod
+    def load() -> "KeyIndex":
+        """Reads `keys.json`."""
+        saved = json.loads(FILE.read_text(encoding="utf-8"))
+        return KeyIndex(tuple(map(_section, saved["sections"])), frozenset(saved["other_spellings"]))
+
+    def check(self, source: ConfigSource) -> None:
+        """Looks for a key that does not exist. What depends on code outside of jaxlm is not judged here.
+
+        Raises:
+            ConfigError: there is one, in the words of `decode`.
+        """
+        self._check(source, source.tree, (), ())
+
+    def _check(self, source: ConfigSource, value: Any, path: KeyPath, place: tuple[str, ...]) -> None:
+        """Args: path: of the value. place: the same with `N` for each place in a list, as sections are named."""
+        if isinstance(value, list):
+            for number, item in enumerate(value):
+                self._check(source, item, (*path, number), (*place, "N"))
+        if not isinstance(value, Mapping):
+            return
+        if section := self._section_of(value, ".".join(place)):
+            for key in value:
+                is_known = key in section.names or (section.choice is not None and key == CHOICE_TYPE_KEY)
+                if not is_known and not self._is_other_spelling(str(key)):
+                    raise unknown_key(source, (*path, key), section.choice, section.names)
+        for key, inner in value.items():
+            if not (key == "model" and value.get("use_hf_model_config")):  # its type is that of the folder
+                self._check(source, inner, (*path, key), (*place, str(key)))
+
+    def _is_other_spelling(self, key: str) -> bool:
+        return any(key.startswith(word) if word.endswith("_") else key == word for word in self.other_spellings)
+
+    def _section_of(self, value: Mapping[str, Any], path: str) -> ConfigSection | None:
+        """The section whose keys a mapping holds; None where that cannot be told from here."""
+        found = [section for section in self.sections if section.path == path]
+        typed = [section for section in found if section.choice is not None]
+        if not typed:
+            return found[0] if found else None
+        wanted = value.get(CHOICE_TYPE_KEY)
+        return next((s for s in typed if (s.is_default if wanted is None else s.choice == wanted)), None)
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """Finds mistakes of a training command that need no jax: a bad option, an unreadable file, a key that does not exist.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    parsed = parse_arguments(arguments)
+    source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
+    changes_a_type = any(name.rpartition(".")[2] == CHOICE_TYPE_KEY for name in parsed.options)
+    if not changes_a_type and not has_plugins():
+        KeyIndex.load().check(override(source, parsed.options))
+
+
+def has_plugins() -> bool:
+    """Whether an installed package registers classes, whose keys the index does not know."""
+    return bool(importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def keys_json(sections: Sequence[ConfigSection]) -> str:
+    """The content of `keys.json`."""
+    words = {
+        word
+        for file in _FORMER_SPELLINGS.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value
+        for word in node.value.split(".")
+    }
+    content = {"sections": [asdict(section) for section in sections], "other_spellings": sorted(words)}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _section(saved: Mapping[str, Any]) -> ConfigSection:
+    keys = tuple(ConfigKey(**key) for key in saved["keys"])
+    return ConfigSection(**{**saved, "keys": keys, "names": tuple(saved["names"])})

@@ -1,0 +1,72 @@
+"""The configurations that ship with jaxlm: `jaxlm:quickstart.yaml` names one wherever a configuration's path is expected."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+SCHEME = "jaxlm:"
+
+
+def config_file(path: Path | str) -> Path:
+    """The file that a configuration's path names: a recipe behind `jaxlm:`, else the path itself.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    text = str(path)
+    return recipe(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else Path(path)
+
+
+def recipe(name: str) -> Path:
+    """The file of a recipe, by its name with or without `.yaml`.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    wanted = name.removesuffix(".yaml")
+    known = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
+    if wanted not in known:
+        near = difflib.get_close_matches(wanted, known, n=1)
+        hint = f" Did you mean {SCHEME}{near[0]}.yaml?" if near else ""
+        raise ConfigError(
+            f"{SCHEME}{name}: no such recipe.{hint} Available: {', '.join(f'{stem}.yaml' for stem in known)}"
+        )
+    return known[wanted]
+
+
+def recipes_command(arguments: Sequence[str]) -> int:
+    """`jaxlm recipes` lists the recipes; `jaxlm recipes NAME` copies one into the current folder. Returns the exit code.
+
+    Raises:
+        ConfigError: there is no such recipe, or the current folder has a file of that name.
+    """
+    if any(argument in ("--help", "-h") for argument in arguments):
+        print("usage: jaxlm recipes [NAME ...]\n\nLists the recipes, or copies the named ones into the current folder.")
+        return 0
+    for name in arguments:
+        source = recipe(name)
+        copy = Path(source.name)
+        try:
+            with copy.open("x", encoding="utf-8") as file:
+                file.write(source.read_text(encoding="utf-8"))
+        except FileExistsError:
+            raise ConfigError(f"{copy} already exists in this folder. Rename or delete it first") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{copy} cannot be written: {error.strerror}. Run the command in another folder"
+            ) from error
+        print(f"wrote {copy}; train it with: jaxlm train --config_path {copy}")
+    if not arguments:
+        for file in sorted(FOLDER.glob("*.yaml")):
+            print(f"  {SCHEME}{file.name:20} {_title(file)}")
+        print(
+            "\nTrain one with `jaxlm train --config_path jaxlm:NAME`; copy one into this folder with `jaxlm recipes NAME`."
+        )
+    return 0
+
+
+def _title(file: Path) -> str:
+    return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")

@@ -1,0 +1,104 @@
+"""What is answered from the index of keys is what the whole reading of a configuration answers, and it refuses no more."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jaxlm.config.key_index import KeyIndex, check_command_line
+from jaxlm.config.load import load_config
+from jaxlm.config.recipes import FOLDER, recipe, recipes_command
+from jaxlm.config.yaml import ConfigSource, load_yaml
+from jaxlm.core.errors import ConfigError
+from tests.interop.test_levanter import REFUSED, SAME
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--optimizer.lerning_rate", "1"),
+        ("--optimiser.learning_rate", "1"),
+        ("--trainer.checkpointer.keeep", "[]"),
+        ("--model.attention_bias", "true", "--model.hiden_dim", "4"),
+        ("--evals", "[{type: harness, taskz: [a]}]"),
+        ("--config_path", "typo.yaml"),
+        ("--config_path", "missing.yaml"),
+        ("--config_path", "jaxlm:quickstart.yml"),
+        ("--config_path", "twice.yaml"),
+        ("--seed",),
+        ("--trainer.seed", "1", "--trainer.seed", "2"),
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_a_mistake_is_told_in_the_same_words_with_and_without_jax(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("typo.yaml").write_text("trainer:\n  checkpointer: {base_pth: x}\n")
+    Path("twice.yaml").write_text("trainer: {seed: 1}\ntrainer: {seed: 2}\n")
+    with pytest.raises(ConfigError) as whole:
+        load_config(arguments, "jaxlm.train")
+    with pytest.raises(ConfigError) as quick:
+        check_command_line(arguments)
+    assert str(quick.value) == str(whole.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--optimizer.type", "muon", "--optimizer.momentum", "0.9"),
+        ("--optimizer.type", "my.package:Optimizer", "--optimizer.anything", "1"),
+        ("--trainer.per_device_train_batch_size", "4"),
+        ("--trainer.tracker", "[{type: tensorboard, logdir: x}]"),
+        ("--config_path", "model.yaml"),
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_what_cannot_be_judged_without_jax_is_not(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.yaml").write_text("use_hf_model_config: true\ninitialize_from_hf: folder\nmodel: {use_qk_norm: true}\n")
+    check_command_line(arguments)
+
+
+@pytest.mark.parametrize("tree", [case[0] for case in (*SAME.values(), *REFUSED.values())], ids=[*SAME, *REFUSED])
+def test_spellings_of_levanter_are_left_to_their_translation(tree):
+    KeyIndex.load().check(ConfigSource(tree))
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)
+def test_recipes_have_no_unknown_key(path):
+    KeyIndex.load().check(load_yaml(f"jaxlm:{path.name}"))
+    assert recipe(path.stem) == recipe(path.name) == path
+
+
+def test_recipes_are_listed_and_copied_but_never_over_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert recipes_command([]) == 0
+    assert "jaxlm:quickstart.yaml" in capsys.readouterr().out
+    assert recipes_command(["quickstart"]) == 0
+    assert Path("quickstart.yaml").read_bytes() == (FOLDER / "quickstart.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):
+        recipes_command(["quickstart.yaml"])
+    with pytest.raises(ConfigError, match=r"jaxlm:quikstart: no such recipe\. Did you mean jaxlm:quickstart\.yaml\?"):
+        recipes_command(["quikstart"])
+
+
+def test_help_mistakes_and_recipes_need_no_jax(tmp_path):
+    """In one process, which would fail where jax is imported."""
+    program = textwrap.dedent("""
+        import sys
+        sys.modules["jax"] = sys.modules["haliax"] = None
+        from jaxlm.__main__ import main
+        codes = [main(arguments) for arguments in (
+            [], ["--version"], ["trian"], ["recipes"], ["train", "--help"], ["train", "--help", "optimizer"],
+            ["train", "--help", "nothing"], ["train", "--optimizer.lerning_rate", "1"], ["train", "--config_path", "no.yaml"],
+        )]
+        print(codes)
+    """)
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[0, 0, 2, 0, 0, 0, 2, 2, 2]", result.stderr
+    assert "error: 'trian' is not a command. Did you mean 'train'?" in result.stderr
+    assert "--optimizer.learning_rate  (float" in result.stdout
+    assert "error: --help: there is no section or key 'nothing'" in result.stderr
+    assert "Did you mean 'learning_rate'?" in result.stderr
