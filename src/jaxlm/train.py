@@ -1,9 +1,9 @@
-"""YAML to a trained model. Read this first.
+"""Trains what a YAML file describes. Read this first.
 
     python -m jaxlm.train --config_path run.yaml --trainer.train_batch_size 512
 
-A run is a list of phases over one state: enter a phase (surgery, what trains, optimizer state), train to its end, enter
-the next. Where the run has a checkpoint, it goes on from there, bit for bit.
+A run is a list of phases over one state: enter a phase (surgery, trainable parameters, optimizer state), train to its end,
+enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
@@ -18,13 +18,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_on_all_processes
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.loader import train_batches
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.loop import Done, Interrupted, Outcome, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
-from jaxlm.models.base import LanguageModel
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.report import final_report
@@ -33,7 +32,7 @@ from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import run_command
-from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
+from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from, remaining_phases
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.resources import Run, open_run
@@ -43,12 +42,12 @@ from jaxlm.run.startup import check_accelerator, check_performance, describe, gr
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What training came to.
+    """How a training run ended.
 
     Attributes:
         state: after the last step; None for a dry run.
-        outcome: how it ended.
-        checkpoint: where the newest one lies: a path, or a URL.
+        outcome: why training stopped.
+        checkpoint: path or URL of the newest checkpoint; None for a dry run.
         plan: what was run; its `log_folder` holds `metrics.jsonl`.
     """
 
@@ -60,38 +59,64 @@ class TrainResult:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-
-    def body() -> int:
-        config = load_config(sys.argv[1:] if arguments is None else arguments, "jaxlm.train")
-        outcome = train(config).outcome
-        return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
-
-    return run_command(body)
+    given = sys.argv[1:] if arguments is None else arguments
+    return run_command(lambda: _exit_code(train(load_config(given, "jaxlm.train"))))
 
 
 def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     """Runs a configuration to its end, from its newest checkpoint if it has one.
 
     Raises:
-        ConfigError: it cannot be run as asked. Nothing has been compiled or written then.
+        ConfigError: the configuration cannot be run. Nothing has been compiled or written then.
     """
     console = console or Console()
+    plan = _checked_plan(config)
+    if config.dry_run:
+        dry_run(plan, console)
+        return TrainResult(None, Done(), None, plan)
+    plan, tokenizer, init_from = _opened(plan, console)
+    state, outcome = None, Done()
+    with (
+        plan.layout.use(),
+        stop_on_signals() as stop,
+        open_run(plan, tokenizer, console, stop, resume_step=init_from.resume_step) as run,
+    ):
+        if init_from.state is not None:
+            state = _restored(run, init_from)
+        for phase in remaining_phases(plan, init_from.state):
+            state, outcome = _train_phase(run, phase, state, init_from)
+            if isinstance(outcome, Interrupted):
+                break
+    newest = plan.checkpoints.checkpoints()[-1].place
+    if isinstance(outcome, Interrupted):
+        console.log(f"stopped by signal {outcome.signal}; saved as {newest}. The same command continues from there")
+    elif is_main_process():
+        final_report(plan, console)
+    console.close()
+    return TrainResult(state, outcome, newest, plan)
+
+
+def _checked_plan(config: RunConfig) -> Plan:
+    """The plan of a run, with everything checked that needs neither data nor checkpoints."""
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     run_id = run_id_of(config)
     if not same_on_all_processes(run_id):
-        raise ConfigError(f"trainer.id: '{run_id}' here, another on another process. Let RUN_ID be the same for all")
+        raise ConfigError(f"trainer.id: '{run_id}' here, another on another process. Set RUN_ID to the same on all")
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
     check_accelerator(plan)
     check_num_steps(config)
     check_trackers(config.trainer.trackers)
-    if config.dry_run:
-        dry_run(plan, console)
-        return TrainResult(None, Done(), None, plan)
+    return plan
+
+
+def _opened(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
+    """The plan once tokenizer and data are known, the tokenizer, and where the run starts from."""
+    config = plan.config
     plan.checkpoints.open(console.log)
     check_init_from(plan)
-    before = main_only(lambda: check_same_run(plan))  # what is told apart there may lie on process 0's disk alone
+    saved = main_only(lambda: check_same_run(plan))  # only process 0 may have these files
     for data in plan.data:
         data.check()
     enable_compilation_cache(config.trainer.compilation_cache_dir)
@@ -110,58 +135,36 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     console.log(table("run", describe(plan)))
     init_from = find_init_from(plan, console.log)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
-    for line in config_changes(before, config, init_from.resume_step) if before and init_from.resume_step else []:
+    for line in config_changes(saved, config, init_from.resume_step) if saved and init_from.resume_step else []:
         console.log(f"changed since the last start: {line}")
-    with (
-        plan.layout.use(),
-        stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, resume_step=init_from.resume_step) as run,
-    ):
-        state, outcome = _train_phases(run, init_from)
-    newest = plan.checkpoints.checkpoints()[-1].place
-    if isinstance(outcome, Interrupted):
-        console.log(f"stopped by signal {outcome.signal}; saved as {newest}. The same command goes on from there")
-    elif is_main_process():
-        final_report(plan, console)
-    console.close()
-    return TrainResult(state, outcome, newest, plan)
+    return plan, tokenizer, init_from
 
 
-def _train_phases(run: Run, init_from: InitFrom) -> tuple[RunState, Outcome]:
-    """Restores the state, or not, and runs every phase that is not done yet."""
-    plan, outcome, found = run.plan, Done(), init_from.state
-    state = None
-    if found is not None:
-        current = check_cursor(found.cursor, plan)
-        state = init_from.load_state(plan, current, run.console.log)
-        complete = found.cursor.step == plan.num_steps
-        done = f"the run is complete: all {plan.num_steps} steps are done" if complete else "going on"
-        run.console.log(f"{done}, from {found.place}")
-        for line in changed_stages(found.cursor, found.position(), current, plan):
-            run.console.log(line)
-        if not init_from.is_own:
-            run.adopt(state, found)
-    for phase in plan.phases[found.cursor.phase if found else 0 :]:
-        resumed = found if found is not None and found.cursor.phase == phase.index else None
-        if resumed is not None and resumed.cursor.step == phase.end:
-            continue
-        weights = init_from.load_weights(plan, run.console.log) if state is None else None
-        state, outcome = _train_phase(run, phase, state, resumed, weights)
-        if isinstance(outcome, Interrupted):
-            break
-    assert state is not None
-    return state, outcome
+def _restored(run: Run, init_from: InitFrom) -> RunState:
+    """The state of the checkpoint that the run continues from."""
+    plan, checkpoint = run.plan, init_from.state
+    assert checkpoint is not None
+    phase = check_cursor(checkpoint.cursor, plan)
+    state = init_from.load_state(plan, phase, run.console.log)
+    complete = checkpoint.cursor.step == plan.num_steps
+    progress = f"the run is complete: all {plan.num_steps} steps are done" if complete else "resuming"
+    run.console.log(f"{progress}, from {checkpoint.place}")
+    for line in changed_stages(checkpoint.cursor, checkpoint.position(), phase, plan):
+        run.console.log(line)
+    if not init_from.is_own:
+        run.adopt(state, checkpoint)
+    return state
 
 
-def _train_phase(
-    run: Run, phase: Phase, state: RunState | None, resumed: VerifiedCheckpoint | None, weights: LanguageModel | None
-) -> tuple[RunState, Outcome]:
-    """Enters a phase, or goes on in the middle of it, and trains to its end.
+def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: InitFrom) -> tuple[RunState, Outcome]:
+    """Enters a phase, or continues in the middle of it, and trains to its end.
 
     Args:
-        weights: the model to begin the run with, where that is not one from the seed.
+        state: at the end of the phase before, or in the middle of this one; None at the start of a run.
     """
     plan = run.plan
+    resumed = init_from.in_phase(phase)
+    weights = init_from.load_weights(plan, run.console.log) if state is None else None
     data = run.open_data(phase)
     saver = run.saver(phase)
     sizes = plan.batches.train
@@ -171,7 +174,7 @@ def _train_phase(
     enter = None
     if resumed is None:
         enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))
-    # Before the state is made: what needs more memory than there is, is a message and not the end of the machine.
+    # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
     steps = compile_steps(plan, phase, first_step, run.console.log)
     steps.require_room()
     with contextlib.ExitStack() as closing:
@@ -185,7 +188,7 @@ def _train_phase(
         run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state, batches)
         run.keep_programs(phase, steps)
-        # First of all hooks, so that an evaluation after the last recorded step is not in the profile.
+        # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:
             closing.callback(hook.close)
@@ -200,6 +203,10 @@ def _train_phase(
             flag_sync=run.flag_sync,
             stop=run.stop,
         )
+
+
+def _exit_code(result: TrainResult) -> int:
+    return 128 + result.outcome.signal if isinstance(result.outcome, Interrupted) else 0
 
 
 if __name__ == "__main__":

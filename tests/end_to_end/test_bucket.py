@@ -99,7 +99,7 @@ def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_
         killed((here, there), url, gcs, process, name)
         here, there = there, here  # each goes on on the other's disk: what is there is not needed
     said = finish((here, there), url, "x", gcs)
-    assert f"going on, from {url}/x/step-{3 * len(kills)}" in said
+    assert f"resuming, from {url}/x/step-{3 * len(kills)}" in said
     run = RemoteFolder(f"{url}/x")
     assert run.names() == ["step-3", "step-6", "step-9", "step-12"]
     sums = run.read("step-12", CHECKSUMS).decode()

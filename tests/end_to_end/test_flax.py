@@ -34,7 +34,7 @@ def test_killed_and_resumed_it_is_the_same_run(workplace, kind, devices):
     assert process.returncode == -signal.SIGKILL
     finished = killed.run(*arguments)
     assert finished.code == 0, finished.err
-    assert "going on, from" in finished.out
+    assert "resuming, from" in finished.out
     assert killed.losses() == whole.losses()
     assert killed.digest("step-24") == whole.digest("step-24")
     losses = [float.fromhex(loss) for loss in whole.losses().values()]

@@ -106,7 +106,7 @@ def test_goes_on_on_another_mesh(workplace, uninterrupted, mesh):
     elsewhere = replace(place, devices=8)
     finished = elsewhere.run(*arguments(mesh))
     assert finished.code == 0, finished.err
-    assert re.search(r"going on, from .*step-(5|10)$", finished.out, re.MULTILINE)
+    assert re.search(r"resuming, from .*step-(5|10)$", finished.out, re.MULTILINE)
     found = place.losses()
     assert found.keys() == losses.keys()
     for step, loss in losses.items():

@@ -106,7 +106,7 @@ def test_programs_are_written_where_they_are_asked_for(trainings):
 def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, key):
     name = f"by_{key}"
     result = trainings.run(name, 6, trainer={key: str(trainings.place("part"))})
-    assert f"going on, from {trainings.place('part')}/step-4" in trainings.said
+    assert f"resuming, from {trainings.place('part')}/step-4" in trainings.said
     losses = trainings.losses("whole")
     assert trainings.losses(name) == {step: losses[step] for step in (5, 6)}
     assert [path.name for path in find_checkpoints(trainings.place(name))] == ["step-6"]
@@ -117,7 +117,7 @@ def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, 
 def test_t4_ones_own_checkpoints_come_before_every_other(trainings):
     trainings.run("own", 2)
     trainings.run("own", 4, trainer={"load_checkpoint_path": str(trainings.place("whole")), "load_checkpoint": True})
-    assert f"going on, from {trainings.place('own')}/step-2" in trainings.said
+    assert f"resuming, from {trainings.place('own')}/step-2" in trainings.said
 
 
 @pytest.mark.slow

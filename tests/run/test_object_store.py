@@ -47,7 +47,7 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     run("x", 3, "first")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
     run("x", 6, "second")  # another machine: nothing of the first one's staging folder
-    assert "going on, from" in trainings.said
+    assert "resuming, from" in trainings.said
     assert trainings.losses("x") == trainings.losses("whole")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
     run("y", 6, "third", initialize_from_state=f"{bucket}/runs/x/step-4")
@@ -70,7 +70,7 @@ def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkey
     run("x", 3)
     assert RemoteFolder(f"{url}/x").names() == ["step-2", "step-3"]
     assert run("x", 6).checkpoint == f"{url}/x/step-6"
-    assert f"going on, from {url}/x/step-3" in trainings.said
+    assert f"resuming, from {url}/x/step-3" in trainings.said
     assert list(trainings.losses("x")) == [1, 2, 3, 4, 5, 6]
     run("y", 6, load_checkpoint_path=f"{url}/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("x").items() if step > 4}

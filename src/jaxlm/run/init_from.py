@@ -44,6 +44,10 @@ class InitFrom:
         """Steps that this run itself has done, as far as it is kept; None where it is a new run."""
         return self.state.cursor.step if self.state and self.is_own else None
 
+    def in_phase(self, phase: Phase) -> VerifiedCheckpoint | None:
+        """The checkpoint to resume from, if it was saved in this phase."""
+        return self.state if self.state and self.state.cursor.phase == phase.index else None
+
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""
         assert self.state is not None
@@ -65,6 +69,15 @@ class InitFrom:
         like = plan.state_builder.abstract_initial_model
         fresh = (lambda: place_state(plan.state_builder.initial_model, like, plan.layout)) if partial else None
         return restore(self.weights, like, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
+
+
+def remaining_phases(plan: Plan, checkpoint: VerifiedCheckpoint | None) -> Sequence[Phase]:
+    """The phases that are not complete at a checkpoint; all of them without one."""
+    if checkpoint is None:
+        return plan.phases
+    current = plan.phases[checkpoint.cursor.phase]
+    is_complete = checkpoint.cursor.step == current.end
+    return plan.phases[current.index + is_complete :]
 
 
 def _imported(plan: Plan, log: Log) -> LanguageModel | None:
