@@ -57,7 +57,6 @@ class AdamConfig(OptimizerConfig):
             raise ConfigError("optimizer: update_rms_clipping and clip_update_norm are both given. Leave one out")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         clip_update = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         clip_update += [] if self.clip_update_norm is None else [self.clip_update_norm.build()]
         return optax.with_extra_args_support(

@@ -62,7 +62,6 @@ class SkipBadSteps(StepGuard):
             )
 
     def init_slot(self) -> BadStepState:
-        """See `StepGuard.init_slot`."""
         empty = RollingWindow.empty(self.rolling_interval_length)
         return BadStepState(empty, empty, jnp.zeros((), jnp.int32))
 

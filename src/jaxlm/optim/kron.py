@@ -72,7 +72,6 @@ class KronConfig(OptimizerConfig):
                 raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, {expected} expected")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         clip = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         direction = optax.chain(self._whitened(), *clip)
         return with_adam_fallback(

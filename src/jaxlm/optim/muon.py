@@ -59,7 +59,6 @@ class MuonConfig(OptimizerConfig):
     separates_matrices: ClassVar[bool] = True
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         direction = optax.chain(optax.trace(self.momentum, self.nesterov), self._orthogonal())
         return with_adam_fallback(
             self,

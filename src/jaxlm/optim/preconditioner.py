@@ -67,15 +67,12 @@ class DenseFactor(Factor):
     steepness: jax.Array
 
     def times(self, matrix: jax.Array) -> jax.Array:
-        """See `Factor.times`."""
         return self._square() @ matrix
 
     def gain(self) -> jax.Array:
-        """See `Factor.gain`."""
         return jnp.sum(jnp.square(self._square()), (-2, -1))
 
     def fitted(self, white: jax.Array, noise: jax.Array, rate: float) -> "DenseFactor":
-        """See `Factor.fitted`."""
         root, square, expected = self._flat(), self._square(), white.shape[-1]
         found = white @ white.mT + noise[..., None, None] * (square @ square)
         steepness = _followed(self.steepness, _spectral_norm(found) + expected)
@@ -85,7 +82,6 @@ class DenseFactor(Factor):
         return DenseFactor(self._named(0.5 * (whole + whole.mT)), steepness)
 
     def scaled(self, by: jax.Array) -> "DenseFactor":
-        """See `Factor.scaled`."""
         return DenseFactor(self._named(self._flat() * by[..., None, None]), self.steepness)
 
     def _flat(self) -> jax.Array:
@@ -105,15 +101,12 @@ class DiagonalFactor(Factor):
     steepness: jax.Array
 
     def times(self, matrix: jax.Array) -> jax.Array:
-        """See `Factor.times`."""
         return jnp.square(self._flat())[..., None] * matrix
 
     def gain(self) -> jax.Array:
-        """See `Factor.gain`."""
         return jnp.sum(self._flat() ** 4, -1)
 
     def fitted(self, white: jax.Array, noise: jax.Array, rate: float) -> "DiagonalFactor":
-        """See `Factor.fitted`."""
         root, expected = self._flat(), white.shape[-1]
         found = jnp.sum(jnp.square(white), -1) + noise[..., None] * root**4
         steepness = _followed(self.steepness, jnp.max(found, -1) + expected)
@@ -121,7 +114,6 @@ class DiagonalFactor(Factor):
         return DiagonalFactor(self._named(root * jnp.square(1 - size * (found - expected))), steepness)
 
     def scaled(self, by: jax.Array) -> "DiagonalFactor":
-        """See `Factor.scaled`."""
         return DiagonalFactor(self._named(self._flat() * by[..., None]), self.steepness)
 
     def _flat(self) -> jax.Array:

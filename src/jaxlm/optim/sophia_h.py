@@ -70,7 +70,6 @@ class SophiaHConfig(OptimizerConfig):
                 raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, more than 0 expected")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         direction: Any = self._direction  # optax's type leaves no room for an argument of one's own
         return optax.with_extra_args_support(
             optax.chain(
