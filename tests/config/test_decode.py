@@ -86,12 +86,12 @@ def test_reads_what_fits(given, value):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"count": None}, "count: null given, a whole number expected"),
-        ({"count": 1.5}, "count: 1.5 given, a whole number expected"),
-        ({"count": True}, "count: true given, a whole number expected"),
+        ({"count": None}, "count: null given, an integer expected"),
+        ({"count": 1.5}, "count: 1.5 given, an integer expected"),
+        ({"count": True}, "count: true given, an integer expected"),
         ({"count": "1"}, "count: '1' given"),
         ({"on": 1}, "on: 1 given, true or false expected"),
-        ({"name": 3}, "name: 3 given, text or null expected"),
+        ({"name": 3}, "name: 3 given, a string or null expected"),
         ({"mode": "c"}, "mode: 'c' given, 'a' or 'b' expected"),
         ({"sizes": 3}, "sizes: 3 given, a list"),
         ({"sizes": [1, "x"]}, "sizes.1: 'x' given"),

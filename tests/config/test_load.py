@@ -27,13 +27,13 @@ MISTAKES = {
     "wrong type": (
         GOOD,
         ("--trainer.num_train_steps", "many"),
-        ["num_train_steps", "'many' given", "a whole number expected"],
+        ["num_train_steps", "'many' given", "an integer expected"],
     ),
     "null": (GOOD, ("--trainer.seed", "null"), ["trainer.seed", "null given"]),
     "true is no number": (GOOD, ("--trainer.seed", "true"), ["trainer.seed", "true given"]),
     "duplicate key": (GOOD + "trainer: {seed: 1}\n", (), ["run.yaml:5", "trainer", "line 4"]),
     "missing include": (GOOD + "optimizer: !include no.yaml\n", (), ["run.yaml:5", "no.yaml"]),
-    "cyclic include": (GOOD + "optimizer: !include run.yaml\n", (), ["run.yaml:5", "circle"]),
+    "cyclic include": (GOOD + "optimizer: !include run.yaml\n", (), ["run.yaml:5", "circular"]),
     "syntax": ("trainer: [1\n", (), ["run.yaml:2"]),
     "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "gpt_neox, llama, mistral"]),
     "batch that does not divide": (

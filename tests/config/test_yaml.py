@@ -38,7 +38,7 @@ def test_marks_tell_file_and_line(tmp_path):
     [
         ("a: 1\nb:\n  c: 1\n  c: 2\n", ["run.yaml:4", "b.c", "line 3"]),
         ("a: !include nowhere.yaml\n", ["run.yaml:1", "nowhere.yaml"]),
-        ("a: !include run.yaml\n", ["run.yaml:1", "circle", "run.yaml -> run.yaml"]),
+        ("a: !include run.yaml\n", ["run.yaml:1", "circular", "run.yaml -> run.yaml"]),
         ("a: [1\n", ["run.yaml:2"]),
         ("", ["run.yaml", "empty"]),
         ("- 1\n", ["run.yaml", "list", "mapping"]),

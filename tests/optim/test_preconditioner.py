@@ -27,7 +27,7 @@ def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_si
 
     def step(factors, matrix):
         white, *fitted = precondition(matrix, *factors, rate=0.02, damping=0.0)
-        return tuple(fitted), (white, fitted[0].times(jnp.eye(6)), fitted[1].times(jnp.eye(4)))
+        return tuple(fitted), (white, fitted[0].apply(jnp.eye(6)), fitted[1].apply(jnp.eye(4)))
 
     _, (white, left, right) = jax.jit(lambda: jax.lax.scan(step, factors, jnp.asarray(matrices, jnp.float32)))()
     for found, one in ((left, spread[0]), (right, spread[1])):

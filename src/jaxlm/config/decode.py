@@ -1,8 +1,8 @@
-"""Plain values into configuration dataclasses, and back.
+"""Converts plain values to configuration dataclasses and back.
 
-The registries (`type: llama` picks the class) are Draccus's. The reading is stricter than Draccus's own, which takes null
-for an int, turns a list into text where a union has `str` first, and reports with a traceback: here every mistake is one
-sentence with the file, the line, the dotted path, what was given and what is allowed.
+The registries (`type: llama` selects the class) come from Draccus. Decoding is stricter than in Draccus, which accepts null
+for an int, turns a list into a string if a union lists `str` first, and reports errors with a traceback. Here every error
+is one sentence with the file, the line, the dotted path, the given value and the allowed values.
 """
 
 import dataclasses
@@ -22,20 +22,26 @@ from jaxlm.config.yaml import ConfigSource, KeyPath
 from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T")
-_SIMPLE = {bool: "true or false", int: "a whole number", float: "a number", str: "text", timedelta: "a duration (15m)"}
+_SIMPLE = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    timedelta: "a duration (15m)",
+}
 
 
 def decode(kind: type[T], source: ConfigSource) -> T:
-    """The dataclass that a tree describes.
+    """Builds the dataclass that a tree describes.
 
     Raises:
-        ConfigError: the first mistake in it.
+        ConfigError: describes the first error in the tree.
     """
     return _Decoder(source).dataclass(kind, source.tree, ())
 
 
 def encode(value: Any) -> Any:
-    """A dataclass as plain values; classes from a registry carry their `type`."""
+    """Converts a dataclass to plain values. Classes from a registry include their `type`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         kind: Any = type(value)
@@ -48,7 +54,7 @@ def encode(value: Any) -> Any:
 
 
 def dump(value: Any) -> str:
-    """YAML text that `decode` reads back to an equal dataclass."""
+    """Converts a dataclass to YAML that `decode` reads back to an equal dataclass."""
     return yaml.safe_dump(encode(value), sort_keys=False, width=100)
 
 
@@ -58,16 +64,19 @@ def is_choice(kind: Any) -> bool:
 
 
 def choice_name(kind: Any) -> str:
-    """The `type` of a class: its place where it was named by that, for its own name is known only once it is imported."""
+    """The `type` of a class.
+
+    A class that was selected by import path keeps that path as its type: its registered name is only known after import.
+    """
     names = [name for name, member in kind.get_known_choices().items() if member is kind]
     return max(names, key=is_import_path)
 
 
 def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
-    """The class that a section means: by its `type`, else the default's, else the registry's own default.
+    """The class that a section selects: by its `type`, else the class of the default, else the registry's default.
 
     Raises:
-        ConfigError: the type is the place of a class that cannot be imported.
+        ConfigError: `type` is an import path that cannot be imported.
     """
     name = tree.get(CHOICE_TYPE_KEY)
     if name is None and is_choice(type(default)):
@@ -78,10 +87,10 @@ def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> typ
 
 
 def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
-    """Removes from `file`, in place, what only makes sense for a `type` that the command line replaces.
+    """Removes from `file`, in place, the keys that do not apply to a `type` set on the command line.
 
     Returns:
-        The dotted paths that were removed.
+        The dotted paths of the removed keys.
     """
     dropped: list[str] = []
     hints = typing.get_type_hints(kind)
@@ -99,13 +108,13 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
                     del section[key]
                     dropped.append(f"{field.name}.{key}")
         elif dataclasses.is_dataclass(base):
-            inside: Any = base
-            dropped += [f"{field.name}.{path}" for path in drop_stale_keys(inside, section, over)]
+            subsection: Any = base
+            dropped += [f"{field.name}.{path}" for path in drop_stale_keys(subsection, section, over)]
     return dropped
 
 
 def _section_of(hint: Any) -> Any:
-    """The registry among the types that a key may have, as in `TrackerConfig | list[TrackerConfig]`; else the hint itself."""
+    """The registry in a union such as `TrackerConfig | list[TrackerConfig]`, or the hint itself."""
     return next((kind for kind in typing.get_args(hint) if is_choice(kind)), hint)
 
 
@@ -116,7 +125,7 @@ def _default_of(field: dataclasses.Field) -> Any:
 
 
 class _MismatchError(Exception):
-    """A value does not fit a type; another member of a union may still take it."""
+    """A value does not fit a type. Another member of a union may still accept it."""
 
 
 class _Decoder:
@@ -128,7 +137,7 @@ class _Decoder:
             keys = (
                 ", ".join(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else "type, ..."
             )
-            raise self._error(path, f"{_shown(tree)} given, a section with keys expected ({keys})")
+            raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({keys})")
         if is_choice(kind):
             kind = self._choice(kind, tree, path, default)
             tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
@@ -142,7 +151,7 @@ class _Decoder:
         }
         missing = [name for name, f in fields.items() if name not in values and _required(f)]
         if missing:
-            raise self._error(path, f"the key '{missing[0]}' is missing; it has no default")
+            raise self._error(path, f"the key '{missing[0]}' is missing. It has no default; set it")
         try:
             return kind(**values)
         except ValueError as error:
@@ -154,7 +163,7 @@ class _Decoder:
                 return self._fit(kind, value, path, default, lenient)
             except _MismatchError:
                 continue
-        raise self._error(path, f"{_shown(value)} given, {_expected(kind)} expected")
+        raise self._error(path, f"{_format_value(value)} given, {_expected(kind)} expected")
 
     def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -205,7 +214,7 @@ class _Decoder:
             given = tree.get(CHOICE_TYPE_KEY)
             near = _nearest(str(given), known)
             hint = f". Did you mean '{near}'?" if near else ""
-            problem = "no type given" if given is None else f"{_shown(given)} given"
+            problem = "no type given" if given is None else f"{_format_value(given)} given"
             raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
         return chosen
 
@@ -234,7 +243,7 @@ def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed
 
 
 def _nearest(given: str, known: Collection[str]) -> str | None:
-    """The name that is meant: the same words in another order, or nearly the same letters."""
+    """The most similar known name: the same words in another order, or a similar spelling."""
     words = sorted(given.split("_"))
     reordered = (name for name in known if sorted(name.split("_")) == words)
     return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
@@ -251,7 +260,7 @@ def _accept(condition: bool, value: Any) -> Any:
 
 
 def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
-    """bool, int, float, str or None, where only these conversions are made: 512.0 to an int, 1 to a float."""
+    """Decodes bool, int, float, str or None. The only conversions are 512.0 to an int and 1 to a float."""
     if kind is type(None):
         return _accept(value is None, value)
     if type(value) is kind:
@@ -278,7 +287,7 @@ def _expected(kind: Any) -> str:
     return _SIMPLE.get(kind, "a section with keys")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Durations as people write them."""
+"""Parsing and formatting of durations such as `15m` or `1h30m`."""
 
 import re
 from datetime import timedelta
@@ -14,17 +14,17 @@ _CLOCK = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
 def parse_duration(value: object) -> timedelta:
-    """`15m`, `15min`, `1h30m`, `5 minutes`, `1:30:00`, or a number of seconds.
+    """Parses `15m`, `15min`, `1h30m`, `5 minutes`, `1:30:00`, or a number of seconds.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the value has another format.
     """
     try:
         return _parsed(value)
     except ConfigError:
         raise
-    except (OverflowError, ValueError) as error:  # infinite, not a number, or longer than a timedelta can say
-        raise ConfigError(f"{value!r} is not a duration that can be waited for. Allowed: {_ALLOWED}") from error
+    except (OverflowError, ValueError) as error:  # infinite, NaN, or too long for a timedelta
+        raise ConfigError(f"{value!r} is not a finite duration, or is too long. Allowed: {_ALLOWED}") from error
 
 
 def _parsed(value: object) -> timedelta:
@@ -47,7 +47,7 @@ def _parsed(value: object) -> timedelta:
 
 
 def format_duration(value: timedelta) -> int | float | str:
-    """Seconds, or parts where a float cannot hold them all, so that `parse_duration` gives the same duration back."""
+    """Formats as seconds, or as days and seconds if a float is not exact. `parse_duration` restores the same value."""
     seconds = value.total_seconds()
     if timedelta(seconds=seconds) != value:
         return f"{value.days}d {value.seconds}.{value.microseconds:06}s"

@@ -1,4 +1,4 @@
-"""Reading a configuration: a YAML file and a command line into a `RunConfig`."""
+"""Loads a `RunConfig` from a YAML file and the command line."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,20 @@ R = TypeVar("R", bound=RunConfig)
 
 
 def as_run_config(config: RunConfig) -> RunConfig:
-    """Without the keys that a program of one's own added: what every command can read again."""
+    """Drops the keys that a user program added in a subclass, so that every command can read the result."""
     return RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
 
 
 def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfig) -> R:
-    """Reads a command line: the file that it names, and what it overrides.
+    """Loads the configuration file named on the command line and applies the command line's overrides.
 
     Args:
-        command: for the help text, as in `python -m command`.
-        kind: `RunConfig`, or a dataclass that extends it by keys of its own program.
+        command: module name to show in the help text, as in `python -m command`.
+        kind: `RunConfig`, or a subclass with additional keys of a user program.
 
     Raises:
-        ConfigError: the first mistake in either.
-        SystemExit: `--help` was asked for, and printed.
+        ConfigError: describes the first error in the file or on the command line.
+        SystemExit: `--help` was given and the help text was printed.
     """
     load_installed_plugins()
     parsed = parse_arguments(arguments)
@@ -43,13 +43,13 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
         raise SystemExit(0)
     if parsed.config_path is None and not parsed.options:
         raise ConfigError(
-            "no configuration is given. --config_path run.yaml reads a file (jaxlm:quickstart.yaml, which ships with jaxlm,"
-            " trains on text that every Python has), --section.key value sets one key, and --help lists all keys"
+            "no configuration given. Pass --config_path run.yaml to read a file (jaxlm:quickstart.yaml ships with jaxlm and"
+            " trains on text included with Python), or --section.key value to set one key. --help lists all keys"
         )
     source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:
-        print(f"note: the command line changes a type; of the file's keys, these do not apply: {', '.join(dropped)}")
+        print(f"note: the command line changes a type; these keys of the file are ignored: {', '.join(dropped)}")
     source, notes = from_levanter(override(source, parsed.options))
     for note in notes:
         print(f"note: {note}")
@@ -57,63 +57,69 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     return decode_run(source, stem, kind)
 
 
-def refuse_dry_run(config: RunConfig, because: str) -> None:
-    """Raises `ConfigError` where a command that is no training is to be a dry run. Args: because: what it does."""
+def refuse_dry_run(config: RunConfig, reason: str) -> None:
+    """Raises `ConfigError` if `dry_run` is set for a command that does not train.
+
+    Args:
+        reason: what the command does instead.
+    """
     if config.dry_run:
         raise ConfigError(
-            f"dry_run: true has no effect here: {because}. Leave it out; `python -m jaxlm.train --dry_run true` shows the"
-            " plan and the memory"
+            f"dry_run: true has no effect here: {reason}. Remove it. To print the plan and the memory use, run"
+            " `python -m jaxlm.train --dry_run true`"
         )
 
 
 def read_config(path: Path) -> RunConfig:
-    """The configuration in a file, without a command line."""
+    """Loads a configuration from a file alone, without command-line overrides."""
     return decode_run(from_levanter(load_yaml(path))[0], path.stem)
 
 
 def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig) -> R:
-    """A run from a tree: phases take what they leave out from the top level, and the run its id where it has none: from
-    the environment's RUN_ID, a tracker's `id`, or `name`."""
+    """Decodes a run. Phases inherit missing sections and keys from the top level.
+
+    If `trainer.id` is null, it is set from the environment variable RUN_ID, a tracker's `id`, or `name`.
+    """
     load_installed_plugins()
-    tree = with_hf_model(_with_inherited(source.tree))
+    tree = with_hf_model(_inherit_sections(source.tree))
     config = decode(kind, ConfigSource(tree, source.marks))
     filled = with_peft_keys(tree, config.model)
     if filled is not tree:
         config = decode(kind, ConfigSource(filled, source.marks))
-    name = _name_elsewhere(config) or name
+    name = _default_run_id(config) or name
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))
     return config
 
 
-def _name_elsewhere(config: RunConfig) -> str | None:
-    """A run's name from the environment, or from the first tracker that gives it one."""
-    given = (getattr(tracker, "id", None) for tracker in config.trainer.trackers)
-    return os.environ.get("RUN_ID") or next((name for name in given if name), None)
+def _default_run_id(config: RunConfig) -> str | None:
+    """The run's id from the environment, or from the first tracker that has one."""
+    tracker_ids = (getattr(tracker, "id", None) for tracker in config.trainer.trackers)
+    return os.environ.get("RUN_ID") or next((name for name in tracker_ids if name), None)
 
 
-def _with_inherited(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with every phase's sections laid over the run's own."""
+def _inherit_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges each phase's sections over the sections at the top level."""
     phases = tree.get("phases")
     if not isinstance(phases, list):
         return dict(tree)
-    return {**tree, "phases": [_phase_with_inherited(tree, p) if isinstance(p, dict) else p for p in phases]}
+    return {**tree, "phases": [_inherit_into_phase(tree, p) if isinstance(p, dict) else p for p in phases]}
 
 
-def _phase_with_inherited(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> dict[str, Any]:
+def _inherit_into_phase(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> dict[str, Any]:
     full = dict(phase)
     for section in ("data", "objective", "optimizer"):
         own, shared = phase.get(section), tree.get(section, {})
         if isinstance(own, dict) and isinstance(shared, dict):
-            # Another type shares no keys that could be meant.
+            # Keys of one type mean nothing to another type, so inherit only within the same type.
             same_type = own.get("type", shared.get("type")) == shared.get("type")
             full[section] = merge(shared, own) if same_type else own
     return full
 
 
 def run_id_of(config: RunConfig) -> str:
-    """The run's name: `trainer.id`, which `decode_run` has filled in, or `run`."""
+    """The run's id: `trainer.id`, which `decode_run` fills in, or `run`."""
     name = config.trainer.id or "run"
     if "/" in name or name in (".", ".."):
-        raise ConfigError(f"trainer.id: '{name}' cannot name a folder")
+        raise ConfigError(f"trainer.id: '{name}' given, which is not a valid folder name")
     return name

@@ -1,4 +1,4 @@
-"""What other packages bring: `package.module:name`, or names that an entry point `jaxlm.plugins` registers."""
+"""Classes from other packages: by import path (`package.module:name`), or registered by a `jaxlm.plugins` entry point."""
 
 import dataclasses
 import functools
@@ -13,63 +13,63 @@ ENTRY_POINTS = "jaxlm.plugins"
 
 @functools.cache
 def load_installed_plugins() -> tuple[str, ...]:
-    """Imports what installed packages name in their entry points, once a process; their classes register themselves.
+    """Imports the plugins that installed packages list as entry points, once per process. Their classes register themselves.
 
     Returns:
         The entry points, as `name (distribution)`.
 
     Raises:
-        ConfigError: one of them cannot be imported.
+        ConfigError: an entry point cannot be imported.
     """
     loaded = []
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = point.dist.name if point.dist is not None else point.value
         try:
             point.load()
-        except Exception as error:  # whatever somebody else's module does when it is imported
+        except Exception as error:  # importing a third-party module can raise anything
             raise ConfigError(
                 f"the plugin '{point.name}' of the installed package {package} cannot be loaded: "
-                f"{type(error).__name__}: {error}. Mend or uninstall {package}"
+                f"{type(error).__name__}: {error}. Fix or uninstall {package}"
             ) from error
         loaded.append(f"{point.name} ({package})")
     return tuple(loaded)
 
 
 def is_import_path(name: Any) -> bool:
-    """Whether a `type` names a class by its place instead of a registered name."""
+    """Whether a `type` is an import path rather than a registered name."""
     return isinstance(name, str) and ":" in name
 
 
 def import_name(path: str) -> Any:
-    """What stands at `package.module:name`; None where the module has nothing of that name.
+    """Imports `package.module:name`. Returns None if the module has no such attribute.
 
     Raises:
-        ConfigError: the path is of another form, or its module cannot be imported.
+        ConfigError: the path has another format, or its module cannot be imported.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"'{path}' given, `package.module:name` expected")
     try:
         return getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:  # whatever somebody else's module does when it is imported
+    except Exception as error:  # importing a third-party module can raise anything
         raise ConfigError(
-            f"'{path}': importing {module_name} failed: {type(error).__name__}: {error}. It must be installed, or lie in "
-            f"the folder that the command is started in"
+            f"'{path}': importing {module_name} failed: {type(error).__name__}: {error}. Install it, or run the command "
+            f"from the folder that contains it"
         ) from error
 
 
 def import_choice(registry: Any, name: str) -> type:
-    """The class at `package.module:Class`, which is registered under that name too.
+    """Imports the class at `package.module:Class` and registers it under that import path.
 
     Args:
-        registry: what it must be a subclass of.
+        registry: required base class.
 
     Raises:
-        ConfigError: there is no such class, or it is not a dataclass of this registry.
+        ConfigError: there is no such class, or it is not a dataclass that extends `registry`.
     """
-    found = import_name(name)
-    if not (isinstance(found, type) and issubclass(found, registry) and dataclasses.is_dataclass(found)):
-        what = "nothing" if found is None else f"no dataclass that extends {registry.__module__}.{registry.__name__}"
+    imported = import_name(name)
+    if not (isinstance(imported, type) and issubclass(imported, registry) and dataclasses.is_dataclass(imported)):
+        what = "nothing" if imported is None else f"no dataclass that extends {registry.__module__}.{registry.__name__}"
         raise ConfigError(f"'{name}': there is {what} of that name in {name.partition(':')[0]}")
-    registry.register_subclass(name)(found)
-    return found
+    registry.register_subclass(name)(imported)
+    return imported

@@ -1,4 +1,4 @@
-"""The configuration of a run: what the YAML says, as frozen dataclasses."""
+"""The configuration of a run, as frozen dataclasses."""
 
 from dataclasses import dataclass, field
 
@@ -17,16 +17,17 @@ from jaxlm.surgery.base import SurgeryConfig
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    """One phase. What it leaves out, it takes from the top level, section by section and key by key.
+    """One phase of a run. It inherits each missing section and key from the top level.
 
     Attributes:
-        name: letters, digits, `_` and `.`; names its entry checkpoint.
-        num_train_steps: its steps; null takes `trainer.num_train_steps`.
-        surgery: changes of the model on entry, in order.
-        trainable: regular expressions on parameter paths; what none of them matches is frozen.
-        data: what it trains on.
-        objective: what it minimises.
-        optimizer: how; its state starts afresh in every phase, and its schedule spans the phase.
+        name: letters, digits, `_` and `.`. Names the checkpoint that is saved when the phase starts.
+        num_train_steps: length of the phase in steps; null uses `trainer.num_train_steps`.
+        surgery: model changes to apply when the phase starts, in order.
+        trainable: regular expressions matched against parameter paths. Parameters that match none are frozen.
+        data: training data of the phase.
+        objective: loss of the phase.
+        optimizer: optimizer of the phase. Its state is reset at the start of each phase, and its schedule spans the
+            phase.
     """
 
     name: str
@@ -40,29 +41,32 @@ class PhaseConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run: the four sections of the configuration guide, and what goes beyond them.
+    """The top level of a run's configuration.
 
     Attributes:
-        data: what to train and validate on.
-        model: the network; `type:` picks the family.
-        trainer: how long, how large, where.
-        optimizer: gradients into updates; `type:` picks the family.
-        objective: what is minimised; `type:` picks the family.
-        evals: what is looked at every `trainer.steps_per_eval` steps.
-        phases: stretches of training with a surgery, a choice of what trains, data, objective or optimizer of their
-            own. Without any, the top level is the one phase.
-        epoch: so many passes over each phase's training data, instead of `num_train_steps`; 0 counts steps.
-        initialize_from_hf: start from weights of Hugging Face: a folder with config.json and safetensors, or the hub's
-            `name` or `name@revision`; true means the folder that data.tokenizer names, false random weights.
-        hf_weight_names: for a file or folder of another program (.safetensors, .pt, .pth, .bin) in initialize_from_hf:
-            regular expression on its names to the name at Hugging Face (`\\1` for groups); names that none matches are left
-            out.
-        use_hf_model_config: take the model section from that folder's config.json; keys that are written here go over it.
-        hf_save_path: folders for transformers go here, as `step-N`; null writes none.
-        hf_save_steps: steps between two of them; one more follows the last step.
-        hf_save_dtype: of their numbers: float32, bfloat16 or float16; null means as trained.
-        dry_run: resolve, trace and compile, print the plan and the memory, draw the learning rate into the log folder,
-            and stop.
+        data: training and validation data.
+        model: model architecture; `type:` selects the family.
+        trainer: run length, batch size, devices, checkpoints and logging.
+        optimizer: optimizer and learning-rate schedule; `type:` selects the family.
+        objective: loss to minimize; `type:` selects the family.
+        evals: evaluations to run every `trainer.steps_per_eval` steps.
+        phases: training phases, run in order, each with its own surgery, trainable parameters, data, objective or
+            optimizer. If empty, the top level is the only phase.
+        epoch: number of passes over each phase's training data, instead of `num_train_steps`; 0 trains for
+            `num_train_steps`.
+        initialize_from_hf: load initial weights in Hugging Face format. A string is a folder with config.json and
+            safetensors files, or a Hub `name` or `name@revision`; true uses the folder in data.tokenizer; false
+            initializes randomly.
+        hf_weight_names: rename tensors when initialize_from_hf points to weights from another program (.safetensors,
+            .pt, .pth, .bin). Maps a regular expression on that program's tensor names to the Hugging Face name (`\\1` for
+            groups). Tensors that match no expression are skipped.
+        use_hf_model_config: take the model section from the config.json in initialize_from_hf; keys written here
+            override it.
+        hf_save_path: folder for Hugging Face checkpoints, saved as `step-N`; null saves none.
+        hf_save_steps: steps between Hugging Face checkpoints. One more is saved after the last step.
+        hf_save_dtype: dtype of the saved weights: float32, bfloat16 or float16; null keeps the training dtype.
+        dry_run: resolve, trace and compile the run, print the plan and the memory use, plot the learning rate into the
+            log folder, then exit.
     """
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""The `trainer` section: how long, how large, where."""
+"""The `trainer` section: run length, batch size, devices, checkpoints and logging."""
 
 from dataclasses import dataclass, field
 
@@ -16,58 +16,66 @@ from jaxlm.optim.averaging import AveragingConfig
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How long, how large, where.
+    """Run length, batch size, devices, checkpoints and logging.
 
     Attributes:
-        id: the run's name, under which logs and checkpoints are kept; where it is null, the environment's RUN_ID, a
-            tracker's `id`, or the config file's stem.
-        seed: of parameters, shuffling and dropout.
-        num_train_steps: optimizer steps of a phase that does not say otherwise.
-        train_batch_size: sequences a step, over all devices; -1 means `per_device_parallelism` on each device that
-            shares the batch. Or sizes that change with the run's steps: `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
-        per_device_parallelism: sequences a device works on at once; -1 means all of its share. Less than its share
-            accumulates gradients over several micro-batches.
-        per_device_train_parallelism: another name of `per_device_parallelism`.
-        allow_nondivisible_batch_size: fill up a batch that does not divide with empty sequences, which count nothing.
-        per_device_eval_parallelism: the same for evaluation; -1 means as in training.
-        steps_per_eval: steps between two evaluations; one more follows the last step.
-        max_eval_batches: evaluate on so many batches of each source at the most; null means all.
-        mp: dtypes, as `f32` or `p=f32,c=bfloat16` (parameters, computation); `c=float16` scales the loss by itself.
-        log_dir: logs go to `<log_dir>/<id>/`.
-        compilation_cache_dir: compiled programs are kept here for the next start; null keeps none.
-        strict_performance: refuse to run where something falls back to a slower form than the platform has. What is
-            asked for by its name (`model.attn_backend: reference`) is no fallback.
-        batch_axis: the logical axis that is spread over replica and data.
-        fsdp_axis: logical axes whose parameters rest spread over data; null means none.
-        tensor_parallel_axes: logical axes that are spread over model; `heads` takes `kv_heads` along where they divide.
-        model_axis_size: devices that share each layer's computation.
-        replica_ici_axis_size: groups of devices that hold all parameters each.
-        replica_dcn_axis_size: the same across TPU slices or, where there are none, across processes.
-        axis_resources: further entries of both axis mappings: logical axis to mesh axis (replica, data, model).
-        parameter_axis_resources: further entries of the parameter mapping.
-        compute_axis_resources: further entries of the compute mapping; they win.
-        mesh: a mesh of one's own axes instead of the three sizes, and mappings onto them; the other axis keys still hold.
-        load_checkpoint: go on from a checkpoint: true insists on one, false refuses to begin where one is, null takes
-            what is there.
-        load_checkpoint_path: another run's checkpoint to go on from, or a folder of them or of runs, or a URL of these; the
-            one with the most steps counts. The run's own checkpoints come first.
-        initialize_from: the same, for the model's weights alone: steps, optimizer and data begin anew.
-        initialize_from_state: the same, for all of it: as `load_checkpoint_path`, but there must be one.
-        allow_partial_checkpoint: let what a checkpoint lacks begin anew, and leave out what only it has; both are listed.
-        require_accelerator: refuse to train on CPUs.
-        crash_on_nan: stop at a loss or gradient that is not a number, instead of leaving its update out.
-        crash_on_inf: the same for one that is infinite.
-        shutdown_at_exit: only false: turning machines off is left to what starts the run.
-        jax_config: options of jax itself, as `jax_default_matmul_precision: highest`.
-        log_jaxprs: write each phase's step as jax traced it to `<log_dir>/<id>/artifacts/`.
-        log_xla_hlo: write each phase's step as XLA compiled it to the same place.
-        model_averaging: keep an average of the weights and evaluate it beside them, as `eval/ema/...`; null keeps none.
-        checkpointer: where and when checkpoints are saved.
-        tracker: further places for the numbers beside `metrics.jsonl`: one, or a list. Without a `type` it is `wandb`.
-        watch: log norms and histograms of gradients, parameters, updates; null looks at nothing.
-        profiler: record a profile of some steps below the log folder; null records none.
-        distributed: how several processes find each other.
-        ray: tokenize on a Ray cluster (`{}` starts one); null tokenizes in process 0, on all of its machine's cores.
+        id: name of the run; logs and checkpoints are saved under it. Null uses the environment variable RUN_ID, then a
+            tracker's `id`, then the name of the config file without its suffix.
+        seed: random seed for parameter initialization, shuffling and dropout.
+        num_train_steps: optimizer steps per phase, unless the phase sets its own.
+        train_batch_size: sequences per step over all devices. -1 uses `per_device_parallelism` times the number of devices
+            that the batch is sharded over. A list changes the size during the run, by global step:
+            `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
+        per_device_parallelism: sequences per device in one micro-batch. -1 processes the device's whole share of the
+            batch at once; a smaller value accumulates gradients over several micro-batches.
+        per_device_train_parallelism: alias of `per_device_parallelism`.
+        allow_nondivisible_batch_size: pad a batch that does not divide evenly with empty sequences. They do not count
+            toward the loss.
+        per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
+        steps_per_eval: steps between evaluations. One more evaluation runs after the last step.
+        max_eval_batches: maximum batches per source in each evaluation; null evaluates all of them.
+        mp: mixed-precision policy, such as `f32` or `p=f32,c=bfloat16` (parameters, compute). `c=float16` turns on dynamic
+            loss scaling.
+        log_dir: logs are written to `<log_dir>/<id>/`.
+        compilation_cache_dir: folder for the persistent compilation cache; null disables it.
+        strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
+            Implementations that you select by name (`model.attn_backend: reference`) are allowed.
+        batch_axis: logical axis to shard over the replica and data mesh axes; null shards none.
+        fsdp_axis: logical axes along which parameters are sharded over the data mesh axis (FSDP); null shards none.
+        tensor_parallel_axes: logical axes to shard over the model mesh axis. `heads` also shards `kv_heads` if the axis
+            size divides them. Null shards none.
+        model_axis_size: size of the model mesh axis: the devices that share each layer's computation.
+        replica_ici_axis_size: number of full parameter copies within a slice (HSDP).
+        replica_dcn_axis_size: number of full parameter copies across TPU slices, or across processes if there are no
+            slices.
+        axis_resources: additional logical-to-mesh axis entries for both the parameter and the compute mapping. Mesh axes
+            are replica, data and model.
+        parameter_axis_resources: additional entries for the parameter mapping only.
+        compute_axis_resources: additional entries for the compute mapping only; they override the other entries.
+        mesh: custom mesh axes and axis mappings, instead of the three axis sizes. The other axis keys still apply.
+        load_checkpoint: resume from a checkpoint. True requires one, false fails if one exists, null resumes if one
+            exists.
+        load_checkpoint_path: where to resume from if this run has no checkpoint of its own: another run's checkpoint, a
+            folder of checkpoints or of runs, or a URL of one of these. The checkpoint with the most steps is used.
+        initialize_from: load only the model weights from a checkpoint, given as in `load_checkpoint_path`. Step, optimizer
+            state and data position start from zero.
+        initialize_from_state: like `load_checkpoint_path`, but fails if no checkpoint is found.
+        allow_partial_checkpoint: initialize parameters that are missing from the checkpoint, and ignore parameters that
+            only the checkpoint has. Both are listed.
+        require_accelerator: true fails if only CPUs are available.
+        crash_on_nan: stop the run at a NaN loss or gradient instead of skipping that update.
+        crash_on_inf: stop the run at an infinite loss or gradient instead of skipping that update.
+        shutdown_at_exit: only false is supported. Shut machines down in the command that starts the run.
+        jax_config: jax configuration options, such as `jax_default_matmul_precision: highest`.
+        log_jaxprs: save the jaxpr of each phase's training step to `<log_dir>/<id>/artifacts/`.
+        log_xla_hlo: save the compiled HLO of each phase's training step to `<log_dir>/<id>/artifacts/`.
+        model_averaging: keep an average of the weights and evaluate it as `eval/ema/...`; null keeps none.
+        checkpointer: where and when to save checkpoints.
+        tracker: trackers to log metrics to in addition to `metrics.jsonl`: one, or a list. The default `type` is `wandb`.
+        watch: log norms and histograms of gradients, parameters and updates; null logs none.
+        profiler: record a profile of some steps into the log folder; null records none.
+        distributed: how the processes of a multi-process run connect.
+        ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
     id: str | None = None
@@ -115,7 +123,7 @@ class TrainerConfig:
     ray: RayConfig | None = None
 
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be, whatever the model and the devices are."""
+        """Raises `ConfigError` for values that are invalid for every model and every set of devices."""
         self.checkpointer.check()
         if self.profiler is not None:
             self.profiler.check()
@@ -124,29 +132,29 @@ class TrainerConfig:
         if self.steps_per_eval < 1:
             raise ConfigError(f"trainer.steps_per_eval: {self.steps_per_eval} given, 1 or more steps expected")
         if self.max_eval_batches is not None and self.max_eval_batches < 1:
-            raise ConfigError(f"trainer.max_eval_batches: {self.max_eval_batches} given, null or 1 and more expected")
+            raise ConfigError(f"trainer.max_eval_batches: {self.max_eval_batches} given, null, or 1 or more, expected")
         if self.shutdown_at_exit:
             raise ConfigError(
-                "trainer.shutdown_at_exit: a run does not turn machines off. Let what starts it do so, by its exit code:"
+                "trainer.shutdown_at_exit: a run does not shut machines down. Do it in the command that starts the run:"
                 " python -m jaxlm.train ...; sudo shutdown"
             )
 
     @property
     def parallelism(self) -> int:
-        """Sequences that a device trains on at once, under either name.
+        """Sequences per device in one training micro-batch, from either of the two keys.
 
         Raises:
-            ConfigError: both are given, and differ.
+            ConfigError: both keys are set, to different values.
         """
         given = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
         if len(given) > 1:
             raise ConfigError(
                 f"trainer.per_device_parallelism: {self.per_device_parallelism} given, and per_device_train_parallelism:"
-                f" {self.per_device_train_parallelism}. They mean the same; leave one out"
+                f" {self.per_device_train_parallelism}. They are aliases; remove one"
             )
         return given.pop() if given else -1
 
     @property
     def trackers(self) -> list[TrackerConfig]:
-        """All of `tracker`, which may be one."""
+        """`tracker` as a list."""
         return self.tracker if isinstance(self.tracker, list) else [self.tracker]

@@ -1,10 +1,10 @@
-"""YAML files into plain values, remembering where each one was written.
+"""Loads YAML files as plain values and records the file and line of each value.
 
-    key: !include other.yaml      the other file's content as the value; paths are relative to the including file
-    <<: !include base.yaml        the other file's keys below this file's: where both have a section, it is merged
+    key: !include other.yaml      uses the other file's content as the value; paths are relative to the including file
+    <<: !include base.yaml        inherits the other file's keys; this file overrides them, and sections are merged
 
-Numbers are read as people write them (`6E-4` is one), only `true` and `false` are booleans, and a key that stands twice
-in one place is an error, because the first one would be lost without a word.
+`6E-4` is a number, and only `true` and `false` are booleans. A duplicate key is an error, because YAML would silently drop
+the first one.
 """
 
 import re
@@ -23,44 +23,44 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """What a file says, and where.
+    """The content of a configuration file, with the origin of each value.
 
     Attributes:
         tree: dictionaries, lists and scalars.
-        marks: path of each key or list entry -> `file:line`, or what else it came from.
+        marks: path of each key or list entry -> `file:line`, or another description of its origin.
     """
 
     tree: dict[str, Any]
     marks: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, path: KeyPath) -> str:
-        """The place of a path, or of the nearest thing around it."""
+        """The origin of a path, or of its nearest recorded parent; empty if there is none."""
         while path and path not in self.marks:
             path = path[:-1]
         return self.marks.get(path, "")
 
 
 def load_yaml(path: Path | str) -> ConfigSource:
-    """Reads a file and everything that it includes.
+    """Loads a file and all files that it includes.
 
     Raises:
-        ConfigError: no such file, bad syntax, a key twice, an include that is missing or goes in a circle, or a file
-            that is empty or not a mapping. Names file and line.
+        ConfigError: the file is missing, empty or not a mapping, has a syntax error or a duplicate key, or an include is
+            missing or circular. The message names the file and line.
     """
     path = config_file(path)
     reader = _Reader()
     tree = reader.file(path, at=(), chain=())
     if tree is None:
-        raise ConfigError(f"{path}: the file is empty. It needs at least one section, such as `trainer:`")
+        raise ConfigError(f"{path}: the file is empty. Add at least one section, such as `trainer:`")
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path}: the file holds {_kind(tree)}; a mapping of sections was expected (data:, model:, ...)"
+            f"{path}: the file contains {_kind(tree)}; a mapping of sections was expected (data:, model:, ...)"
         )
     return ConfigSource(tree, reader.marks)
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`: mappings are merged key by key, everything else is replaced."""
+    """Merges `above` over `below`: mappings are merged key by key, all other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -69,15 +69,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value from the command line, read as YAML. Raises `ConfigError` on bad syntax."""
+    """Parses a value from the command line as YAML. Raises `ConfigError` on a syntax error."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"'{text}' cannot be read as a YAML value: {_problem(error)}") from error
+        raise ConfigError(f"'{text}' is not a valid YAML value: {_problem(error)}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the number and boolean words of YAML 1.2."""
+    """PyYAML's safe loader with the number and boolean syntax of YAML 1.2."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -98,7 +98,7 @@ _Loader.add_implicit_resolver(
 
 
 class _Reader:
-    """Walks YAML nodes, collecting values and marks."""
+    """Walks YAML nodes and collects values and marks."""
 
     def __init__(self) -> None:
         self.marks: dict[KeyPath, str] = {}
@@ -107,13 +107,13 @@ class _Reader:
         resolved = path.resolve()
         if resolved in chain:
             circle = " -> ".join(p.name for p in (*chain, resolved))
-            raise ConfigError(f"{self.marks.get(at, path)}: !include goes in a circle: {circle}")
+            raise ConfigError(f"{self.marks.get(at, path)}: circular !include: {circle}. Remove one of the includes")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             by = f"{self.marks.get(at, '')}: !include " if chain else ""
-            raise ConfigError(f"{by}{path}: cannot be read ({reason}). Looked for it at {resolved}") from error
+            raise ConfigError(f"{by}{path}: cannot be read ({reason}). The full path is {resolved}") from error
         loader = _Loader(text)
         loader.name = str(path)
         try:
@@ -143,8 +143,8 @@ class _Reader:
                 if key in written:
                     first = written[key].start_mark.line + 1
                     raise ConfigError(
-                        f"{self._mark(key_node)}: the key '{_dotted((*at, key))}' stands here again; it is on line {first}"
-                        " already, and one of the two would be lost. Merge them"
+                        f"{self._mark(key_node)}: duplicate key '{_dotted((*at, key))}', first set on line {first}."
+                        " Merge the two"
                     )
                 written[key] = key_node
                 continue
@@ -171,7 +171,7 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    names = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 

@@ -58,7 +58,6 @@ class Constant(LrShape):
     """Stays at the peak; `min_lr_ratio` has no meaning then."""
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         return at.xp.full_like(at.xp.asarray(at.since, np.float32), at.peak)
 
 
@@ -68,7 +67,6 @@ class Linear(LrShape):
     """A straight line down to the low value."""
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         return at.peak * (1 - (1 - at.low) * at.since / at.length)
 
 
@@ -90,7 +88,6 @@ class Cosine(LrShape):
             raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, more than 0 expected")
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
         return at.peak * (at.low + (1 - at.low) * wave**self.exponent)
 
@@ -111,7 +108,6 @@ class Polynomial(LrShape):
             raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, more than 0 expected")
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         left = 1 - at.since / at.length
         return at.peak * (at.low + (1 - at.low) * left**self.power)
 
@@ -133,7 +129,6 @@ class InvSqrt(LrShape):
             raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, more than 0 expected")
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         steps = at.xp.maximum(at.since + at.warmup, 1.0)
         return at.peak * at.xp.maximum(at.xp.minimum(1.0, (steps / self.timescale) ** -0.5), at.low)
 
@@ -146,7 +141,6 @@ class Inv(LrShape):
     reaches_zero: ClassVar[bool] = False
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         return at.peak / ((1 / at.low - 1) * at.xp.maximum(at.since, 1.0) / at.length + 1)
 
 
@@ -176,7 +170,6 @@ class Power(LrShape):
             )
 
     def value(self, at: ShapeSpan) -> Number:
-        """See `LrShape.value`."""
         tokens = at.since * float(self.batch_size) * self.seq_length
         return at.xp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
 

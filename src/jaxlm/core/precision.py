@@ -88,16 +88,13 @@ class DynamicLossScale(LossScale, StepGuard):
         return (self,)
 
     def scaled(self, loss: jax.Array, slots: dict[str, Any]) -> jax.Array:
-        """See `LossScale.scaled`."""
         return loss * slots[self.name].scale
 
     def unscaled(self, gradient: T, slots: dict[str, Any]) -> T:
-        """See `LossScale.unscaled`."""
         inverse = 1 / slots[self.name].scale
         return jax.tree.map(lambda g: (g * inverse).astype(g.dtype), gradient)
 
     def init_slot(self) -> ScaleState:
-        """See `StepGuard.init_slot`."""
         return ScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def judge(self, slot: ScaleState, stats: StepStats) -> Verdict:

@@ -1,4 +1,4 @@
-"""Adagrad: gradients over the root of the sum of their squares so far.
+"""Adagrad: gradients divided by the root of their accumulated squares.
 
 Source: Duchi et al. 2011, Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, figure 1 (the
 diagonal form), with decoupled weight decay.
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
 
 @OptimizerConfig.register_subclass("adagrad")
 @dataclass(frozen=True)
 class AdagradConfig(OptimizerConfig):
-    """Clip the global norm, divide by the root of all squares so far, add the decay.
+    """Clips the global norm, divides by the root of the accumulated squares, adds weight decay.
 
     Attributes:
-        initial_accumulator_value: what the sums of squares begin with.
-        epsilon: added to them before the root is taken.
-        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+        initial_accumulator_value: initial value of the sums of squared gradients.
+        epsilon: added to the sums of squares before the square root.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
     initial_accumulator_value: float = 0.1
@@ -28,12 +28,11 @@ class AdagradConfig(OptimizerConfig):
     max_grad_norm: float | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
                 optax.scale_by_rss(self.initial_accumulator_value, self.epsilon),
                 add_weight_decay(self, groups),
-                times_learning_rate(self.schedule(num_steps)),
+                scale_by_learning_rate(self.schedule(num_steps)),
             )
         )

@@ -1,7 +1,7 @@
 """AdamW.
 
 Source: Kingma and Ba 2015, Adam (arXiv:1412.6980), algorithm 1; Loshchilov and Hutter 2019, Decoupled Weight Decay
-Regularization (arXiv:1711.05101), algorithm 2; the norm is clipped first, as in Pascanu et al. 2013 (arXiv:1211.5063).
+Regularization (arXiv:1711.05101), algorithm 2; norm clipping comes first, as in Pascanu et al. 2013 (arXiv:1211.5063).
 Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `adamc_weight_decay`.
 """
 
@@ -20,7 +20,7 @@ from jaxlm.optim.base import (
     add_weight_decay,
     clip_by_norm,
     decay_mask,
-    times_learning_rate,
+    scale_by_learning_rate,
 )
 from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
 
@@ -28,19 +28,19 @@ from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
 @OptimizerConfig.register_subclass("adam")
 @dataclass(frozen=True)
 class AdamConfig(OptimizerConfig):
-    """Clip the global norm, Adam, add the decay, perhaps clip the update, multiply by minus the learning rate.
+    """Clips the global norm, applies Adam, adds weight decay, optionally clips the update, scales by the learning rate.
 
     Attributes:
-        beta1: decay of the gradient's running mean.
-        beta2: decay of the squared gradient's running mean.
-        epsilon: added to the root of the latter.
-        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
-        nesterov: look one step ahead along the running mean.
-        update_rms_clipping: updates, before the learning rate, of a larger root mean square are scaled down to it,
-            parameter by parameter and layer by layer; null never scales.
-        clip_update_norm: scale updates down that are implausibly large beside the last ones.
-        adamc_weight_decay: multiply the decay by the learning rate over its peak once more, so that weights and
-            gradients stay in proportion while the learning rate falls.
+        beta1: decay rate of the first moment (running mean of the gradients).
+        beta2: decay rate of the second moment (running mean of the squared gradients).
+        epsilon: added to the square root of the second moment.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
+        nesterov: use Nesterov momentum.
+        update_rms_clipping: maximum root mean square of each parameter's update in each layer, before the learning rate;
+            larger updates are scaled down to it. Null disables clipping.
+        clip_update_norm: clip updates whose norm is unusually large compared with recent steps; null disables clipping.
+        adamc_weight_decay: use AdamC weight decay: multiply the decay by the learning rate divided by its peak once more,
+            which keeps the ratio of gradient norm to weight norm constant while the learning rate decays.
     """
 
     beta1: float = 0.9
@@ -54,10 +54,9 @@ class AdamConfig(OptimizerConfig):
 
     def __post_init__(self):
         if self.update_rms_clipping is not None and self.clip_update_norm is not None:
-            raise ConfigError("optimizer: update_rms_clipping and clip_update_norm are both given. Leave one out")
+            raise ConfigError("optimizer: update_rms_clipping and clip_update_norm are both set. Remove one")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         clip_update = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         clip_update += [] if self.clip_update_norm is None else [self.clip_update_norm.build()]
         return optax.with_extra_args_support(
@@ -66,7 +65,7 @@ class AdamConfig(OptimizerConfig):
                 optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov),
                 self._decay(groups, num_steps),
                 *clip_update,
-                times_learning_rate(self.schedule(num_steps)),
+                scale_by_learning_rate(self.schedule(num_steps)),
             )
         )
 

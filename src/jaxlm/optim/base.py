@@ -1,4 +1,4 @@
-"""What an optimizer is: gradients into updates, and the table of which parameter is treated how."""
+"""The optimizer interface: turns gradients into updates, and groups parameters by how they are updated."""
 
 import abc
 import re
@@ -14,23 +14,23 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.lr_shapes import LrShape
 from jaxlm.core.schedules import Schedule, ScheduleSpec, make_schedule
-from jaxlm.optim.bad_steps import SkipBadSteps, bad_steps
+from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
 from jaxlm.optim.matrices import matrix_paths
 
-# Without a list of its own, weight decay leaves out what these match: norms, biases and embeddings.
+# Parameters without weight decay by default: norms, biases and embeddings.
 _NO_DECAY = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)|embedding$")
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are treated alike.
+    """Parameters that are updated in the same way.
 
     Attributes:
-        name: what they have in common.
-        paths: of their leaves.
-        num_parameters: numbers in them.
-        weight_decay: decoupled decay, before the learning rate is multiplied in.
-        as_matrices: whether an optimizer of matrices has a rule of its own for them.
+        name: description of the group.
+        paths: paths of the leaves.
+        num_parameters: total number of elements.
+        weight_decay: decoupled decay, before multiplication by the learning rate.
+        as_matrices: whether the optimizer applies its update rule for matrices to them.
     """
 
     name: str
@@ -42,26 +42,32 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.optim"):
-    """What all optimizers share. `type:` in YAML picks the family.
+    """Options shared by all optimizers. `type:` in YAML selects the optimizer.
 
-    Lengths up to 1 are fractions (of the cycle; `cycle_length` of the phase), above 1 numbers of steps. So 1 means all.
+    Lengths up to 1 are fractions: of the cycle, or of the phase for `cycle_length`. Lengths above 1 are numbers of steps.
+    A length of 1 therefore means the whole cycle or phase, not one step.
 
     Attributes:
-        learning_rate: the peak.
-        weight_decay: decoupled; multiplied by the learning rate of the step.
-        lr_schedule: shape of the decay: constant, linear, cosine, polynomial, inv_sqrt, inv or power, by name or as a
-            section with a `type` and keys of its own.
-        min_lr_ratio: the last learning rate of a cycle as a fraction of the peak.
-        warmup: from 0 up to the peak, in the first cycle; cut to it.
-        decay: from the peak down; null decays over everything that the warmup leaves, and a longer one is cut to that.
-        rewarmup: from the last learning rate of a cycle up to the peak of the next; 0 jumps there.
-        cycles: how many cycles of equal length there are, or a list of the steps at which they end.
-        cycle_length: of every cycle, or a list of the first ones' lengths; the last cycle takes what is left over.
-        weight_decay_modules: regular expressions, one or a list, found in the paths of the parameters that decay.
-        default_weight_decay_mask: whether all but norms, biases and embeddings decay too; null means only where there
-            are no `weight_decay_modules`. False without any of them lets everything decay.
-        skip_bad_steps: leave out the update of a step whose loss or gradient norm stands far out from the last ones:
-            true, a number of steps to compare with, or a section. (A step that is not finite is left out in any case.)
+        learning_rate: peak learning rate.
+        weight_decay: decoupled weight decay; multiplied by the learning rate of the step.
+        lr_schedule: shape of the learning-rate decay: constant, linear, cosine, polynomial, inv_sqrt, inv or power, as a
+            name or as a section with `type` and the keys of that shape.
+        min_lr_ratio: learning rate at the end of each cycle, as a fraction of the peak.
+        warmup: length of the linear warmup from 0 to the peak in the first cycle, limited to the length of that cycle. Up to
+            1: fraction of the cycle; above 1: steps.
+        decay: length of the decay from the peak at the end of each cycle, limited to what the warmup leaves. Up to 1:
+            fraction of the cycle; above 1: steps. Null decays over everything after the warmup.
+        rewarmup: length of the warmup of each later cycle, from the last learning rate of the previous cycle to the peak. Up
+            to 1: fraction of the cycle; above 1: steps. 0 jumps to the peak.
+        cycles: number of cycles of equal length, or a list of the steps at which cycles end. Null means one cycle.
+        cycle_length: length of each cycle, or a list of lengths of the first cycles; the last cycle takes the remaining
+            steps. Up to 1: fraction of the phase; above 1: steps. Null means one cycle.
+        weight_decay_modules: regular expression, or list of them, searched for in parameter paths; matching parameters get
+            weight decay. Null uses the default mask.
+        default_weight_decay_mask: apply weight decay to everything except norms, biases and embeddings. Null does so only if
+            `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
+        skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
+            true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
     """
 
     learning_rate: float = 1e-4
@@ -78,28 +84,28 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     skip_bad_steps: bool | int | SkipBadSteps = False
 
     separates_matrices: ClassVar[bool] = False
-    """Whether matrices are updated by a rule of their own (see `jaxlm.optim.matrices`)."""
+    """Whether the optimizer has a separate update rule for matrices (see `jaxlm.optim.matrices`)."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """Without `type:` it is Adam."""
+        """The optimizer used when a config has no `type:`."""
         return "adam"
 
     @abc.abstractmethod
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """Gradients into updates, for a phase of `num_steps` steps.
+        """Builds the gradient transformation for a phase of `num_steps` steps.
 
-        The count that the schedule is read at is part of the optimizer's state, so a skipped step does not advance it.
+        The schedule's step count is part of the optimizer state, so a skipped step does not advance the schedule.
         """
 
     @property
     def guards(self) -> tuple[StepGuard, ...]:
-        """What may leave out a step."""
-        return bad_steps(self.skip_bad_steps)
+        """Guards that may skip a step."""
+        return bad_step_guards(self.skip_bad_steps)
 
     def schedule(self, num_steps: int) -> Schedule:
-        """Updates done in the phase -> learning rate of the next one."""
-        shape = ScheduleSpec(
+        """The learning rate of an update, as a function of the number of updates applied before it in the phase."""
+        spec = ScheduleSpec(
             peak=self.learning_rate,
             warmup=self.warmup,
             decay=self.decay,
@@ -109,12 +115,15 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             cycles=self.cycles,
             cycle_length=self.cycle_length,
         )
-        return make_schedule(shape, num_steps)
+        return make_schedule(spec, num_steps)
 
 
 def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterGroup]:
-    """Every leaf of the trainable part in exactly one group: those that decay, and those that do not; matrices apart
-    where the optimizer has a rule of their own for them."""
+    """Assigns every trainable leaf to exactly one group.
+
+    Groups are split by whether parameters decay and, if the optimizer treats matrices separately, by whether they are
+    matrices.
+    """
     leaves = tree.leaves(trainable)
     decays = _decay_rule(config, [path for path, _ in leaves])
     matrices = matrix_paths(trainable) if config.separates_matrices else frozenset()
@@ -124,12 +133,12 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     groups = [
         ParameterGroup(
             name=_group_name(config, as_matrices, decaying),
-            paths=tuple(path for path, _ in found),
-            num_parameters=sum(tree.raw(leaf).size for _, leaf in found),
+            paths=tuple(path for path, _ in group),
+            num_parameters=sum(tree.raw(leaf).size for _, leaf in group),
             weight_decay=config.weight_decay if decaying else 0.0,
             as_matrices=as_matrices,
         )
-        for (as_matrices, decaying), found in sorted(members.items(), reverse=True)
+        for (as_matrices, decaying), group in sorted(members.items(), reverse=True)
     ]
     assert sorted(p for g in groups for p in g.paths) == sorted(path for path, _ in leaves)
     return groups
@@ -141,17 +150,17 @@ def _group_name(config: OptimizerConfig, as_matrices: bool, decaying: bool) -> s
 
 
 def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str], bool]:
-    """Which paths decay: what the patterns find, and what the default says where it applies."""
-    given, by_default = config.weight_decay_modules, config.default_weight_decay_mask
-    if given is None:
-        return (lambda path: True) if by_default is False else _decays_by_default
-    patterns = [re.compile(pattern) for pattern in ([given] if isinstance(given, str) else given)]
+    """Whether a path decays: paths that match the patterns, and those of the default mask where it applies."""
+    modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
+    if modules is None:
+        return (lambda path: True) if use_default is False else _decays_by_default
+    patterns = [re.compile(pattern) for pattern in ([modules] if isinstance(modules, str) else modules)]
     for pattern in patterns:
         if not any(pattern.search(path) for path in paths):
-            raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no parameter that trains")
+            raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no trainable parameter")
 
     def decays(path: str) -> bool:
-        return any(pattern.search(path) for pattern in patterns) or (by_default is True and _decays_by_default(path))
+        return any(pattern.search(path) for pattern in patterns) or (use_default is True and _decays_by_default(path))
 
     return decays
 
@@ -161,7 +170,7 @@ def _decays_by_default(path: str) -> bool:
 
 
 def decay_mask(groups: Sequence[ParameterGroup]):
-    """For `optax.add_decayed_weights`: params -> True at every leaf of a group that decays."""
+    """The mask for `optax.add_decayed_weights`: maps params to True at every leaf of a group that decays."""
     decaying = {path for group in groups if group.weight_decay for path in group.paths}
 
     def mask(params: Any) -> Any:
@@ -171,21 +180,21 @@ def decay_mask(groups: Sequence[ParameterGroup]):
 
 
 def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) -> optax.GradientTransformation:
-    """Adds the decay of every parameter that decays, before the learning rate."""
+    """Adds decoupled weight decay to the parameters that decay. Place it before the learning rate."""
     return optax.add_decayed_weights(config.weight_decay, decay_mask(groups))
 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:
-    """Scales gradients of a larger global norm down to it; None never does.
+    """Scales gradients with a larger global norm down to `max_norm`; None disables clipping.
 
     Raises:
-        ConfigError: not above 0.
+        ConfigError: `max_norm` is not above 0.
     """
     if max_norm is not None and not max_norm > 0:
-        raise ConfigError(f"optimizer.max_grad_norm: {max_norm} given, null (never clip) or more than 0 expected")
+        raise ConfigError(f"optimizer.max_grad_norm: {max_norm} given, null (no clipping) or a number above 0 expected")
     return optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
 
 
-def times_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
-    """Directions into updates: multiplied by minus the learning rate of the step."""
+def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
+    """Multiplies directions by minus the learning rate of the step."""
     return optax.scale_by_learning_rate(schedule)  # pyright: ignore[reportArgumentType]

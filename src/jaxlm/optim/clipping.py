@@ -1,4 +1,4 @@
-"""Clipping what an optimizer is about to add, rather than the gradient."""
+"""Clipping of the optimizer's updates, rather than of the gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,26 +13,26 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.rolling import RollingWindow
 
-_SMALLEST_SPREAD = 1e-6
+_MIN_STD = 1e-6
 
 
-def clip_by_rms(most: float) -> optax.GradientTransformation:
-    """Scales every parameter's update, layer by layer, down to a root mean square of `most`.
+def clip_by_rms(max_rms: float) -> optax.GradientTransformation:
+    """Scales each parameter's update in each layer down to a root mean square of at most `max_rms`.
 
-    Source: Shazeer and Stern 2018, Adafactor (arXiv:1804.04235), section 6; of the update with its momentum.
+    Source: Shazeer and Stern 2018, Adafactor (arXiv:1804.04235), section 6; applied to the update including momentum.
 
     Raises:
-        ConfigError: not above 0.
+        ConfigError: `max_rms` is not above 0.
     """
-    if not most > 0:
-        raise ConfigError(f"optimizer.update_rms_clipping: {most} given, null or more than 0 expected")
+    if not max_rms > 0:
+        raise ConfigError(f"optimizer.update_rms_clipping: {max_rms} given, null or a number above 0 expected")
 
     def clipped(update: Any) -> Any:
         if not tree.is_named(update):
-            return update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(update))) / most)
-        within = tuple(axis for axis in update.axes if axis.name != LAYERS)
-        square = hax.mean(hax.square(update), within) if within else hax.square(update)
-        return update / hax.maximum(hax.sqrt(square) / most, 1.0)
+            return update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(update))) / max_rms)
+        axes = tuple(axis for axis in update.axes if axis.name != LAYERS)
+        square = hax.mean(hax.square(update), axes) if axes else hax.square(update)
+        return update / hax.maximum(hax.sqrt(square) / max_rms, 1.0)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(clipped, updates, is_leaf=tree.is_named), state
@@ -42,11 +42,11 @@ def clip_by_rms(most: float) -> optax.GradientTransformation:
 
 @dataclass(frozen=True)
 class ClipUpdateNorm:
-    """Scales an update down to what the norms of the last ones make plausible: their mean and some of their spread.
+    """Scales an update down to the mean norm of recent updates plus a multiple of their standard deviation.
 
     Attributes:
-        rolling_interval_length: of how many steps; nothing is clipped before half as many.
-        sigma_factor: standard deviations above the mean.
+        rolling_interval_length: number of recent steps to compare with. Nothing is clipped before half of them have run.
+        sigma_factor: the limit is this many standard deviations above the mean.
     """
 
     rolling_interval_length: int = 128
@@ -56,18 +56,21 @@ class ClipUpdateNorm:
         if self.rolling_interval_length < 4 or not self.sigma_factor > 0:
             raise ConfigError(
                 f"optimizer.clip_update_norm: rolling_interval_length {self.rolling_interval_length}, sigma_factor"
-                f" {self.sigma_factor} given; 4 steps and more, and more than 0, expected"
+                f" {self.sigma_factor} given; 4 or more steps and a sigma_factor above 0 expected"
             )
 
     def build(self) -> optax.GradientTransformation:
-        """The window holds norms from before the clipping, so that it cannot close in on itself."""
+        """The gradient transformation.
+
+        Its window stores norms before clipping: clipped norms would lower the limit further and further.
+        """
 
         def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
             norm = optax.global_norm(updates)
-            limit = state.mean() + self.sigma_factor * jnp.maximum(state.deviation(), _SMALLEST_SPREAD)
+            limit = state.mean() + self.sigma_factor * jnp.maximum(state.std(), _MIN_STD)
             ready = state.count >= self.rolling_interval_length // 2
             scale = jnp.where(ready & (norm > limit), limit / norm, 1.0)
-            return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state.with_(norm)
+            return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state.push(norm)
 
         def init_fn(params: Any) -> Any:
             return RollingWindow.empty(self.rolling_interval_length)

@@ -1,7 +1,7 @@
-"""What an optimizer may ask of the loss beside its gradient.
+"""Curvature of the loss, for optimizers that need more than its gradient.
 
-Every step offers it (`curvature`, an extra argument of optax's `update`). Only asking costs anything: an optimizer that
-does not ask has the same program as if there were nothing to ask.
+Every training step passes it to optax's `update` as the extra argument `curvature`. It costs nothing unless the optimizer
+uses it: otherwise the compiled program is the same as without it.
 """
 
 from collections.abc import Callable
@@ -10,30 +10,30 @@ from typing import Any
 
 import jax
 
-# The step's other uses of its key fold in the numbers of micro-batches.
+# Differs from the micro-batch numbers, which the step folds into the same key.
 _DIRECTIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """The loss of one micro-batch around a step's parameters.
+    """Local curvature of the loss of one micro-batch.
 
     Attributes:
-        gradient: parameters -> the gradient there, which can be differentiated once more (forward mode). It is that of
-            the micro-batch alone: its sums are over its own weights.
-        key: makes the step's randomness.
+        gradient: maps parameters to the gradient of the micro-batch's loss, normalized by the micro-batch's own weights.
+            It can be differentiated once more (forward mode).
+        key: returns the step's random key.
     """
 
     gradient: Callable[[Any], Any]
     key: Callable[[], jax.Array]
 
     def direction(self, params: Any, seed: int) -> Any:
-        """Standard normal numbers in the parameters' shapes and dtypes, the same on every mesh, anew in every step."""
+        """Standard normal samples with the parameters' shapes and dtypes: the same on every mesh, new in every step."""
         key = jax.random.fold_in(jax.random.fold_in(self.key(), _DIRECTIONS), seed)
         leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(key, len(leaves))
-        drawn = [jax.random.normal(own, leaf.shape, leaf.dtype) for own, leaf in zip(keys, leaves, strict=True)]
-        return jax.tree.unflatten(structure, drawn)
+        samples = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(structure, samples)
 
     def diagonal(self, params: Any, seed: int) -> Any:
         """An unbiased estimate of the diagonal of the Hessian: u * (H u) for a random direction u.
@@ -42,7 +42,7 @@ class Curvature:
         splines; as Liu et al. 2023 (arXiv:2305.14342), algorithm 1. Costs about three gradients.
 
         Args:
-            seed: other numbers draw other directions.
+            seed: selects the random direction, together with the step's key.
         """
         u = self.direction(params, seed)
         _, along_u = jax.jvp(self.gradient, (params,), (u,))

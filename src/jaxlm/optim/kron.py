@@ -1,7 +1,7 @@
-"""PSGD Kron: momentum of hidden matrices, whitened from both sides; everything else by Adam.
+"""PSGD Kron: whitens the momentum of hidden matrices from both sides, and uses Adam for all other parameters.
 
-Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202); github.com/lixilinx/psgd_torch, whose
-whitening of the momentum by Kronecker products this is. `jaxlm.optim.preconditioner` says what is done differently.
+Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202), and github.com/lixilinx/psgd_torch, which
+whitens the momentum with Kronecker products. `jaxlm.optim.preconditioner` lists the differences.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,26 @@ from jaxlm.optim.with_adam_fallback import with_adam_fallback
 @OptimizerConfig.register_subclass("kron")
 @dataclass(frozen=True)
 class KronConfig(OptimizerConfig):
-    """Clip the global norm, whiten the momentum of matrices, Adam for the rest, add the decay.
+    """Clips the global norm, whitens the momentum of matrices, applies Adam to the rest, adds weight decay.
 
-    Matrices are the weights of linear maps, each layer's on its own and whole (all heads of a projection together), but
-    for those of the vocabulary. The whitened momentum of an m x n matrix has entries of about 1, where Adam's has 0.2 to
-    0.4: its learning rate is smaller than Adam's. Beside the momentum, m^2 + n^2 numbers are kept. Both learning rates
-    follow the one schedule.
+    Matrices are the weights of linear layers except those of the vocabulary. Each layer's weight is one matrix, with all
+    heads of a projection together. The whitened momentum of an m x n matrix has entries of about 1, compared with 0.2 to
+    0.4 for Adam, so use a smaller learning rate than for Adam. The state per matrix is the momentum plus m^2 + n^2
+    elements. Both learning rates follow the same schedule.
 
     Attributes:
-        learning_rate: the peak, of matrices.
-        adam_lr: the peak, of everything else.
-        beta1: decay of the running mean of gradients, of matrices and of everything else.
-        preconditioner_lr: how far a step moves the factors towards what whitens its momentum; at most 1.
-        preconditioner_init_scale: the first step's momentum is multiplied by its square.
-        max_dense_size: a side of a matrix that is longer than this gets a diagonal factor.
-        damping: standard deviation of the noise that gradients are taken to have; it bounds what is made of small ones.
-        update_rms_clipping: whitened momenta of a larger root mean square are scaled down to it, parameter by parameter
-            and layer by layer; null never scales.
-        beta2, epsilon: Adam's, for everything else.
-        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+        learning_rate: peak learning rate of matrices.
+        adam_lr: peak learning rate of all other parameters.
+        beta1: decay rate of the running mean of gradients, for matrices and for Adam.
+        preconditioner_lr: step size of the preconditioner update; above 0 and at most 1.
+        preconditioner_init_scale: initial scale of the preconditioner. It multiplies the momentum of the first step.
+        max_dense_size: sides of a matrix that are longer than this get a diagonal factor instead of a dense one.
+        damping: standard deviation of the noise that gradients are assumed to contain. It limits the amplification of
+            small gradients.
+        update_rms_clipping: maximum root mean square of each parameter's whitened momentum in each layer; larger ones are
+            scaled down to it. Null disables clipping.
+        beta2, epsilon: Adam's, for all other parameters.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
     learning_rate: float = 3e-4
@@ -61,18 +62,17 @@ class KronConfig(OptimizerConfig):
     separates_matrices: ClassVar[bool] = True
 
     def __post_init__(self):
-        fits = {
+        checks = {
             "preconditioner_lr": (0 < self.preconditioner_lr <= 1, "above 0 and at most 1"),
             "preconditioner_init_scale": (self.preconditioner_init_scale > 0, "above 0"),
             "max_dense_size": (self.max_dense_size >= 0, "0 (none) or more"),
             "damping": (self.damping >= 0, "0 or more"),
         }
-        for name, (is_fine, expected) in fits.items():
-            if not is_fine:
+        for name, (is_valid, expected) in checks.items():
+            if not is_valid:
                 raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, {expected} expected")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         clip = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         direction = optax.chain(self._whitened(), *clip)
         return with_adam_fallback(
@@ -100,12 +100,16 @@ class KronConfig(OptimizerConfig):
         return optax.GradientTransformation(init_fn, update_fn)
 
     def _first(self, view: MatrixView) -> "_Memory":
-        scale = self.preconditioner_init_scale**0.5  # shared between the two sides
+        scale = self.preconditioner_init_scale**0.5  # half for each of the two sides
         sides = (initial_factor(view.stacked, side, scale, self.max_dense_size) for side in (view.outputs, view.inputs))
         return _Memory(hax.zeros(view.weight.axes, jnp.float32), *sides)
 
     def _step(self, view: MatrixView, memory: "_Memory", count: jax.Array) -> tuple[NamedArray, "_Memory"]:
-        """The whitened momentum of all matrices in one weight, and what is kept of them; `count`: steps with this one."""
+        """The whitened momentum of all matrices in one weight, and their new state.
+
+        Args:
+            count: number of steps, including this one.
+        """
         mean = self.beta1 * memory.mean + (1 - self.beta1) * view.weight.astype(jnp.float32)
         unbiased = view.of(mean) / (1 - self.beta1**count)
         white, left, right = precondition(
@@ -115,7 +119,7 @@ class KronConfig(OptimizerConfig):
 
 
 class _Memory(NamedTuple):
-    """What is kept of a matrix: the running mean of its gradients, and what whitens its rows and its columns."""
+    """State of a matrix: the running mean of its gradients, and the factors that whiten its rows and its columns."""
 
     mean: NamedArray
     left: Factor

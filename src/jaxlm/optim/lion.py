@@ -1,4 +1,4 @@
-"""Lion: the sign of a mixture of momentum and gradient.
+"""Lion: the sign of an interpolation of momentum and gradient.
 
 Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675), algorithm 2.
 """
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
 
 @OptimizerConfig.register_subclass("lion")
 @dataclass(frozen=True)
 class LionConfig(OptimizerConfig):
-    """Clip the global norm, take the sign, add the decay. Wants a learning rate some 3 to 10 times smaller than Adam's.
+    """Clips the global norm, takes the sign, adds weight decay. Use a learning rate 3 to 10 times smaller than for Adam.
 
     Attributes:
-        beta1: share of the momentum in the mixture whose sign is taken.
-        beta2: decay of the momentum.
-        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+        beta1: weight of the momentum in the interpolation whose sign is taken.
+        beta2: decay rate of the momentum.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
     beta1: float = 0.9
@@ -27,12 +27,11 @@ class LionConfig(OptimizerConfig):
     max_grad_norm: float | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
                 optax.scale_by_lion(self.beta1, self.beta2),
                 add_weight_decay(self, groups),
-                times_learning_rate(self.schedule(num_steps)),
+                scale_by_learning_rate(self.schedule(num_steps)),
             )
         )

@@ -1,6 +1,6 @@
-"""Which parameters are matrices, and how each is laid out as one: what optimizers of matrices work on.
+"""Finds the parameters that are matrices, and reshapes each of them to a matrix, for optimizers such as Muon.
 
-A linear map's weight has named axes in any order: {layers, heads, head_size, embed} is, for every layer, one matrix of
+The weight of a linear layer has named axes in any order: {layers, heads, head_size, embed} is one matrix per layer, with
 heads x head_size outputs and embed inputs.
 """
 
@@ -20,7 +20,7 @@ from jaxlm.models.linear import ExpertLinear, Linear
 
 
 def matrix_paths(params: Any) -> frozenset[str]:
-    """The paths of all hidden matrices: weights of linear maps that neither begin nor end at the vocabulary."""
+    """The paths of all hidden matrices: weights of linear layers without a vocabulary axis."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_linear)
     prefixes = {tree.dotted(path) for path, node in nodes if _is_linear(node) and _is_hidden(node)}
     weights = {f"{prefix}.weight" for prefix in prefixes}
@@ -28,21 +28,21 @@ def matrix_paths(params: Any) -> frozenset[str]:
 
 
 def map_matrices(change: Callable[[jax.Array], jax.Array], params: Any) -> Any:
-    """The tree with `change` applied to the weight of every linear map in it, as an array [.., out, in].
+    """Applies `change` to the weight of every linear layer, as an array [.., out, in].
 
-    What has no array in its place (masked out, or frozen) stays as it is.
+    Layers without an array (masked or frozen) are unchanged.
     """
     return replace_matrices(params, {path: view.named(change(view.matrix)) for path, view in matrices(params).items()})
 
 
 @dataclass(frozen=True)
 class MatrixView:
-    """The weight of a linear map as a matrix.
+    """The weight of a linear layer viewed as a matrix.
 
     Attributes:
-        weight: with its own axes.
-        stacked: axes that count matrices.
-        outputs, inputs: axes that are its rows, and its columns.
+        weight: the weight with its named axes.
+        stacked: axes that index separate matrices, such as layers or experts.
+        outputs, inputs: axes that form the rows and the columns.
     """
 
     weight: NamedArray
@@ -52,16 +52,16 @@ class MatrixView:
 
     @property
     def matrix(self) -> jax.Array:
-        """[.., out, in]."""
+        """The weight as [.., out, in]."""
         return self.of(self.weight)
 
     def of(self, like: NamedArray) -> jax.Array:
-        """An array with the weight's axes, as [.., out, in]."""
+        """Reshapes an array with the weight's axes to [.., out, in]."""
         stacked = (axis.size for axis in self.stacked)
         return like.rearrange(self._ordered).array.reshape((*stacked, size_of(self.outputs), size_of(self.inputs)))
 
     def named(self, matrix: jax.Array) -> NamedArray:
-        """[.., out, in] with the weight's axes, in the weight's order."""
+        """Reshapes [.., out, in] to the weight's axes, in the weight's order."""
         array = matrix.reshape(tuple(axis.size for axis in self._ordered))
         return hax.named(array, self._ordered).rearrange(self.weight.axes)
 
@@ -71,7 +71,7 @@ class MatrixView:
 
 
 def matrices(params: Any) -> dict[str, MatrixView]:
-    """By its path, the weight of every linear map that has an array in its place (and is not masked out, or frozen)."""
+    """The weight of every linear layer by path, without those that have no array (masked or frozen)."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_linear)
     return {
         f"{tree.dotted(path)}.weight": _view(node)
@@ -81,7 +81,7 @@ def matrices(params: Any) -> dict[str, MatrixView]:
 
 
 def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
-    """The tree with other weights in the linear maps at these paths."""
+    """Replaces the weights of the linear layers at the given paths."""
 
     def replaced(path: Any, node: Any) -> Any:
         weight = weights.get(f"{tree.dotted(path)}.weight") if _is_linear(node) else None
@@ -91,7 +91,7 @@ def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
 
 
 def size_of(axes: tuple[Axis, ...]) -> int:
-    """Of the one axis that these make together."""
+    """The product of the axis sizes."""
     return math.prod(axis.size for axis in axes)
 
 

@@ -1,9 +1,9 @@
-"""Muon: momentum of hidden matrices, made nearly orthogonal; everything else by Adam.
+"""Muon: orthogonalizes the momentum of hidden matrices, and uses Adam for all other parameters.
 
 Source: Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks (kellerjordan.github.io/posts/muon);
-Liu et al. 2025, Muon is Scalable for LLM Training (arXiv:2502.16982), section 2.2, for `use_kimi_scaling`. Not optax's:
-that one corrects momentum and gradient for bias each by itself before it mixes them, which changes the direction of the
-first steps, and takes the first axis of a matrix for its inputs.
+Liu et al. 2025, Muon is Scalable for LLM Training (arXiv:2502.16982), section 2.2, for `use_kimi_scaling`. This does not
+use optax's Muon: optax bias-corrects momentum and gradient separately before it interpolates them, which changes the
+direction of the first steps, and it treats the first axis of a matrix as its inputs.
 """
 
 import math
@@ -19,29 +19,29 @@ from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.matrices import map_matrices
 from jaxlm.optim.with_adam_fallback import with_adam_fallback
 
-# Of the odd polynomial of degree 5 that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
+# Coefficients of the odd quintic that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 @OptimizerConfig.register_subclass("muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    """Clip the global norm, orthogonalise the momentum of matrices, Adam for the rest, add the decay.
+    """Clips the global norm, orthogonalizes the momentum of matrices, applies Adam to the rest, adds weight decay.
 
-    Matrices are the weights of linear maps, each layer's on its own and whole (all heads of a projection together), but
-    for those of the vocabulary. Both learning rates follow the one schedule.
+    Matrices are the weights of linear layers except those of the vocabulary. Each layer's weight is one matrix, with all
+    heads of a projection together. Both learning rates follow the same schedule.
 
     Attributes:
-        learning_rate: the peak, of matrices.
-        adam_lr: the peak, of everything else.
-        momentum: decay of the running sum of gradients of matrices.
-        nesterov: look one step ahead along it.
-        backend_steps: Newton-Schulz iterations.
-        muon_epsilon: added to the norm of a matrix before it is divided by it.
-        use_kimi_scaling: scale to the size of Adam's updates, 0.2 sqrt(max(out, in)), so that Adam's learning rate and
-            decay serve; otherwise by sqrt(max(1, out / in)).
-        beta1, beta2, epsilon: Adam's, for everything else.
-        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+        learning_rate: peak learning rate of matrices.
+        adam_lr: peak learning rate of all other parameters.
+        momentum: decay rate of the momentum of matrices.
+        nesterov: use Nesterov momentum for matrices.
+        backend_steps: number of Newton-Schulz iterations.
+        muon_epsilon: added to the norm of a matrix before dividing by it.
+        use_kimi_scaling: scale updates by 0.2 sqrt(max(out, in)) to match the size of Adam's updates, so that learning
+            rate and weight decay tuned for Adam can be used. False scales by sqrt(max(1, out / in)).
+        beta1, beta2, epsilon: Adam's, for all other parameters.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
     learning_rate: float = 0.02
@@ -59,7 +59,6 @@ class MuonConfig(OptimizerConfig):
     separates_matrices: ClassVar[bool] = True
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
         direction = optax.chain(optax.trace(self.momentum, self.nesterov), self._orthogonal())
         return with_adam_fallback(
             self,
@@ -81,13 +80,13 @@ class MuonConfig(OptimizerConfig):
 
 
 def newton_schulz(matrix: jax.Array, num_steps: int, epsilon: float) -> jax.Array:
-    """The nearly orthogonal matrix with the same singular vectors, for each matrix of [.., rows, columns].
+    """Approximately orthogonalizes each matrix of [.., rows, columns]; its singular vectors do not change.
 
-    Singular values land between about 0.7 and 1.2, not on 1: the steep polynomial trades that for few iterations.
+    Singular values end between about 0.7 and 1.2, not at 1: the steep polynomial trades accuracy for few iterations.
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if tall else matrix  # the smaller of the two products is the one to square
+    x = matrix.mT if tall else matrix  # use the smaller of the two Gram matrices
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + epsilon)
     for _ in range(num_steps):
         gram = x @ x.mT

@@ -1,10 +1,11 @@
-"""What whitens one side of a matrix: a factor Q whose square multiplies it, fitted a step at a time without inverses.
+"""Kronecker factors that whiten a matrix: the square of a factor Q multiplies one side, and Q is fitted without inverses.
 
-Source: Li 2015 (arXiv:1512.04202) for the criterion, tr(P g g') + tr(P^-1), least where the whitened P g has uncorrelated
-entries of variance 1; Li 2024 (arXiv:2402.11858) for fitting it in a group; the form that its author calls QUAD in
-github.com/lixilinx/psgd_torch for the step, Q <- (1 - E) Q (1 - E), which keeps Q symmetric and positive with products
-alone. Differently, so that nothing is drawn at random and no maximum is searched for that two meshes could find in other
-places: the noise that damps is integrated out, and the spectral norm is bounded from below by two Frobenius norms.
+Source: Li 2015 (arXiv:1512.04202) for the criterion tr(P g g') + tr(P^-1), which is smallest when the whitened P g has
+uncorrelated entries of variance 1. Li 2024 (arXiv:2402.11858) for fitting it in a group. The step is the variant QUAD of
+github.com/lixilinx/psgd_torch: Q <- (1 - E) Q (1 - E), which keeps Q symmetric and positive with products alone.
+
+Two differences make the result deterministic and equal on every mesh. The damping noise is integrated out instead of
+sampled. The spectral norm is bounded from below by two Frobenius norms, without an argmax that could differ between meshes.
 """
 
 import abc
@@ -18,74 +19,70 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED
 from jaxlm.optim.matrices import size_of
 
-_SMOOTHING = 0.9  # of the steepness: it rises at once, and falls by a tenth of the way in a step
-_TINY = 1e-30  # no norm is divided by less
+_SMOOTHING = 0.9  # for the steepness, which rises immediately and falls slowly
+_TINY = 1e-30  # minimum divisor of a norm
 
 
 class Factor(eqx.Module):
-    """Of a side of m rows. It is symmetric and positive, and so is its square, which the side is multiplied by.
+    """The factor Q for a side of m rows. Q is symmetric and positive definite; Q^2 multiplies the side.
 
     Attributes:
-        root: Q, by the names of its axes: {stacked .., the side's axes .., basis}, without the last if it is diagonal.
-        steepness: [..], of the criterion near Q: what a step is divided by.
+        root: Q, with axes {stacked .., the side's axes .., basis}; without `basis` if it is diagonal.
+        steepness: [..], bound on the curvature of the criterion near Q. The step size is divided by it.
     """
 
     root: eqx.AbstractVar[NamedArray]
     steepness: eqx.AbstractVar[jax.Array]
 
     @abc.abstractmethod
-    def times(self, matrix: jax.Array) -> jax.Array:
-        """[.., m, n] multiplied by the square, from the left."""
+    def apply(self, matrix: jax.Array) -> jax.Array:
+        """Q^2 @ matrix, for a matrix [.., m, n]."""
 
     @abc.abstractmethod
     def gain(self) -> jax.Array:
-        """[..], the sum of the square's squared numbers: how much it makes of white noise in a column."""
+        """[..], squared Frobenius norm of Q^2: the factor by which it amplifies the variance of white noise in a column."""
 
     @abc.abstractmethod
     def fitted(self, white: jax.Array, noise: jax.Array, rate: float) -> "Factor":
-        """One step towards rows that are uncorrelated and of squared length n.
+        """One step towards uncorrelated rows of squared length n.
 
         Args:
-            white: [.., m, n], multiplied by the squares of both sides' factors.
-            noise: [..], variance of the noise in n columns, multiplied by the square of the other side alone.
-            rate: up to 1.
+            white: [.., m, n], the matrix multiplied by the squares of both factors.
+            noise: [..], variance of the noise summed over n columns, multiplied by the square of the other factor only.
+            rate: step size, at most 1.
         """
 
     @abc.abstractmethod
     def scaled(self, by: jax.Array) -> "Factor":
-        """Multiplied by [..]."""
+        """Q multiplied by `by` [..]."""
 
     def largest(self) -> jax.Array:
-        """[..], the largest number in it: of a symmetric and positive matrix, on its diagonal."""
+        """[..], the largest element of Q, which for a symmetric positive definite matrix is on the diagonal."""
         return jnp.max(self.root.array.reshape((*self.steepness.shape, -1)), -1)
 
 
 class DenseFactor(Factor):
-    """With all m x m numbers."""
+    """A factor with all m x m elements."""
 
     root: NamedArray
     steepness: jax.Array
 
-    def times(self, matrix: jax.Array) -> jax.Array:
-        """See `Factor.times`."""
+    def apply(self, matrix: jax.Array) -> jax.Array:
         return self._square() @ matrix
 
     def gain(self) -> jax.Array:
-        """See `Factor.gain`."""
         return jnp.sum(jnp.square(self._square()), (-2, -1))
 
     def fitted(self, white: jax.Array, noise: jax.Array, rate: float) -> "DenseFactor":
-        """See `Factor.fitted`."""
         root, square, expected = self._flat(), self._square(), white.shape[-1]
-        found = white @ white.mT + noise[..., None, None] * (square @ square)
-        steepness = _followed(self.steepness, _spectral_norm(found) + expected)
+        covariance = white @ white.mT + noise[..., None, None] * (square @ square)
+        steepness = _smoothed(self.steepness, _spectral_norm(covariance) + expected)
         size = (0.5 * rate / steepness)[..., None, None]
-        half = root - size * (found @ root - expected * root)
-        whole = half - size * (half @ found - expected * half)
+        half = root - size * (covariance @ root - expected * root)
+        whole = half - size * (half @ covariance - expected * half)
         return DenseFactor(self._named(0.5 * (whole + whole.mT)), steepness)
 
     def scaled(self, by: jax.Array) -> "DenseFactor":
-        """See `Factor.scaled`."""
         return DenseFactor(self._named(self._flat() * by[..., None, None]), self.steepness)
 
     def _flat(self) -> jax.Array:
@@ -99,29 +96,25 @@ class DenseFactor(Factor):
 
 
 class DiagonalFactor(Factor):
-    """With its diagonal alone, for sides that are too long."""
+    """A diagonal factor, for sides that are too long for a dense one."""
 
     root: NamedArray
     steepness: jax.Array
 
-    def times(self, matrix: jax.Array) -> jax.Array:
-        """See `Factor.times`."""
+    def apply(self, matrix: jax.Array) -> jax.Array:
         return jnp.square(self._flat())[..., None] * matrix
 
     def gain(self) -> jax.Array:
-        """See `Factor.gain`."""
         return jnp.sum(self._flat() ** 4, -1)
 
     def fitted(self, white: jax.Array, noise: jax.Array, rate: float) -> "DiagonalFactor":
-        """See `Factor.fitted`."""
         root, expected = self._flat(), white.shape[-1]
-        found = jnp.sum(jnp.square(white), -1) + noise[..., None] * root**4
-        steepness = _followed(self.steepness, jnp.max(found, -1) + expected)
+        variance = jnp.sum(jnp.square(white), -1) + noise[..., None] * root**4
+        steepness = _smoothed(self.steepness, jnp.max(variance, -1) + expected)
         size = (0.5 * rate / steepness)[..., None]
-        return DiagonalFactor(self._named(root * jnp.square(1 - size * (found - expected))), steepness)
+        return DiagonalFactor(self._named(root * jnp.square(1 - size * (variance - expected))), steepness)
 
     def scaled(self, by: jax.Array) -> "DiagonalFactor":
-        """See `Factor.scaled`."""
         return DiagonalFactor(self._named(self._flat() * by[..., None]), self.steepness)
 
     def _flat(self) -> jax.Array:
@@ -132,12 +125,12 @@ class DiagonalFactor(Factor):
 
 
 def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: float, max_dense_size: int) -> Factor:
-    """`scale` times the identity, for a side with these axes of each of the stacked matrices."""
+    """`scale` times the identity, for one side of each stacked matrix. It is diagonal if the side is too long."""
     steepness = jnp.zeros([axis.size for axis in stacked], jnp.float32)
     size = size_of(side)
     if size > max_dense_size:
         return DiagonalFactor(hax.full((*stacked, *side), scale, jnp.float32), steepness)
-    # Where FSDP does not spread the side itself, it spreads the basis: no factor lies whole on every device.
+    # If FSDP does not shard the side itself, it shards the basis, so that no factor is replicated.
     basis = Axis("basis" if EMBED in {axis.name for axis in side} else EMBED, size)
     axes = (*stacked, *side, basis)
     identity = jnp.broadcast_to(scale * jnp.eye(size, dtype=jnp.float32), (*steepness.shape, size, size))
@@ -147,25 +140,28 @@ def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: flo
 def precondition(
     matrix: jax.Array, left: Factor, right: Factor, *, rate: float, damping: float
 ) -> tuple[jax.Array, Factor, Factor]:
-    """A matrix [.., m, n], multiplied by the squares of both its factors; and these, fitted to it by one step.
+    """Whitens a matrix [.., m, n] with both factors, and fits the factors to it by one step.
 
     Args:
-        rate: of the step, up to 1.
-        damping: standard deviation of the noise that the matrix is taken to have in every entry.
+        rate: step size of the fit, at most 1.
+        damping: assumed standard deviation of the noise in every element of the matrix.
+
+    Returns:
+        The whitened matrix, and the new left and right factors.
     """
-    white = right.times(left.times(matrix).mT).mT
+    white = right.apply(left.apply(matrix).mT).mT
     fitted_left = left.fitted(white, damping**2 * right.gain(), rate)
     fitted_right = right.fitted(white.mT, damping**2 * left.gain(), rate)
-    # Only their product matters; left alone, one could shrink as the other grows.
+    # Only the product of the two factors matters. Balance them, so that one cannot grow while the other shrinks.
     by = jnp.sqrt(fitted_right.largest() / fitted_left.largest())
     return white, fitted_left.scaled(by), fitted_right.scaled(1 / by)
 
 
-def _followed(steepness: jax.Array, now: jax.Array) -> jax.Array:
+def _smoothed(steepness: jax.Array, now: jax.Array) -> jax.Array:
     return jnp.maximum(_SMOOTHING * steepness + (1 - _SMOOTHING) * now, now)
 
 
 def _spectral_norm(matrix: jax.Array) -> jax.Array:
-    """A lower bound of it, for a symmetric and positive matrix: near it where few eigenvalues are large."""
+    """A lower bound of the spectral norm of a symmetric positive matrix; tight if few eigenvalues are large."""
     square = jnp.sum(jnp.square(matrix @ matrix), (-2, -1))
     return jnp.sqrt(square / jnp.maximum(jnp.sum(jnp.square(matrix), (-2, -1)), _TINY))

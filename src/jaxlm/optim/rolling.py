@@ -1,4 +1,4 @@
-"""The last so many values of something, as arrays: what is compared with a past without growing with it."""
+"""A fixed-size window of the most recent values of a scalar."""
 
 import equinox as eqx
 import jax
@@ -6,12 +6,12 @@ import jax.numpy as jnp
 
 
 class RollingWindow(eqx.Module):
-    """A ring of float32 values.
+    """A ring buffer of float32 values.
 
     Attributes:
-        values: [capacity], in no order that matters; the first `count` of them are set.
-        count: int32, values that there are.
-        place: int32, where the next value goes.
+        values: [capacity]; the first `count` entries are set. Their order does not matter.
+        count: int32, number of values stored.
+        place: int32, index at which to write the next value.
     """
 
     values: jax.Array
@@ -20,11 +20,11 @@ class RollingWindow(eqx.Module):
 
     @staticmethod
     def empty(capacity: int) -> "RollingWindow":
-        """No values yet. Traced, so that it is created on the mesh with the rest."""
+        """An empty window. Call it in traced code, so that the window is created on the mesh."""
         return RollingWindow(jnp.zeros(capacity, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def with_(self, value: jax.Array) -> "RollingWindow":
-        """With one value more, in the place of the oldest where it is full."""
+    def push(self, value: jax.Array) -> "RollingWindow":
+        """Returns a window with one more value. In a full window it replaces the oldest."""
         capacity = self.values.shape[0]
         return RollingWindow(
             self.values.at[self.place].set(value.astype(jnp.float32)),
@@ -33,30 +33,30 @@ class RollingWindow(eqx.Module):
         )
 
     def mean(self) -> jax.Array:
-        """0 where there are none."""
+        """Mean of the values; 0 if the window is empty."""
         return jnp.sum(self._or_zero(self.values)) / jnp.maximum(self.count, 1)
 
-    def deviation(self) -> jax.Array:
-        """Standard deviation of the values as a population."""
+    def std(self) -> jax.Array:
+        """Population standard deviation of the values; 0 if the window is empty."""
         return jnp.sqrt(jnp.sum(self._or_zero(jnp.square(self.values - self.mean()))) / jnp.maximum(self.count, 1))
 
     def median(self) -> jax.Array:
-        """nan where there are none."""
+        """Median of the values; NaN if the window is empty."""
         return self._median(self.values)
 
-    def spread(self) -> jax.Array:
-        """Standard deviation as the median distance from the median tells it: what a few outliers do not move."""
-        return _OF_A_NORMAL * self._median(jnp.abs(self.values - self.median()))
+    def robust_std(self) -> jax.Array:
+        """Standard deviation estimated from the median absolute deviation, which a few outliers do not affect."""
+        return _STD_PER_MAD * self._median(jnp.abs(self.values - self.median()))
 
     def _median(self, values: jax.Array) -> jax.Array:
-        return jnp.nanmedian(jnp.where(self._set(), values, jnp.nan))
+        return jnp.nanmedian(jnp.where(self._is_set(), values, jnp.nan))
 
     def _or_zero(self, values: jax.Array) -> jax.Array:
-        return jnp.where(self._set(), values, 0.0)
+        return jnp.where(self._is_set(), values, 0.0)
 
-    def _set(self) -> jax.Array:
+    def _is_set(self) -> jax.Array:
         return jnp.arange(self.values.shape[0]) < self.count
 
 
-# Standard deviation over median absolute deviation, of normally distributed values.
-_OF_A_NORMAL = 1.4826
+# Ratio of standard deviation to median absolute deviation for a normal distribution.
+_STD_PER_MAD = 1.4826

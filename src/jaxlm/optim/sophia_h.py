@@ -1,9 +1,9 @@
-"""Sophia-H: momentum over an estimate of the Hessian's diagonal, clipped number by number.
+"""Sophia-H: momentum divided by an estimate of the Hessian's diagonal, clipped elementwise.
 
 Source: Liu et al. 2023, Sophia: A Scalable Stochastic Second-order Optimizer for Language Model Pre-training
 (arXiv:2305.14342), algorithms 1 (Hutchinson's estimate) and 3; the gradient's norm is clipped first, as in its section
-3.1. Not optax's (`optax.contrib.sophia`): there an estimate comes into effect one step after it is made, so that the first
-steps know of none, the momentum is corrected for bias, and directions are signs.
+3.1. This does not use `optax.contrib.sophia`: there an estimate takes effect one step late, so the first steps have none,
+the momentum is bias-corrected, and directions are signs.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 from jaxlm.optim.curvature import Curvature
 
 
 class SophiaState(eqx.Module):
-    """What is remembered between steps.
+    """State of Sophia-H.
 
     Attributes:
-        count: int32, updates so far.
-        mean: of the gradients, running.
-        diagonal: of the Hessian, running; 0 before the first estimate.
+        count: int32, number of updates so far.
+        mean: running mean of the gradients.
+        diagonal: running mean of the estimates of the Hessian's diagonal; 0 before the first estimate.
     """
 
     count: jax.Array
@@ -37,22 +37,22 @@ class SophiaState(eqx.Module):
 @OptimizerConfig.register_subclass("sophia-h")
 @dataclass(frozen=True)
 class SophiaHConfig(OptimizerConfig):
-    """Clip the global norm, divide the momentum by the curvature, clip each number, add the decay.
+    """Clips the global norm, divides the momentum by the curvature, clips elementwise, adds weight decay.
 
-    Every `update_interval`-th step also estimates the curvature, on its first micro-batch: about three gradients of it
-    more, and two to three times its temporary memory. Kernels are plain attention and loss there, in float32 where the
-    rest computes in float16. Numbers whose curvature is not above 0 move by the clip, whatever their gradient's size.
-    An estimate that is not finite is left out.
+    Every `update_interval`-th step also estimates the curvature on its first micro-batch. This costs about three more
+    gradients of the micro-batch and two to three times its temporary memory. The estimate uses the reference attention and
+    loss instead of fused kernels, and float32 if the run computes in float16. Elements whose curvature is not positive move
+    by the clip threshold, regardless of their gradient. Non-finite estimates are skipped.
 
     Attributes:
-        beta1: decay of the gradient's running mean.
-        beta2: decay of the running mean of the estimates.
-        gamma: curvature is multiplied by it; the larger, the fewer numbers are clipped (half to nine tenths should be).
-        epsilon: the least that is divided by.
-        clip_threshold: the largest update of a number, before the learning rate.
-        update_interval: steps from one estimate to the next.
-        rng_seed: of the directions along which the curvature is measured, together with the run's own seed.
-        max_grad_norm: gradients of a larger global norm are scaled down to it; null never scales.
+        beta1: decay rate of the running mean of the gradients.
+        beta2: decay rate of the running mean of the curvature estimates.
+        gamma: multiplier of the curvature. A larger value clips fewer elements; aim for 50% to 90% clipped.
+        epsilon: minimum divisor.
+        clip_threshold: maximum absolute update of an element, before the learning rate.
+        update_interval: steps between curvature estimates.
+        rng_seed: seed of the random directions of the estimates; combined with the run's seed.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
     beta1: float = 0.96
@@ -67,17 +67,16 @@ class SophiaHConfig(OptimizerConfig):
     def __post_init__(self):
         for name in ("gamma", "epsilon", "clip_threshold", "update_interval"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, more than 0 expected")
+                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, a number above 0 expected")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        """See `OptimizerConfig.build`."""
-        direction: Any = self._direction  # optax's type leaves no room for an argument of one's own
+        direction: Any = self._direction  # optax's type does not allow additional named arguments
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
                 optax.GradientTransformationExtraArgs(_first_state, direction),
                 add_weight_decay(self, groups),
-                times_learning_rate(self.schedule(num_steps)),
+                scale_by_learning_rate(self.schedule(num_steps)),
             )
         )
 

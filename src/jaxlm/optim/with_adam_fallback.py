@@ -1,4 +1,4 @@
-"""Two optimizers in one: matrices go their own way, everything else goes Adam's."""
+"""Combines an update rule for matrices with Adam for all other parameters."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from jaxlm.core import tree
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, times_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
 
 def with_adam_fallback(
@@ -20,13 +20,13 @@ def with_adam_fallback(
     adam_lr: float,
     max_grad_norm: float | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clips the global norm, then takes each parameter's direction, adds the decay, and multiplies by its learning rate.
+    """Clips the global norm, computes each parameter's direction, adds weight decay, and scales by the learning rate.
 
     Args:
-        config: its learning rate is that of matrices; both follow its schedule.
-        matrices: what makes directions of the groups that are `as_matrices`, and its name in the optimizer's state.
-        adam: what makes those of all others.
-        adam_lr: their peak.
+        config: has the learning rate of matrices, and the schedule of both learning rates.
+        matrices: name in the optimizer state and transformation for the groups with `as_matrices`.
+        adam: transformation for all other groups.
+        adam_lr: peak learning rate of all other groups.
     """
     name, direction = matrices
     paths = {path for group in groups if group.as_matrices for path in group.paths}
@@ -36,8 +36,8 @@ def with_adam_fallback(
 
     directions: Any = {name: direction, "adam": adam}
     rates: Any = {
-        name: times_learning_rate(config.schedule(num_steps)),
-        "adam": times_learning_rate(dataclasses.replace(config, learning_rate=adam_lr).schedule(num_steps)),
+        name: scale_by_learning_rate(config.schedule(num_steps)),
+        "adam": scale_by_learning_rate(dataclasses.replace(config, learning_rate=adam_lr).schedule(num_steps)),
     }
     return optax.with_extra_args_support(
         optax.chain(

@@ -34,11 +34,9 @@ class ManyFiles:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See `TensorSource`."""
         return {name: file.tensors[name] for name, file in self._files.items()}
 
     def view(self, name: str) -> np.ndarray:
-        """See `TensorSource`."""
         return self._files[name].view(name)
 
 

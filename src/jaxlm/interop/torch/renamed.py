@@ -41,12 +41,10 @@ class Renamed:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See `TensorSource`."""
         there = self._source.tensors
         return {ours: there[theirs] for ours, theirs in self._names.items()}
 
     def view(self, name: str) -> np.ndarray:
-        """See `TensorSource`."""
         return self._source.view(self._names[name])
 
 

@@ -48,7 +48,6 @@ class TorchFile:
         self.tensors = {name: TensorInfo(tuple(t.shape), _numpy_dtype(t)) for name, t in content.items()}
 
     def view(self, name: str) -> np.ndarray:
-        """See `TensorSource`."""
         tensor = self._content[name].detach()
         dtype = self.tensors[name].dtype
         if dtype == jnp.bfloat16:  # numpy has none of its own, so torch does not hand it over
