@@ -459,7 +459,7 @@ def test_strict_performance_refuses_what_falls_back():
     check_performance(plan_of(strict))
     dropping = {"model": {"attn_pdrop": 0.1}}
     check_performance(plan_of(merged(tree("gpt2"), dropping)))
-    with pytest.raises(ConfigError, match="strict_performance: attention runs on plain"):
+    with pytest.raises(ConfigError, match="strict_performance: attention runs on reference"):
         check_performance(plan_of(merged(strict, dropping)))
     # What is asked for by its name is no fallback, though the platform has better.
     check_performance(plan_of(merged(strict, {"model": {"attn_backend": "reference"}})))

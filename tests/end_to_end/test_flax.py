@@ -41,7 +41,7 @@ def test_killed_and_resumed_it_is_the_same_run(workplace, kind, devices):
     assert losses[-1] < losses[0] - 0.5
     sampled = killed.run("--checkpoint", "checkpoints/run", "--max_new_tokens", "4", module="jaxlm.sample")
     assert sampled.code == 0, sampled.err
-    assert "the module keeps no cache" in sampled.err
+    assert "the module has no KV cache" in sampled.err
     evaluated = killed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
     assert evaluated.code == 0, evaluated.err
     assert 0 < json.loads(evaluated.out.splitlines()[-1])["loss"] < losses[0]

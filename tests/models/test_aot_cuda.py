@@ -11,7 +11,7 @@ HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capa
 
 def test_kernels_are_taken_to_be_right_and_jax_is_answered():
     asked = fused.check_compute_capability
-    assert choose_attention(HOPPER).name == "blockwise", "there is no such device here to test it on"
+    assert choose_attention(HOPPER).name == "blockwise", "no GPU is attached to self-test it on"
     with compiling_for_cuda((9, 0)):
         assert choose_attention(HOPPER).name == "cudnn"
         assert fused.check_compute_capability("9.0")

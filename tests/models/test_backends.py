@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.attention.backends.blockwise import blocks_of, blockwise_attention
+from jaxlm.models.attention.backends.blockwise import blockwise_attention, query_blocks
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
@@ -146,14 +146,14 @@ def test_a_rule_keeps_fused_kernels_away():
     )
     choice = choose_attention(task)
     assert (choice.name, choice.degraded) == ("blockwise", True)
-    assert "not splash: it does not know a soft cap of scores and ALiBi" in choice.reason
-    with pytest.raises(ConfigError, match="'splash' given, but it does not know"):
+    assert "not splash: it does not support a soft cap of scores and ALiBi" in choice.reason
+    with pytest.raises(ConfigError, match="'splash' given, but it does not support"):
         choose_attention(task, "splash")
 
 
 def test_second_derivatives_keep_kernels_away_that_have_none():
     task = AttentionTask("tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=64, twice_differentiable=True)
-    assert choose_attention(task).reason.endswith("not splash: its backward pass has no derivative")
+    assert choose_attention(task).reason.endswith("not splash: its backward pass is not differentiable")
 
 
 def test_kernels_see_their_own_rows_and_heads():
@@ -196,7 +196,7 @@ def test_another_document_changes_not_one_bit():
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1024, None), (4096, None), (5000, 300), (130, 7)])
 def test_blocks_cover_every_query_and_little_else(length, window):
-    found = list(blocks_of(length, window))
+    found = list(query_blocks(length, window))
     assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found[:-1])]
     assert found[-1][1] == length
     assert all(first <= max(0, start - (window or length) + 1) for start, _, first in found)
@@ -215,7 +215,7 @@ def test_no_array_holds_all_scores():
     ("platform", "change", "name", "degraded"),
     [
         ("cpu", {}, "blockwise", False),
-        ("cpu", {"within_row": False}, "reference", True),
+        ("cpu", {"same_tokens": False}, "reference", True),
         ("cpu", {"dropout": 0.1}, "reference", True),
         ("tpu", {}, "splash", False),
         ("tpu", {"seq_len": 100}, "blockwise", True),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.attention.backends.blockwise import blocks_of
+from jaxlm.models.attention.backends.blockwise import query_blocks
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -82,7 +82,7 @@ def test_flops_are_what_xla_counts(config):
     # scores again is found to be there already, because nothing is recomputed.
     flops = config.flops_per_token(Vocab.size)
     weights = 2 * flops.causal - flops.palm
-    square = sum((stop - start) * (stop - first) for start, stop, first in blocks_of(config.seq_len, None))
+    square = sum((stop - start) * (stop - first) for start, stop, first in query_blocks(config.seq_len, None))
     attention = 6 * 2 * config.num_layers * config.hidden_dim * square / config.seq_len
     assert weights + attention == pytest.approx(counted, rel=0.03)
 

@@ -19,14 +19,20 @@ from jaxlm.models.attention import selftest
 from jaxlm.models.attention.api import AttentionMask, attention
 from jaxlm.models.attention.backends.blockwise import blockwise_attention
 from jaxlm.models.attention.backends.cudnn import (
-    DOCUMENTS_A_CALL,
-    are_whole,
+    DOCUMENTS_PER_CALL,
+    are_single_documents,
     cudnn_attention,
-    documents_of,
+    document_indices,
     lengths_and_offsets,
 )
 from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
-from jaxlm.models.attention.selftest import AttentionShape, disagreement, packed_rows, verdict, whole_rows
+from jaxlm.models.attention.selftest import (
+    AttentionShape,
+    disagreement,
+    packed_rows,
+    selftest_problem,
+    single_document_rows,
+)
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -69,7 +75,7 @@ def test_the_program_calls_the_kernels(for_cuda, packed, window):
     forward, backward = "fmhaSoftmax", "fmhaSoftmaxBackward"
     wanted = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
     if packed:
-        wanted |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_A_CALL, window or 0) for kernel in (forward, backward)}
+        wanted |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
     assert found == wanted
 
 
@@ -95,28 +101,28 @@ def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
 
 def test_lengths_and_offsets_are_numpys():
     segments = packed_rows()
-    documents = np.asarray(documents_of(jnp.asarray(segments)))
+    documents = np.asarray(document_indices(jnp.asarray(segments)))
     for row, found in zip(segments, documents, strict=True):
         assert (found >= 0).tolist() == (row != 0).tolist()
         ids = [s for s in dict.fromkeys(row.tolist()) if s]
         assert [ids[i] for i in found if i >= 0] == [s for s in row.tolist() if s]
-    for first in (0, DOCUMENTS_A_CALL, 2 * DOCUMENTS_A_CALL):
+    for first in (0, DOCUMENTS_PER_CALL, 2 * DOCUMENTS_PER_CALL):
         lengths, offsets = map(np.asarray, lengths_and_offsets(jnp.asarray(documents), first))
         assert lengths.dtype == offsets.dtype == np.int32
         for row, length, offset in zip(segments, lengths, offsets, strict=True):
-            ids = [s for s in dict.fromkeys(row.tolist()) if s][first : first + DOCUMENTS_A_CALL]
-            fill = [-1] * (DOCUMENTS_A_CALL - len(ids))
+            ids = [s for s in dict.fromkeys(row.tolist()) if s][first : first + DOCUMENTS_PER_CALL]
+            fill = [-1] * (DOCUMENTS_PER_CALL - len(ids))
             assert length.tolist() == [int((row == s).sum()) for s in ids] + fill
             assert offset.tolist() == [int((row == s).argmax()) for s in ids] + fill + [-1]
 
 
 def test_the_self_tests_rows_are_what_they_are_for():
-    assert all(bool(are_whole(jnp.asarray(row[None]))) for row in whole_rows())
+    assert all(bool(are_single_documents(jnp.asarray(row[None]))) for row in single_document_rows())
     counts = [len(set(row) - {0}) for row in packed_rows().tolist()]
-    assert {0, 1, 2, DOCUMENTS_A_CALL, DOCUMENTS_A_CALL + 3} <= set(counts)
-    assert max(counts) > 2 * DOCUMENTS_A_CALL
-    assert not are_whole(jnp.asarray([[0, 1, 1]]))
-    assert not are_whole(jnp.asarray([[1, 1, 2]]))
+    assert {0, 1, 2, DOCUMENTS_PER_CALL, DOCUMENTS_PER_CALL + 3} <= set(counts)
+    assert max(counts) > 2 * DOCUMENTS_PER_CALL
+    assert not are_single_documents(jnp.asarray([[0, 1, 1]]))
+    assert not are_single_documents(jnp.asarray([[1, 1, 2]]))
 
 
 # --- With a stand-in for the kernel -----------------------------------------------------------------------------------
@@ -180,10 +186,10 @@ def stood_in(monkeypatch):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                (False, True, whole_rows),
-                (True, False, whole_rows),
+                (False, True, single_document_rows),
+                (True, False, single_document_rows),
                 (True, False, packed_rows),
-                (True, True, whole_rows),
+                (True, True, single_document_rows),
                 (False, True, packed_rows),
             ]
         ),
@@ -239,11 +245,11 @@ def dirty_padding(q, k, v, segments):
     ("attend", "found"),
     [
         (reference, None),
-        (leaking, "output off by"),
-        (one_document_wrong, "output off by 10.0%"),
-        (wrong_gradient, "gradient of keys off by 10.0%"),
-        (undefined, "output off by nan%"),
-        (dirty_padding, "output off by inf%"),
+        (leaking, "output differs from reference attention by"),
+        (one_document_wrong, "output differs from reference attention by 10.0%"),
+        (wrong_gradient, "gradient of keys differs from reference attention by 10.0%"),
+        (undefined, "output differs from reference attention by nan%"),
+        (dirty_padding, "output differs from reference attention by inf%"),
     ],
 )
 def test_the_self_test_finds_a_wrong_kernel(attend, found):
@@ -261,9 +267,9 @@ def test_a_kernel_that_breaks_is_one_that_fails():
     def broken():
         raise NotImplementedError("no such\nkernel")
 
-    assert verdict(lambda: None) is None
-    assert verdict(lambda: "off") == "its self-test here failed: off"
-    assert verdict(broken) == "its self-test here failed: NotImplementedError: no such"
+    assert selftest_problem(lambda: None) is None
+    assert selftest_problem(lambda: "off") == "its self-test failed: off"
+    assert selftest_problem(broken) == "its self-test failed: NotImplementedError: no such"
 
 
 # --- The choice -------------------------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ def tested(monkeypatch):
     """What the self-tests of single and of packed documents say."""
 
     def say(whole, packed):
-        monkeypatch.setattr(choice, "whole_rows_problem", lambda *_: whole)
+        monkeypatch.setattr(choice, "single_document_problem", lambda *_: whole)
         monkeypatch.setattr(choice, "packed_rows_problem", lambda *_: packed)
 
     say(None, None)
@@ -288,15 +294,15 @@ def tested(monkeypatch):
     [
         ({}, "cudnn", ""),
         ({"capability": (8, 0)}, "cudnn_rows", "packed documents need compute capability 9.0"),
-        ({"capability": (7, 5)}, "blockwise", "compute capability 8.0 or more"),
+        ({"capability": (7, 5)}, "blockwise", "compute capability 8.0 or higher"),
         ({"capability": None}, "blockwise", "needs an NVIDIA device"),
-        ({"dtype": jnp.dtype(jnp.float32)}, "blockwise", "it has no float32"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "blockwise", "it does not support float32"),
         ({"head_size": 256}, "cudnn", ""),
-        ({"head_size": 256, "capability": (8, 6)}, "blockwise", "head size 256 is no multiple of 8 up to 128"),
+        ({"head_size": 256, "capability": (8, 6)}, "blockwise", "head size 256 is not a multiple of 8 up to 128"),
         ({"head_size": 60}, "blockwise", "head size 60"),
         ({"seq_len": 1001}, "blockwise", "seq_len 1001"),
         ({"dropout": 0.1}, "reference", "attention dropout"),
-        ({"within_row": False}, "reference", "not the same tokens"),
+        ({"same_tokens": False}, "reference", "not the same tokens"),
     ],
 )
 @pytest.mark.usefixtures("tested")
@@ -318,7 +324,7 @@ def test_what_fails_its_test_is_not_taken(tested):
 def test_without_the_device_nothing_is_claimed():
     found = choose_attention(AttentionTask(**HOPPER))
     assert found.name == "blockwise"
-    assert "no such device here" in found.reason
+    assert "no GPU is attached" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_a_layer_says_what_it_asks(config, wanted):
     (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Transformer)
     (kind,) = body.kinds
     task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024, kind.window)
-    assert (task.platform, task.capability, task.seq_len, task.within_row) == ("gpu", (9, 0), 1024, True)
+    assert (task.platform, task.capability, task.seq_len, task.same_tokens) == ("gpu", (9, 0), 1024, True)
     assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == wanted
 
 

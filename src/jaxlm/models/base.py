@@ -1,4 +1,4 @@
-"""What a language model is to the rest of the house."""
+"""The interface of language models: inputs, outputs, cache, model and config."""
 
 import abc
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from jaxlm.models.remat import AUTO, parse_remat
 
 
 class Inputs(eqx.Module):
-    """What a model reads: tokens, where they stand, and which document they belong to. Never a dense mask.
+    """Packed sequences as a model reads them. There is never a dense attention mask.
 
     Attributes:
         tokens: int32 {batch, position}.
         positions: int32 {batch, position}, the position inside the document.
-        segment_ids: int32 {batch, position}; tokens attend only within their own number, and 0 is padding.
+        segment_ids: int32 {batch, position}. Tokens attend only to tokens with the same id; 0 is padding.
     """
 
     tokens: NamedArray
@@ -32,12 +32,12 @@ class Inputs(eqx.Module):
 
 
 class KVArray(eqx.Module):
-    """The keys, or the values, in a cache. Head before position, so that a head's keys are one matrix.
+    """The keys (or the values) in a KV cache. Heads come before positions, so that the keys of a head are one matrix.
 
     Attributes:
         values: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
-        scale: float32 {layers, batch, kv_heads, key_position}, what int8 entries are multiplied by; None where the
-            entries are the keys or values themselves.
+        scale: float32 {layers, batch, kv_heads, key_position}, the quantization scale of int8 entries; None if the entries
+            are not quantized.
     """
 
     values: NamedArray
@@ -45,13 +45,13 @@ class KVArray(eqx.Module):
 
 
 class KVCache(eqx.Module):
-    """Keys and values of everything read so far, for decoding token by token.
+    """A KV cache, for decoding token by token.
 
     Attributes:
         keys, values: of all layers.
-        positions, segment_ids: int32 {batch, key_position}; segment 0 marks a slot that holds nothing.
-        length: scalar int32, the slots in use (the same for every row: prompts are padded on the left).
-        fresh: nothing has been read yet: what comes first attends to itself alone, as in training.
+        positions, segment_ids: int32 {batch, key_position}; segment 0 marks an empty slot.
+        length: scalar int32, the number of slots in use (the same for all rows, because prompts are padded on the left).
+        fresh: the cache is empty, so the first inputs attend only to each other, as in training.
     """
 
     keys: KVArray
@@ -63,11 +63,11 @@ class KVCache(eqx.Module):
 
 
 class AuxLoss(eqx.Module):
-    """A number that layers find on their way: logged, and minimised with its coefficient.
+    """An auxiliary loss computed by layers. It is logged, and added to the objective with a coefficient.
 
     Attributes:
-        sum: its weight is the number of tokens that are no padding.
-        coefficient: what it is multiplied by in the objective; 0 only logs it.
+        sum: the loss summed over tokens; its weight is the number of tokens that are not padding.
+        coefficient: weight of the loss in the objective; 0 only logs it.
     """
 
     sum: Sum
@@ -75,12 +75,12 @@ class AuxLoss(eqx.Module):
 
 
 class Hidden(eqx.Module):
-    """What the body of a model returns.
+    """The output of a model's body.
 
     Attributes:
-        final: {batch, position, embed}, after the last norm: what the head reads. Without a head, logits {.., vocab}.
-        cache: the cache with these inputs in it, if one was given.
-        aux: what else the layers found, by the name that it is logged under (a router's load balance, ...).
+        final: {batch, position, embed}, the input of the head, after the final norm. Without a head, logits {.., vocab}.
+        cache: the given cache, extended by these inputs; None if none was given.
+        aux: auxiliary losses of the layers by metric name (such as a router's load balance).
     """
 
     final: NamedArray
@@ -89,11 +89,11 @@ class Hidden(eqx.Module):
 
 
 class LanguageModel(eqx.Module):
-    """Tokens to logits. Abstract; every model is final.
+    """Maps tokens to logits. Abstract; every model is final.
 
     Attributes:
-        logit_soft_cap: what the family's logits stay below, for those that have a soft cap (`kernels.soft_capped`).
-        notes: what is to be said of it at the start.
+        logit_soft_cap: soft cap of the logits (`jaxlm.models.loss.soft_capped`); None applies no cap.
+        notes: limitations of the model, logged at startup.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
@@ -102,55 +102,62 @@ class LanguageModel(eqx.Module):
     @property
     @abc.abstractmethod
     def Vocab(self) -> Axis:
-        """The vocabulary axis of the head."""
+        """The vocabulary axis of the logits."""
 
     @property
     @abc.abstractmethod
     def Pos(self) -> Axis:
-        """The position axis at full length: how many tokens of a document the model knows how to read."""
+        """The position axis. Its size is the maximum sequence length."""
 
     @abc.abstractmethod
     def hidden(self, inputs: Inputs, *, cache: Any = None, key: jax.Array | None = None) -> Hidden:
-        """Everything but the head. `cache` is of `init_cache`; `key` is for dropout, and None means no dropout."""
+        """Runs everything except the head.
+
+        Args:
+            cache: from `init_cache`, or from the previous call's `Hidden.cache`. None uses no cache.
+            key: for dropout. None means no dropout.
+        """
 
     @abc.abstractmethod
     def lm_head(self) -> NamedArray | None:
-        """The head's weight, {vocab, embed}: the token embedding itself where the two are tied.
+        """The weight of the head, {vocab, embed}; the token embedding if the two are tied.
 
-        None where `hidden` returns logits already.
+        None if `hidden` already returns logits.
         """
 
     def logits(self, hidden: NamedArray) -> NamedArray:
-        """{..., embed} to {..., vocab}, below the soft cap."""
+        """Maps {..., embed} to {..., vocab} and applies the soft cap."""
         head = self.lm_head()
         logits = hidden if head is None else hax.dot(hidden, head, axis=EMBED)
         return NamedArray(soft_capped(logits.array, self.logit_soft_cap), logits.axes)
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        """What the model keeps while it writes up to `capacity` tokens a row: usually a `KVCache`. Nothing is in it yet.
+        """Creates an empty decoding cache with room for `capacity` tokens per row; usually a `KVCache`.
 
         Args:
-            dtype: of its numbers; int8 keeps a scale for each head of each token beside them.
+            dtype: dtype of keys and values. int8 adds a quantization scale per head and token.
         """
 
 
-# How checkpoints that were saved before these backends were renamed spell them.
+# Names of backends in checkpoints that were saved before the backends were renamed.
 _FORMER_BACKENDS = {"blocks": "blockwise", "plain": "reference"}
 
 
 @dataclass(frozen=True)
 class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models.families"):
-    """What all model families share. `type:` in YAML picks the family.
+    """Keys that all model families share. `type:` selects the family.
 
     Attributes:
-        seq_len: tokens a training example.
-        gradient_checkpointing: what the backward pass computes again instead of finding it: `none`, `cheap` (or false:
-            norms and activations, but no matrix product), `full` (or true: all but each layer's input), a list of
-            what to keep (query, key, value, attention, mlp, expert), or `auto`: the least that fits into memory.
-        scan_layers: one compiled layer run in a loop (true), every layer compiled on its own (false), or `auto`. The
-            parameters, and so the checkpoints, have the same layout either way.
-        attn_backend: what attention runs on: `auto` takes the best that can do it here, and says which and why.
+        seq_len: number of tokens per training example; the maximum sequence length of the model.
+        gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` recomputes
+            nothing; `cheap` (or false) norms and activations, but no matrix products; `full` (or true) everything except each
+            layer's input. A list names the activations to save (query, key, value, attention, mlp, expert); everything else
+            is recomputed. `auto` recomputes as little as fits into device memory.
+        scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto` decides.
+            Parameters and checkpoints have the same layout either way.
+        attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which one
+            and why.
     """
 
     seq_len: int = 1024
@@ -159,29 +166,31 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     attn_backend: str = AUTO
 
     def __post_init__(self):
-        if isinstance(self.gradient_checkpointing, list):  # a model carries its configuration: it must be hashable
+        if isinstance(
+            self.gradient_checkpointing, list
+        ):  # the config is a static field of the model: it must be hashable
             object.__setattr__(self, "gradient_checkpointing", tuple(self.gradient_checkpointing))
         parse_remat(self.gradient_checkpointing)
         object.__setattr__(self, "attn_backend", _FORMER_BACKENDS.get(self.attn_backend, self.attn_backend))
 
     @property
     def Pos(self) -> Axis:
-        """The position axis at full length."""
+        """The position axis. Its size is the maximum sequence length."""
         return Axis(POSITION, self.seq_len)
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model (heads that do not divide, ...)."""
+        """Raises `ConfigError` if no model can be built from these keys (for example, heads that do not divide)."""
 
     @abc.abstractmethod
     def build(self, Vocab: Axis, *, key: jax.Array) -> LanguageModel:
-        """A freshly initialised model. Pure: it can be traced by `jax.eval_shape` or jitted with sharded outputs."""
+        """Initializes a model. Pure: it can be traced by `jax.eval_shape` or jitted with sharded outputs."""
 
     @abc.abstractmethod
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
+        """FLOPs per training token."""
 
 
 def vocab_axis(size: int) -> Axis:
-    """The vocabulary axis of `size` tokens."""
+    """A vocabulary axis of `size` tokens."""
     return Axis(VOCAB, size)

@@ -1,6 +1,6 @@
-"""What Llama and its relatives share: sizes, blocks of attention and feed-forward network, embedding and head.
+"""The decoder that Llama and related families share: sizes, attention and MLP blocks, embedding and head.
 
-A family is a configuration that says how its blocks are put together; the model is the same for all.
+Each family is a config that assembles its own blocks. The model class is the same for all of them.
 """
 
 import abc
@@ -28,12 +28,12 @@ Norm = LayerNorm | RMSNorm
 
 
 class DecoderBlock(eqx.Module):
-    """x + attention(x), then x + mlp(x), with a norm before or after either, or both; a norm that is None is left out.
+    """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
 
     Attributes:
-        attn_norm, mlp_norm: of what goes in.
-        attn_post_norm, mlp_post_norm: of what comes out, before it is added.
-        parallel: both read the same x, and both results are added to it.
+        attn_norm, mlp_norm: applied to the input. None applies no norm.
+        attn_post_norm, mlp_post_norm: applied to the output before it is added to x. None applies no norm.
+        parallel: attention and MLP read the same x, and both outputs are added to it.
     """
 
     attn_norm: Norm | None
@@ -46,44 +46,48 @@ class DecoderBlock(eqx.Module):
 
     @staticmethod
     def init(config: "DecoderConfig", *, key: jax.Array) -> Block:
-        """A block of the family."""
         return config.block(key=key)
 
     def __call__(
-        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        index: NamedArray,
+        key: jax.Array | None,
     ) -> tuple[NamedArray, ForCache, None]:
-        """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
-        del index, key  # what differs between layers is in the context, and none drops anything
-        attended, new = self.attn(_through(self.attn_norm, x), context, past)
-        attended = _through(self.attn_post_norm, attended)
+        del index, key  # layers differ only in their context, and there is no dropout
+        attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache)
+        attended = _apply_norm(self.attn_post_norm, attended)
         if self.parallel:
-            return x + attended + self._fed_forward(x), new, None
+            return x + attended + self._feed_forward(x), new, None
         x = x + attended
-        return x + self._fed_forward(x), new, None
+        return x + self._feed_forward(x), new, None
 
-    def _fed_forward(self, x: NamedArray) -> NamedArray:
-        return _through(self.mlp_post_norm, self.mlp(_through(self.mlp_norm, x)))
+    def _feed_forward(self, x: NamedArray) -> NamedArray:
+        return _apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x)))
 
 
-def _through(norm: Norm | None, x: NamedArray) -> NamedArray:
+def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
     return x if norm is None else norm(x)
 
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """Sizes that Llama's relatives share.
+    """Keys that Llama and related families share.
 
     Attributes:
         hidden_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward network.
-        num_layers: blocks.
-        num_heads: query heads.
-        num_kv_heads: key/value heads; each serves num_heads / num_kv_heads query heads. Null means one each.
-        head_dim: features of a head; null means that the heads share hidden_dim evenly.
-        activation_function: of the feed-forward network (of its gate, where it has one).
-        initializer_range: standard deviation of every weight matrix.
-        layer_norm_epsilon: added to the mean square or variance in norms.
-        tie_word_embeddings: use the token embedding as the head.
+        intermediate_dim: hidden width of the MLP.
+        num_layers: number of transformer blocks.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads; must divide `num_heads`. Null means `num_heads`.
+        head_dim: features per head. Null means `hidden_dim / num_heads`.
+        activation_function: activation of the MLP (of its gate, if the MLP is gated).
+        initializer_range: standard deviation of the normal initialization of every weight matrix.
+        layer_norm_epsilon: added to the variance (or mean square) in norms, for numerical stability.
+        tie_word_embeddings: use the token embedding as the output head.
     """
 
     seq_len: int = 2048
@@ -100,12 +104,12 @@ class DecoderConfig(ModelConfig):
 
     @property
     def Embed(self) -> Axis:
-        """The residual stream's axis."""
+        """Features of the residual stream."""
         return Axis(EMBED, self.hidden_dim)
 
     @property
     def Layers(self) -> Axis:
-        """The axis of stacked blocks."""
+        """The axis that stacks the parameters of all blocks."""
         return Axis(LAYERS, self.num_layers)
 
     @property
@@ -115,7 +119,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def KVHeads(self) -> Axis:
-        """Heads of keys and values."""
+        """Key/value heads."""
         return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property
@@ -125,24 +129,24 @@ class DecoderConfig(ModelConfig):
 
     @property
     def Mlp(self) -> Axis:
-        """Hidden features of the feed-forward network."""
+        """Hidden features of the MLP."""
         return Axis(MLP, self.intermediate_dim)
 
     @property
     @abc.abstractmethod
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last."""
+        """The kind of each layer, from first to last."""
 
     @abc.abstractmethod
     def block(self, *, key: jax.Array) -> Block:
-        """One freshly initialised block."""
+        """Initializes one block."""
 
 
 class Decoder(LanguageModel):
-    """A token embedding, the blocks, and a head of its own or the embedding again.
+    """A token embedding, a stack of blocks, and a head (None if it is tied to the embedding).
 
     Attributes:
-        embed_scale: what embeddings are multiplied by before the first block.
+        embed_scale: factor that embeddings are multiplied by before the first block.
     """
 
     tokens: hnn.Embedding
@@ -161,7 +165,7 @@ class Decoder(LanguageModel):
         embed_scale: float | None = None,
         logit_soft_cap: float | None = None,
     ) -> "Decoder":
-        """A model with N(0, initializer_range) weights."""
+        """Initializes a model with N(0, initializer_range) weights."""
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
         std = config.initializer_range
         body = Transformer(
@@ -180,45 +184,40 @@ class Decoder(LanguageModel):
 
     @property
     def Vocab(self) -> Axis:
-        """The vocabulary axis of the head."""
         return self.tokens.Vocab
 
     @property
     def Pos(self) -> Axis:
-        """The position axis at full length."""
         return self.config.Pos
 
     def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
-        """Everything but the head."""
         x = for_lookup(self.tokens)(inputs.tokens)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         return self.body(x, inputs, cache, key)
 
     def lm_head(self) -> NamedArray:
-        """The head's weight, {vocab, embed}: the token embedding itself where the two are tied."""
         return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        """An empty cache for `capacity` tokens a row."""
         c = self.config
         return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:
-    """`SelfAttention`'s linear maps by name, of four keys."""
+    """Initializes the linear layers of `SelfAttention`, by field name. Takes four keys."""
     std, Embed, HeadSize = config.initializer_range, config.Embed, config.HeadSize
     heads = {"q_proj": config.Heads, "k_proj": config.KVHeads, "v_proj": config.KVHeads}
-    maps = {
+    layers = {
         name: Linear.init(Embed, (axis, HeadSize), std=std, key=key, use_bias=qkv_bias)
         for (name, axis), key in zip(heads.items(), keys[:3], strict=True)
     }
     out = Linear.init((config.Heads, HeadSize), Embed, std=std, key=keys[3], use_bias=out_bias)
-    return {**maps, "o_proj": out}
+    return {**layers, "o_proj": out}
 
 
 def gated_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool = False) -> GatedMlp:
-    """A feed-forward network with a gate, of three keys."""
+    """Initializes a gated MLP. Takes three keys."""
     std, Embed, Mlp_ = config.initializer_range, config.Embed, config.Mlp
     return GatedMlp(
         gate_proj=Linear.init(Embed, Mlp_, std=std, use_bias=use_bias, key=keys[0]),
@@ -229,7 +228,7 @@ def gated_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool = False)
 
 
 def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
-    """A feed-forward network without a gate, of two keys."""
+    """Initializes an MLP without a gate. Takes two keys."""
     std, Embed, Mlp_ = config.initializer_range, config.Embed, config.Mlp
     return Mlp(
         up_proj=Linear.init(Embed, Mlp_, std=std, key=keys[0], use_bias=use_bias),
@@ -244,12 +243,12 @@ def pre_norm_block(config: DecoderConfig, attn: SelfAttention, mlp: Mlp | GatedM
 
 
 def rms_norm(config: DecoderConfig) -> RMSNorm:
-    """A norm over the residual stream."""
+    """Initializes an RMSNorm over the residual stream."""
     return RMSNorm.init(config.Embed, config.layer_norm_epsilon)
 
 
 def check_sizes(config: DecoderConfig) -> None:
-    """Raises `ConfigError` where the shared numbers cannot make a model."""
+    """Raises `ConfigError` if the keys of `DecoderConfig` are invalid."""
     for name in ("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
         if getattr(config, name) is not None:
             check_at_least(f"model.{name}", getattr(config, name), 1)
@@ -262,18 +261,26 @@ def check_sizes(config: DecoderConfig) -> None:
 
 
 def check_window(window: int | None) -> None:
-    """Raises `ConfigError` for a window that shows nothing."""
+    """Raises `ConfigError` if the window is less than one token."""
     if window is not None:
         check_at_least("model.sliding_window", window, 1)
 
 
 def decoder_flops(config: DecoderConfig, vocab_size: int, *, mlp_matrices: int) -> FlopsPerToken:
-    """Floating-point operations of one training token. Args: mlp_matrices: 3 with a gate, 2 without."""
+    """FLOPs per training token of a dense decoder.
+
+    Args:
+        mlp_matrices: weight matrices per MLP: 3 with a gate, 2 without.
+    """
     return active_flops(config, vocab_size, mlp_weights=mlp_matrices * config.hidden_dim * config.intermediate_dim)
 
 
 def active_flops(config: DecoderConfig, vocab_size: int, *, mlp_weights: int) -> FlopsPerToken:
-    """Floating-point operations of one training token. Args: mlp_weights: that a token meets behind a layer's attention."""
+    """FLOPs per training token.
+
+    Args:
+        mlp_weights: weights per layer, excluding attention, that are active for one token.
+    """
     head_size = config.HeadSize.size
     attention = 2 * config.hidden_dim * (config.num_heads + config.KVHeads.size) * head_size
     return FlopsPerToken.of(

@@ -20,7 +20,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, as_keys, attention
-from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES
+from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AUTO, AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import KVArray
@@ -136,7 +136,7 @@ class SelfAttention(eqx.Module):
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     scale: float | None = eqx.field(static=True, default=None)
-    rule: ScoreRule = eqx.field(static=True, default=PLAIN_SCORES)
+    rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
     upcast: bool = eqx.field(static=True, default=False)
     dropout: float = eqx.field(static=True, default=0.0)
 

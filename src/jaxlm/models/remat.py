@@ -37,7 +37,7 @@ _POLICIES = (AUTO, NONE, CHEAP, FULL)
 # (docs/benchmarks.md), so `none` is not among what `auto` tries there.
 CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CHEAP, FULL)}
 
-_auto: contextvars.ContextVar[str] = contextvars.ContextVar("jaxlm_keep", default=CHEAP)
+_auto: contextvars.ContextVar[str] = contextvars.ContextVar("jaxlm_auto_remat", default=CHEAP)
 
 
 def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:

@@ -214,7 +214,7 @@ class Transformer(eqx.Module):
         """Embedded tokens {batch, position, embed} to normed ones, through all layers."""
         Layers = self.layers.Block
         past = None if cache is None or cache.fresh else cache
-        attention_mask = AttentionMask.within(inputs) if past is None else mask_with(past, inputs)
+        attention_mask = AttentionMask.of(inputs) if past is None else mask_with(past, inputs)
         backend = self.attn_backend if cache is None else AUTO  # a prompt has any length
         contexts = layer_contexts(self.kinds, inputs, attention_mask, backend, self.HeadSize, self.seq_len)
 

@@ -1,7 +1,7 @@
-"""Compiling attention for an NVIDIA card that is not here.
+"""Ahead-of-time compilation of attention for an NVIDIA GPU that is not attached.
 
-Fused kernels cannot be tried on it, so they are taken to be right; and jax asks the card that it finds here what it can do,
-so it is told what that card would answer.
+Fused kernels cannot be self-tested there, so they are assumed to be correct. jax queries the compute capability of the
+attached GPU, so its query functions are replaced while tracing.
 """
 
 import contextlib
@@ -9,36 +9,36 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxlm_absent_card", default=False)
+_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxlm_compiling_for_cuda", default=False)
 
 
 def is_compiling_for_cuda() -> bool:
-    """Whether this is traced for a card that is not here."""
+    """Whether the current trace is inside `compiling_for_cuda`."""
     return _compiling.get()
 
 
 @contextlib.contextmanager
 def compiling_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """What is traced inside is for a card of this compute capability that is not here."""
+    """Traces the code inside for a GPU of this compute capability that is not attached."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    def parsed(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
+    def parse(version: str) -> tuple[int, ...]:
+        return tuple(map(int, version.split(".")))
 
-    answers = {
-        "check_compute_capability": lambda least: capability >= parsed(least),
-        "is_cuda_compute_capability_equal": lambda other: capability == parsed(other),
+    replacements = {
+        "check_compute_capability": lambda minimum: capability >= parse(minimum),
+        "is_cuda_compute_capability_equal": lambda other: capability == parse(other),
     }
-    asked = {name: getattr(fused, name) for name in answers}
+    originals = {name: getattr(fused, name) for name in replacements}
     token = _compiling.set(True)
-    _set(fused, answers)
+    _set_attributes(fused, replacements)
     try:
         yield
     finally:
-        _set(fused, asked)
+        _set_attributes(fused, originals)
         _compiling.reset(token)
 
 
-def _set(module: ModuleType, values: Mapping[str, object]) -> None:
+def _set_attributes(module: ModuleType, values: Mapping[str, object]) -> None:
     for name, value in values.items():
         setattr(module, name, value)

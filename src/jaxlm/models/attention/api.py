@@ -1,7 +1,7 @@
-"""Softmax attention over packed documents: one function, behind which the backends stand.
+"""Softmax attention over packed documents: one function that dispatches to a backend.
 
-Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped queries: Ainslie et al. 2023 (arXiv:2305.13245);
-windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, looking back only.
+Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped-query attention: Ainslie et al. 2023 (arXiv:2305.13245);
+sliding windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, causal.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POS
 from jaxlm.core.custom_vjp import is_twice_differentiable
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
-from jaxlm.models.attention.backends.blockwise import PLAIN_SCORES, blockwise_attention
+from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, blockwise_attention
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
@@ -26,38 +26,38 @@ from jaxlm.models.token_sharding import HeadSharding
 
 
 def as_keys(x: NamedArray) -> NamedArray:
-    """{position} renamed to {key_position}: the same tokens, as those that are looked at."""
+    """Renames {position} to {key_position}."""
     renames: dict[AxisSelector, AxisSelector] = {POSITION: KEY_POSITION}
     return x.rename(renames)
 
 
 class AttentionMask(eqx.Module):
-    """Who sees whom: a query sees the keys of its own segment at its own or an earlier position. Segment 0 sees nothing
-    and is seen by nothing.
+    """A causal mask over packed documents: a query attends to keys of its own segment at the same or an earlier position.
+    Segment 0 is padding: it neither attends nor is attended to.
 
     Attributes:
         positions, segment_ids: int32 {batch, position}, of the queries.
         key_positions, key_segment_ids: int32 {batch, key_position}.
-        within_row: queries and keys are the same tokens, and positions rise along the row.
+        same_tokens: queries and keys are the same tokens, and positions increase along the row.
     """
 
     positions: NamedArray
     segment_ids: NamedArray
     key_positions: NamedArray
     key_segment_ids: NamedArray
-    within_row: bool = eqx.field(static=True, default=False)
+    same_tokens: bool = eqx.field(static=True, default=False)
 
     @staticmethod
-    def within(inputs: Inputs) -> "AttentionMask":
-        """The inputs among themselves."""
+    def of(inputs: Inputs) -> "AttentionMask":
+        """The mask of inputs that attend to each other, without a cache."""
         keys = map(as_keys, (inputs.positions, inputs.segment_ids))
-        return AttentionMask(inputs.positions, inputs.segment_ids, *keys, within_row=True)
+        return AttentionMask(inputs.positions, inputs.segment_ids, *keys, same_tokens=True)
 
 
 def _task(
-    q: NamedArray, group: int, window: int | None, within_row: bool, dropout: float, rule: ScoreRule
+    q: NamedArray, group: int, window: int | None, same_tokens: bool, dropout: float, rule: ScoreRule
 ) -> AttentionTask:
-    """What a backend must be able to do for these queries, on the devices of the current layout."""
+    """The task of these queries on the devices of the current layout."""
     return AttentionTask(
         current_platform(),
         q.dtype,
@@ -66,14 +66,14 @@ def _task(
         group=group,
         window=window,
         capability=cuda_capability(current_device()),
-        within_row=within_row,
+        same_tokens=same_tokens,
         dropout=dropout,
         rule=rule,
         twice_differentiable=is_twice_differentiable(),
     )
 
 
-@jax.named_scope("attention")  # by this name profiles know its operations
+@jax.named_scope("attention")  # profile summaries match this name
 def attention(
     q: NamedArray,
     k: NamedArray,
@@ -85,21 +85,21 @@ def attention(
     dropout: float = 0.0,
     key: jax.Array | None = None,
     backend: str = AUTO,
-    rule: ScoreRule = PLAIN_SCORES,
+    rule: ScoreRule = UNMODIFIED_SCORES,
 ) -> NamedArray:
-    """Each query's mean of the values that it sees, weighted by the softmax of its scores; 0 where it sees none.
+    """Softmax attention. A query that attends to no key returns 0.
 
-    Scores and softmax are float32; the weights are rounded to the values' dtype before they meet them.
+    Scores and softmax are float32. The weights are cast to the dtype of the values before the second product.
 
     Args:
         q: {batch, position, heads, head_size}. Query head h reads key/value head h // (heads / kv_heads).
         k, v: {batch, key_position, kv_heads, head_size}.
-        scale: what scores are multiplied by; None means 1 / sqrt(head_size).
-        window: how many tokens a query sees at the most, itself included; None means all before it.
-        dropout: the probability of dropping a weight; without `key` nothing is dropped.
-        backend: of `jaxlm.models.attention.choose`, for tokens that attend to themselves; with a cache, and for second
-            derivatives, it is chosen.
-        rule: what becomes of scaled scores before the softmax.
+        scale: factor of the scores; None means 1 / sqrt(head_size).
+        window: number of tokens that a query attends to, including itself; None means all previous tokens.
+        dropout: dropout probability of the attention weights; ignored without `key`.
+        backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not the
+            same tokens, and for second derivatives.
+        rule: modifies the scaled scores before the softmax.
 
     Returns:
         {batch, position, heads, head_size} in the dtype of `v`.
@@ -111,9 +111,9 @@ def attention(
     factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
     dropout = 0.0 if key is None else dropout
-    task = _task(q, num_heads // num_kv_heads, window, attention_mask.within_row, dropout, rule)
-    free = task.twice_differentiable or not attention_mask.within_row
-    choice = choose_attention(task, AUTO if free else backend)
+    task = _task(q, num_heads // num_kv_heads, window, attention_mask.same_tokens, dropout, rule)
+    ignores_backend = task.twice_differentiable or not attention_mask.same_tokens
+    choice = choose_attention(task, AUTO if ignores_backend else backend)
     segments = attention_mask.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blockwise":
         out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
@@ -128,20 +128,20 @@ def attention(
         out = HeadSharding.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
         mask_BTS, distance_BTS = mask_and_distance(attention_mask, window)
-        changed = functools.partial(rule, distance_BTS=distance_BTS)
-        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, changed)
+        score_fn = functools.partial(rule, distance_BTS=distance_BTS)
+        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, score_fn)
     return NamedArray(out.reshape(q.array.shape), q.axes)
 
 
 def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
-    """Queries and a plain number whose product they are multiplied by `factor`: some kernels are compiled for one."""
+    """Folds a traced scale into the queries, because some kernels take the scale as a compile-time constant."""
     if isinstance(factor, float):
         return q_BTKGH, factor
     return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
 
 
 def mask_and_distance(attention_mask: AttentionMask, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """[B, T, S]: true where a query may look, and how far back each key is."""
+    """Boolean and int32 [B, T, S]: whether each query attends to each key, and how many positions back the key is."""
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
     t_BT, t_segment_BT = (a.rearrange(queries).array for a in (attention_mask.positions, attention_mask.segment_ids))
     s_BS, s_segment_BS = (

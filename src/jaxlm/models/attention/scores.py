@@ -1,7 +1,7 @@
-"""What becomes of scores between the matrix product and the softmax.
+"""Modifications of attention scores before the softmax: soft caps and ALiBi.
 
 Source: soft caps: Gemma Team 2024 (arXiv:2408.00118), section 2; ALiBi: Press et al. 2021 (arXiv:2108.12409), section 3,
-with the slopes of head counts that are no power of two as its authors release them.
+with the slopes of the authors' code for head counts that are not a power of two.
 """
 
 import math
@@ -14,28 +14,28 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How scaled scores are changed; by default not at all.
+    """Modifies scaled scores. The default is the identity.
 
     Attributes:
-        soft_cap: c in c tanh(score / c), which scores stay below.
-        alibi_max: the steepest of n heads' slopes is 2 ** (-alibi_max / n), the flattest 2 ** -alibi_max; a score is
-            lowered by its head's slope times the distance of query and key. None lowers nothing.
+        soft_cap: c in c tanh(score / c); None applies no cap.
+        alibi_max: ALiBi subtracts slope * distance from each score. With n heads, the largest slope is 2 ** (-alibi_max / n)
+            and the smallest 2 ** -alibi_max. None applies no ALiBi.
     """
 
     soft_cap: float | None = None
     alibi_max: float | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing is changed."""
+    def is_identity(self) -> bool:
+        """Whether scores are not modified."""
         return self.soft_cap is None and self.alibi_max is None
 
     def __call__(self, scores_BKGTS: jax.Array, distance_BTS: jax.Array) -> jax.Array:
-        """Scaled scores, float32, as the softmax takes them.
+        """Maps scaled scores, float32, to the input of the softmax.
 
         Args:
-            scores_BKGTS: B batch, K key/value heads, G query heads a key/value head, T queries, S keys.
-            distance_BTS: from a query back to a key; B may be 1.
+            scores_BKGTS: B batch, K key/value heads, G query heads per key/value head, T queries, S keys.
+            distance_BTS: query position minus key position; B may be 1.
         """
         if self.soft_cap is not None:
             scores_BKGTS = self.soft_cap * jnp.tanh(scores_BKGTS / self.soft_cap)
@@ -46,7 +46,7 @@ class ScoreRule:
         return scores_BKGTS
 
     def derivative(self, scores_BKGTS: jax.Array) -> jax.Array | float:
-        """Of what `__call__` returns by the scaled scores that it was given."""
+        """The derivative of `__call__` with respect to the scaled scores."""
         return 1.0 if self.soft_cap is None else 1.0 - jnp.tanh(scores_BKGTS / self.soft_cap) ** 2
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class ScoreRule:
 
 
 def alibi_slopes(num_heads: int, alibi_max: float) -> np.ndarray:
-    """One for each head, float32 [num_heads]."""
+    """ALiBi slopes, float32 [num_heads]."""
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = 2.0 ** (-alibi_max * np.arange(1, power + 1) / power)
     if power != num_heads:

@@ -1,5 +1,5 @@
-"""What Gemma 2 and 3 share: norms before and behind everything, scaled embeddings, layers that see a window between those
-that see all."""
+"""Base config of Gemma 2 and 3: norms before and after attention and MLP, scaled embeddings, alternating local and global
+layers."""
 
 import abc
 from dataclasses import dataclass
@@ -28,14 +28,15 @@ from jaxlm.models.stacks import LayerKind
 
 @dataclass(frozen=True)
 class GemmaConfig(DecoderConfig):
-    """Sizes of such a family; how its layers rotate, and its queries' and keys' norms, it says itself.
+    """A Gemma family. Subclasses define the rotary embeddings and the norms of queries and keys.
 
     Attributes:
-        query_pre_attn_scalar: scores are divided by its square root.
-        attn_soft_cap: what scores stay below; null lets them grow.
-        final_soft_cap: what logits stay below; null lets them grow.
-        sliding_window: how many tokens a token sees, itself included, in the layers with a window.
-        sliding_window_pattern: every so many layers, the last sees everything.
+        query_pre_attn_scalar: attention scores are divided by the square root of this number.
+        attn_soft_cap: soft cap of the attention scores, `cap * tanh(score / cap)`. Null applies no cap.
+        final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
+        sliding_window: number of tokens that each token attends to in local layers, including itself.
+        sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention), the
+            others are local (sliding window).
     """
 
     seq_len: int = 8192
@@ -53,21 +54,20 @@ class GemmaConfig(DecoderConfig):
     @property
     @abc.abstractmethod
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
-        """Of layers with a window, and of those that see everything."""
+        """The rotary embeddings of local and of global layers."""
 
     @abc.abstractmethod
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
-        """Of every head's queries and keys, if the family has them."""
+        """The norms of each head's queries and keys; None for no norm."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last."""
-        near, far = self.rotations
-        local, whole = LayerKind(near, self.sliding_window), LayerKind(far)
-        return tuple(whole if (i + 1) % self.sliding_window_pattern == 0 else local for i in range(self.num_layers))
+        local_rope, global_rope = self.rotations
+        local_kind, global_kind = LayerKind(local_rope, self.sliding_window), LayerKind(global_rope)
+        every = self.sliding_window_pattern
+        return tuple(global_kind if (i + 1) % every == 0 else local_kind for i in range(self.num_layers))
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_sizes(self)
         for rope in self.rotations:
             check_rope(rope, self.num_heads, self.HeadSize.size)
@@ -78,7 +78,6 @@ class GemmaConfig(DecoderConfig):
                 check_positive(f"model.{name}", getattr(self, name))
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
         keys = jax.random.split(key, 7)
         q_norm, k_norm = self.head_norms()
         attn = SelfAttention(
@@ -92,7 +91,6 @@ class GemmaConfig(DecoderConfig):
         return DecoderBlock(norms[0], attn, norms[1], gated_mlp(self, keys[4:]), norms[2], norms[3])
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        """A freshly initialised model."""
         return Decoder.init(
             self,
             Vocab,
@@ -103,10 +101,9 @@ class GemmaConfig(DecoderConfig):
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
         return decoder_flops(self, vocab_size, mlp_matrices=3)
 
 
 def gemma_norm(config: GemmaConfig, Over: Axis) -> RMSNorm:
-    """A norm whose weights stand for what is added to 1."""
+    """Initializes an RMSNorm that multiplies by 1 + weight."""
     return RMSNorm.init(Over, config.layer_norm_epsilon, offset=1.0)

@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps on scores and logits, one rotation for all layers.
+"""Gemma 2: soft caps on attention scores and logits, one rotary embedding for all layers.
 
 Source: Gemma Team 2024 (arXiv:2408.00118), section 2.
 """
@@ -13,10 +13,10 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("gemma2")
 @dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """Gemma 2's sizes; the defaults are Gemma 2 2B.
+    """Gemma 2. The defaults are Gemma 2 2B.
 
     Attributes:
-        rope: how queries and keys are rotated.
+        rope: rotary position embedding of queries and keys.
     """
 
     hidden_dim: int = 2304
@@ -29,9 +29,7 @@ class Gemma2Config(GemmaConfig):
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
-        """See `GemmaConfig.rotations`."""
         return self.rope, self.rope
 
     def head_norms(self) -> tuple[None, None]:
-        """See `GemmaConfig.head_norms`."""
         return None, None

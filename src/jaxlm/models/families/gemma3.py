@@ -1,4 +1,4 @@
-"""Gemma 3: norms on every head's queries and keys, and a rotation of its own for layers with a window.
+"""Gemma 3: norms on each head's queries and keys, and a separate rotary embedding for local layers.
 
 Source: Gemma Team 2025 (arXiv:2503.19786), section 2, the text model.
 """
@@ -14,11 +14,11 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("gemma3")
 @dataclass(frozen=True)
 class Gemma3Config(GemmaConfig):
-    """Gemma 3's sizes; the defaults are Gemma 3 1B.
+    """Gemma 3 (text only). The defaults are Gemma 3 1B.
 
     Attributes:
-        rope: how queries and keys are rotated in layers that see everything.
-        local_rope: how they are rotated in layers with a window.
+        rope: rotary position embedding of global layers.
+        local_rope: rotary position embedding of local layers (those with a sliding window).
     """
 
     hidden_dim: int = 1152
@@ -32,9 +32,7 @@ class Gemma3Config(GemmaConfig):
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
-        """See `GemmaConfig.rotations`."""
         return self.local_rope, self.rope
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        """See `GemmaConfig.head_norms`."""
         return gemma_norm(self, self.HeadSize), gemma_norm(self, self.HeadSize)

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, pre-LayerNorm blocks with biases, a head tied to the token embedding.
+"""GPT-2: learned position embeddings, pre-LayerNorm blocks with biases, a head tied to the token embedding.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3, and the code released
 with it (openai/gpt-2, `src/model.py`).
@@ -29,22 +29,23 @@ from jaxlm.models.stacks import LayerKind, Transformer
 @ModelConfig.register_subclass("gpt2")
 @dataclass(frozen=True)
 class Gpt2Config(ModelConfig):
-    """GPT-2's sizes; the defaults are the 124M model.
+    """GPT-2. The defaults are the 124M model.
 
     Attributes:
         hidden_dim: width of the residual stream.
-        num_layers: blocks.
-        num_heads: attention heads; they share hidden_dim evenly.
-        mlp_scale: the feed-forward width as a multiple of hidden_dim.
-        initializer_range: standard deviation of the weights; of the position table half of it (0.02 and 0.01 in the
-            released code); of the projections into the residual stream, it over sqrt(2 * num_layers).
-        layer_norm_epsilon: added to the variance.
-        activation_function: of the feed-forward network.
-        embed_pdrop, resid_pdrop, attn_pdrop: dropout after the embeddings, on what enters the residual stream, and on
-            attention weights.
-        scale_attn_by_inverse_layer_idx: divide the scores of layer i (from 0) by i + 1.
-        upcast_attn: multiply queries, keys, weights and values in float32 (scores and softmax are so in any case).
-        use_bias: biases in linear maps and norms.
+        num_layers: number of transformer blocks.
+        num_heads: number of attention heads; must divide `hidden_dim`.
+        mlp_scale: hidden width of the MLP as a multiple of `hidden_dim`.
+        initializer_range: standard deviation of the normal initialization of the weights. Position embeddings use half of
+            it (0.01 for 0.02, as in the released code); projections into the residual stream use
+            `initializer_range / sqrt(2 * num_layers)`.
+        layer_norm_epsilon: added to the variance in norms, for numerical stability.
+        activation_function: activation of the MLP.
+        embed_pdrop, resid_pdrop, attn_pdrop: dropout probability of the embeddings, of the outputs of attention and MLP, and
+            of the attention weights.
+        scale_attn_by_inverse_layer_idx: divide the attention scores of layer i (counted from 0) by i + 1.
+        upcast_attn: compute the attention matrix products in float32. Scores and softmax are float32 in any case.
+        use_bias: add biases to linear layers and norms.
     """
 
     hidden_dim: int = 768
@@ -63,12 +64,12 @@ class Gpt2Config(ModelConfig):
 
     @property
     def Embed(self) -> Axis:
-        """The residual stream's axis."""
+        """Features of the residual stream."""
         return Axis(EMBED, self.hidden_dim)
 
     @property
     def Layers(self) -> Axis:
-        """The axis of stacked blocks."""
+        """The axis that stacks the parameters of all blocks."""
         return Axis(LAYERS, self.num_layers)
 
     @property
@@ -78,7 +79,7 @@ class Gpt2Config(ModelConfig):
 
     @property
     def KVHeads(self) -> Axis:
-        """Heads of keys and values: as many as query heads."""
+        """Key/value heads, as many as query heads."""
         return Axis(KV_HEADS, self.num_heads)
 
     @property
@@ -88,11 +89,10 @@ class Gpt2Config(ModelConfig):
 
     @property
     def Mlp(self) -> Axis:
-        """Hidden features of the feed-forward network."""
+        """Hidden features of the MLP."""
         return Axis(MLP, self.hidden_dim * self.mlp_scale)
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         for name in ("seq_len", "hidden_dim", "num_layers", "num_heads", "mlp_scale"):
             check_at_least(f"model.{name}", getattr(self, name), 1)
         check_divides("model.num_heads", self.num_heads, "model.hidden_dim", self.hidden_dim)
@@ -103,11 +103,9 @@ class Gpt2Config(ModelConfig):
             check_at_least(f"model.{name}", getattr(self, name), 0)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
-        """A freshly initialised model."""
         return Gpt2.init(self, Vocab, key=key)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
         attention = 4 * self.hidden_dim * self.hidden_dim
         mlp = 2 * self.hidden_dim * self.Mlp.size
         weights = self.num_layers * (attention + mlp) + vocab_size * self.hidden_dim
@@ -128,7 +126,6 @@ class Gpt2Block(eqx.Module):
 
     @staticmethod
     def init(config: Gpt2Config, *, key: jax.Array) -> "Gpt2Block":
-        """A block with GPT-2's initialisation."""
         std, bias = config.initializer_range, config.use_bias
         residual_std = std / math.sqrt(2 * config.num_layers)
         Embed, Heads, KVHeads, HeadSize, Mlp_ = config.Embed, config.Heads, config.KVHeads, config.HeadSize, config.Mlp
@@ -150,21 +147,26 @@ class Gpt2Block(eqx.Module):
         return Gpt2Block(norms[0], attn, norms[1], mlp, config.scale_attn_by_inverse_layer_idx, config.resid_pdrop)
 
     def __call__(
-        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        index: NamedArray,
+        key: jax.Array | None,
     ) -> tuple[NamedArray, ForCache, None]:
-        """{batch, position, embed} to the same, and the layer's keys and values of these positions."""
         k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)
         scale = None
         if self.inverse_layer_scale:
             scale = self.attn.q_proj.weight.axis_size(HEAD_SIZE) ** -0.5 / (index.array + 1)
-        out, new = self.attn(self.attn_norm(x), context, past, scale=scale, key=k_attn)
+        out, new = self.attn(self.attn_norm(x), context, layer_cache, scale=scale, key=k_attn)
         x = x + dropout(out, self.resid_pdrop, k_attn_out)
         out = self.mlp(self.mlp_norm(x))
         return x + dropout(out, self.resid_pdrop, k_mlp_out), new, None
 
 
 class Gpt2(LanguageModel):
-    """Token and position embeddings, the blocks, and the token embedding again as the head."""
+    """Token and position embeddings and a stack of blocks. The head is the token embedding."""
 
     tokens: hnn.Embedding
     positions: hnn.Embedding
@@ -173,7 +175,6 @@ class Gpt2(LanguageModel):
 
     @staticmethod
     def init(config: Gpt2Config, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
-        """A model with GPT-2's initialisation."""
         k_tokens, k_positions, k_layers = jax.random.split(key, 3)
         layers = hnn.Stacked.init(config.Layers, Gpt2Block)(config, key=jax.random.split(k_layers, config.num_layers))
         body = Transformer(
@@ -196,26 +197,21 @@ class Gpt2(LanguageModel):
 
     @property
     def Vocab(self) -> Axis:
-        """The vocabulary axis of the head."""
         return self.tokens.Vocab
 
     @property
     def Pos(self) -> Axis:
-        """The position axis at full length."""
         return self.config.Pos
 
     def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
-        """Everything but the head."""
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
         tokens, positions = for_lookup((self.tokens, self.positions))
         x = tokens(inputs.tokens) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body)
 
     def lm_head(self) -> NamedArray:
-        """The token embedding, {vocab, embed}."""
         return for_compute(self.tokens).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        """An empty cache for `capacity` tokens a row."""
         c = self.config
         return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)

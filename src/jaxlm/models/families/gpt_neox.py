@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward network side by side, biases everywhere, a part of each head turns.
+"""GPT-NeoX and Pythia: parallel attention and MLP, biases everywhere, partial rotary embeddings.
 
 Source: Black et al. 2022 (arXiv:2204.06745), section 2.1; Biderman et al. 2023 (arXiv:2304.01373).
 """
@@ -28,11 +28,11 @@ from jaxlm.models.stacks import LayerKind
 @ModelConfig.register_subclass("gpt_neox")
 @dataclass(frozen=True)
 class GptNeoxConfig(DecoderConfig):
-    """GPT-NeoX's sizes; the defaults are Pythia 160M.
+    """GPT-NeoX and Pythia. The defaults are Pythia 160M.
 
     Attributes:
-        use_parallel_residual: attention and feed-forward network read the same input; false: one after the other.
-        rope: how queries and keys are rotated.
+        use_parallel_residual: attention and MLP read the same input. False runs the MLP on the output of attention.
+        rope: rotary position embedding of queries and keys.
     """
 
     hidden_dim: int = 768
@@ -45,28 +45,23 @@ class GptNeoxConfig(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last: all the same."""
         return (LayerKind(self.rope),) * self.num_layers
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_sizes(self)
         check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
         keys = jax.random.split(key, 6)
         attn = SelfAttention(**projections(self, keys[:4], qkv_bias=True, out_bias=True))
         mlp = plain_mlp(self, keys[4:], use_bias=True)
         return DecoderBlock(self._norm(), attn, self._norm(), mlp, parallel=self.use_parallel_residual)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        """A freshly initialised model."""
         return Decoder.init(self, Vocab, final_norm=self._norm(), key=key)
 
     def _norm(self) -> LayerNorm:
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=True)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
         return decoder_flops(self, vocab_size, mlp_matrices=2)

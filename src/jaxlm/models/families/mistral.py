@@ -1,4 +1,4 @@
-"""Mistral: Llama's blocks, in which a token sees a window.
+"""Mistral: Llama's blocks with sliding-window attention.
 
 Source: Jiang et al. 2023 (arXiv:2310.06825), section 2.
 """
@@ -12,7 +12,7 @@ from jaxlm.models.families.pre_norm import PlainConfig
 @ModelConfig.register_subclass("mistral")
 @dataclass(frozen=True)
 class MistralConfig(PlainConfig):
-    """Mistral's sizes; the defaults are Mistral 7B v0.1."""
+    """Mistral. The defaults are Mistral 7B v0.1."""
 
     seq_len: int = 8192
     intermediate_dim: int = 14336

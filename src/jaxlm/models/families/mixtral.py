@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's blocks with experts in the place of the feed-forward network.
+"""Mixtral: Mistral's blocks with a mixture of experts in place of the MLP.
 
 Source: Jiang et al. 2024 (arXiv:2401.04088), section 2.
 """
@@ -17,7 +17,7 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("mixtral")
 @dataclass(frozen=True)
 class MixtralConfig(MoeConfig):
-    """Mixtral's sizes; the defaults are Mixtral 8x7B."""
+    """Mixtral. The defaults are Mixtral 8x7B."""
 
     seq_len: int = 8192
     intermediate_dim: int = 14336
@@ -25,10 +25,8 @@ class MixtralConfig(MoeConfig):
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
 
     @property
-    def normalises(self) -> bool:
-        """See `MoeConfig.normalises`."""
+    def normalizes_shares(self) -> bool:
         return True
 
     def attention(self, keys: jax.Array) -> SelfAttention:
-        """See `PreNormConfig.attention`."""
         return SelfAttention(**projections(self, keys, qkv_bias=False, out_bias=False))

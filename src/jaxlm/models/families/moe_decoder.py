@@ -1,4 +1,4 @@
-"""What families share that have experts in the place of Llama's feed-forward network."""
+"""Base config of families with a mixture of experts in place of Llama's MLP."""
 
 import abc
 from dataclasses import dataclass
@@ -28,25 +28,31 @@ class MoeBlock(eqx.Module):
     mlp: Experts
 
     def __call__(
-        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        index: NamedArray,
+        key: jax.Array | None,
     ) -> tuple[NamedArray, ForCache, RouterStats]:
-        """{batch, position, embed} to the same, the layer's keys and values, and what its router did."""
         del index, key
-        attended, new = self.attn(self.attn_norm(x), context, past)
+        attended, new = self.attn(self.attn_norm(x), context, layer_cache)
         x = x + attended
-        out, seen = self.mlp(self.mlp_norm(x), context.attention_mask.segment_ids)
-        return x + out, new, seen
+        out, stats = self.mlp(self.mlp_norm(x), context.attention_mask.segment_ids)
+        return x + out, new, stats
 
 
 @dataclass(frozen=True)
 class MoeConfig(PreNormConfig):
-    """A family whose layers all have experts, `intermediate_dim` wide each.
+    """A family with a mixture of experts in every layer. Each expert is `intermediate_dim` wide.
 
     Attributes:
-        num_experts: of each layer.
-        num_experts_per_token: how many of them a token goes through.
-        router_aux_loss_coef: of the loss that evens the experts' load, over a micro-batch on all devices.
-        router_z_loss_coef: of the squared logarithm of the router's softmax denominator, which keeps its logits small.
+        num_experts: number of experts per layer.
+        num_experts_per_token: number of experts that each token is routed to.
+        router_aux_loss_coef: coefficient of the load-balancing loss, computed over a microbatch on all devices.
+        router_z_loss_coef: coefficient of the router z-loss, the squared logsumexp of the router logits. It keeps the logits
+            small.
     """
 
     num_experts: int = 8
@@ -56,16 +62,14 @@ class MoeConfig(PreNormConfig):
 
     @property
     @abc.abstractmethod
-    def normalises(self) -> bool:
-        """Whether the probabilities of a token's experts are made to sum to 1."""
+    def normalizes_shares(self) -> bool:
+        """Whether the probabilities of a token's experts are normalized to sum to 1."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last: all the same."""
         return (LayerKind(self.rope, self.sliding_window),) * self.num_layers
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_pre_norm(self)
         check_at_least("model.num_experts_per_token", self.num_experts_per_token, 1)
         check_at_least("model.num_experts", self.num_experts, self.num_experts_per_token)
@@ -73,7 +77,6 @@ class MoeConfig(PreNormConfig):
             check_at_least(f"model.{name}", getattr(self, name), 0)
 
     def block(self, *, key: jax.Array) -> MoeBlock:
-        """One freshly initialised block."""
         keys = jax.random.split(key, 8)
         std, Embed, Mlp, Expert = self.initializer_range, self.Embed, self.Mlp, Axis(EXPERTS, self.num_experts)
         experts = Experts(
@@ -83,13 +86,13 @@ class MoeConfig(PreNormConfig):
             down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[7]),
             activation=self.activation_function,
             num_chosen=self.num_experts_per_token,
-            normalised=self.normalises,
+            normalised=self.normalizes_shares,
             balance_weight=self.router_aux_loss_coef,
             z_weight=self.router_z_loss_coef,
         )
         return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token, in the experts that it goes through alone."""
+        """FLOPs per training token, counting only the experts that the token is routed to."""
         chosen = 3 * self.num_experts_per_token * self.hidden_dim * self.intermediate_dim
         return active_flops(self, vocab_size, mlp_weights=chosen + self.hidden_dim * self.num_experts)

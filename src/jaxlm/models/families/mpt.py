@@ -1,4 +1,4 @@
-"""MPT: GPT-2's blocks without biases, and ALiBi in place of positions.
+"""MPT: GPT-2's blocks without biases, and ALiBi in place of position embeddings.
 
 Source: MosaicML 2023, "Introducing MPT-7B", and the code released with it (mosaicml/llm-foundry); ALiBi: Press et al. 2021
 (arXiv:2108.12409).
@@ -30,10 +30,10 @@ from jaxlm.models.stacks import LayerKind
 @ModelConfig.register_subclass("mpt")
 @dataclass(frozen=True)
 class MptConfig(DecoderConfig):
-    """MPT's sizes; the defaults are MPT 7B.
+    """MPT. The defaults are MPT 7B.
 
     Attributes:
-        alibi_bias_max: the flattest slope of ALiBi is 2 ** -alibi_bias_max.
+        alibi_bias_max: sets the smallest ALiBi slope, `2 ** -alibi_bias_max`.
     """
 
     intermediate_dim: int = 16384
@@ -43,28 +43,23 @@ class MptConfig(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last: all the same."""
         return (LayerKind(),) * self.num_layers
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_sizes(self)
         check_at_least("model.alibi_bias_max", self.alibi_bias_max, 0)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
         keys = jax.random.split(key, 6)
         maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
         attn = SelfAttention(**maps, rule=ScoreRule(alibi_max=self.alibi_bias_max))
         return DecoderBlock(self._norm(), attn, self._norm(), plain_mlp(self, keys[4:], use_bias=False))
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        """A freshly initialised model."""
         return Decoder.init(self, Vocab, final_norm=self._norm(), key=key)
 
     def _norm(self) -> LayerNorm:
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=False)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
         return decoder_flops(self, vocab_size, mlp_matrices=2)

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama's blocks with norms behind attention and feed-forward network, and on all queries and keys at once.
+"""OLMo 2: Llama's blocks with norms after attention and MLP, and query and key norms over all heads jointly.
 
 Source: OLMo Team 2025 (arXiv:2501.00656), section 3.2.
 """
@@ -29,10 +29,10 @@ from jaxlm.models.stacks import LayerKind
 @ModelConfig.register_subclass("olmo2")
 @dataclass(frozen=True)
 class Olmo2Config(DecoderConfig):
-    """OLMo 2's sizes; the defaults are OLMo 2 7B.
+    """OLMo 2. The defaults are OLMo 2 7B.
 
     Attributes:
-        rope: how queries and keys are rotated.
+        rope: rotary position embedding of queries and keys.
     """
 
     seq_len: int = 4096
@@ -41,16 +41,13 @@ class Olmo2Config(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last: all the same."""
         return (LayerKind(self.rope),) * self.num_layers
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_sizes(self)
         check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
         keys = jax.random.split(key, 7)
         q_norm, k_norm = (
             RMSNorm.init((axis, self.HeadSize), self.layer_norm_epsilon) for axis in (self.Heads, self.KVHeads)
@@ -62,9 +59,7 @@ class Olmo2Config(DecoderConfig):
         )
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        """A freshly initialised model."""
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
         return decoder_flops(self, vocab_size, mlp_matrices=3)

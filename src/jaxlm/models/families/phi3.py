@@ -1,6 +1,6 @@
-"""Phi-3 and Phi-4: Llama's blocks; heads of which only a part may turn, and contexts that are stretched wave by wave.
+"""Phi-3 and Phi-4: Llama's blocks with optional partial rotary embeddings and LongRoPE.
 
-Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Their files hold queries, keys and values as one matrix.
+Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Their checkpoints store queries, keys and values as one matrix.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jaxlm.models.families.pre_norm import PlainConfig
 @ModelConfig.register_subclass("phi3")
 @dataclass(frozen=True)
 class Phi3Config(PlainConfig):
-    """Phi-3's sizes; the defaults are Phi-3 mini 4k. Long contexts have `rope: {type: longrope}`."""
+    """Phi-3 and Phi-4. The defaults are Phi-3 mini 4k. Set `rope: {type: longrope}` for the long-context models."""
 
     seq_len: int = 4096
     hidden_dim: int = 3072

@@ -1,4 +1,4 @@
-"""What families share whose blocks are Llama's: a norm before each part, rotary positions, gated feed-forward networks."""
+"""Base configs of families with Llama's blocks: pre-norm, rotary position embeddings, gated MLPs."""
 
 import abc
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ from jaxlm.models.stacks import LayerKind
 
 @dataclass(frozen=True)
 class PreNormConfig(DecoderConfig):
-    """Sizes of such a family; what its attention is and which layers see a window, it says itself.
+    """A pre-norm family. Subclasses define the attention of a layer and which layers use the sliding window.
 
     Attributes:
-        sliding_window: how many tokens a token sees, itself included; null means all before it.
-        rope: how queries and keys are rotated.
+        sliding_window: number of tokens that each token attends to, including itself. Null means all previous tokens.
+        rope: rotary position embedding of queries and keys.
     """
 
     sliding_window: int | None = None
@@ -39,15 +39,14 @@ class PreNormConfig(DecoderConfig):
 
     @abc.abstractmethod
     def attention(self, keys: jax.Array) -> SelfAttention:
-        """Freshly initialised attention of one layer, from four keys."""
+        """Initializes the attention of one layer. Takes four keys."""
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        """A freshly initialised model."""
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
 
 
 def check_pre_norm(config: PreNormConfig) -> None:
-    """Raises `ConfigError` where what such families share cannot make a model."""
+    """Raises `ConfigError` if the keys of `PreNormConfig` are invalid."""
     check_sizes(config)
     check_rope(config.rope, config.num_heads, config.HeadSize.size)
     check_window(config.sliding_window)
@@ -55,58 +54,52 @@ def check_pre_norm(config: PreNormConfig) -> None:
 
 @dataclass(frozen=True)
 class DenseConfig(PreNormConfig):
-    """A family with one feed-forward network a layer."""
+    """A family with one MLP per layer."""
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        """One freshly initialised block."""
         keys = jax.random.split(key, 7)
         return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:]))
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """Floating-point operations of one training token."""
         return decoder_flops(self, vocab_size, mlp_matrices=3)
 
 
 @dataclass(frozen=True)
 class UniformConfig(PreNormConfig):
-    """A family whose layers are all the same."""
+    """A family whose layers are all of the same kind."""
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_pre_norm(self)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last: all the same."""
         return (LayerKind(self.rope, self.sliding_window),) * self.num_layers
 
 
 @dataclass(frozen=True)
 class PlainConfig(UniformConfig, DenseConfig):
-    """A family whose layers are all the same, dense, and without biases."""
+    """A dense family without biases whose layers are all of the same kind."""
 
     def attention(self, keys: jax.Array) -> SelfAttention:
-        """See `PreNormConfig.attention`."""
         return SelfAttention(**projections(self, keys, qkv_bias=False, out_bias=False))
 
 
 @dataclass(frozen=True)
 class LateWindowConfig(DenseConfig):
-    """A family whose window, if it has one, begins behind the first layers.
+    """A dense family whose first layers use full attention and whose other layers may use a sliding window.
 
     Attributes:
-        max_window_layers: the first so many layers see everything.
+        max_window_layers: number of layers, counted from the first, that use full attention. `sliding_window` applies to the
+            layers after them.
     """
 
     max_window_layers: int = 0
 
     def check(self) -> None:
-        """Raises `ConfigError` where the numbers cannot make a model."""
         check_pre_norm(self)
         check_at_least("model.max_window_layers", self.max_window_layers, 0)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is, first to last."""
         windows = [None if i < self.max_window_layers else self.sliding_window for i in range(self.num_layers)]
         return tuple(LayerKind(self.rope, window) for window in windows)

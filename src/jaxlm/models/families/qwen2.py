@@ -1,4 +1,4 @@
-"""Qwen2: Llama's blocks with biases on queries, keys and values.
+"""Qwen2: Llama's blocks with biases on the query, key and value projections.
 
 Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.
 """
@@ -17,7 +17,7 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("qwen2")
 @dataclass(frozen=True)
 class Qwen2Config(LateWindowConfig):
-    """Qwen2's sizes; the defaults are Qwen2.5 0.5B."""
+    """Qwen2 and Qwen2.5. The defaults are Qwen2.5 0.5B."""
 
     seq_len: int = 4096
     hidden_dim: int = 896
@@ -30,5 +30,4 @@ class Qwen2Config(LateWindowConfig):
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
 
     def attention(self, keys: jax.Array) -> SelfAttention:
-        """See `PreNormConfig.attention`."""
         return SelfAttention(**projections(self, keys, qkv_bias=True, out_bias=False))

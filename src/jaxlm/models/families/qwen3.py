@@ -1,4 +1,4 @@
-"""Qwen3: Llama's blocks with a norm on every head's queries and keys.
+"""Qwen3: Llama's blocks with a norm on each head's queries and keys.
 
 Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 """
@@ -18,10 +18,10 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("qwen3")
 @dataclass(frozen=True)
 class Qwen3Config(LateWindowConfig):
-    """Qwen3's sizes; the defaults are Qwen3 0.6B.
+    """Qwen3. The defaults are Qwen3 0.6B.
 
     Attributes:
-        attention_bias: whether queries, keys, values and attention's output have biases.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     seq_len: int = 4096
@@ -37,12 +37,11 @@ class Qwen3Config(LateWindowConfig):
     attention_bias: bool = False
 
     def attention(self, keys: jax.Array) -> SelfAttention:
-        """See `PreNormConfig.attention`."""
         return normed_attention(self, keys, use_bias=self.attention_bias)
 
 
 def normed_attention(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> SelfAttention:
-    """Attention with a norm on every head's queries and keys, of four keys."""
+    """Initializes attention with a norm on each head's queries and keys. Takes four keys."""
     q_norm, k_norm = (RMSNorm.init(config.HeadSize, config.layer_norm_epsilon) for _ in range(2))
     maps = projections(config, keys, qkv_bias=use_bias, out_bias=use_bias)
     return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts: Qwen3's attention, and experts in the place of the feed-forward network.
+"""Qwen3 MoE: Qwen3's attention with a mixture of experts in place of the MLP.
 
 Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 """
@@ -17,11 +17,11 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 @ModelConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True)
 class Qwen3MoeConfig(MoeConfig):
-    """Its sizes; the defaults are Qwen3 30B-A3B.
+    """Qwen3 MoE. The defaults are Qwen3 30B-A3B.
 
     Attributes:
-        attention_bias: whether queries, keys, values and attention's output have biases.
-        norm_topk_prob: make the probabilities of a token's experts sum to 1.
+        attention_bias: add biases to the query, key, value and output projections.
+        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
     """
 
     seq_len: int = 4096
@@ -39,10 +39,8 @@ class Qwen3MoeConfig(MoeConfig):
     norm_topk_prob: bool = True
 
     @property
-    def normalises(self) -> bool:
-        """See `MoeConfig.normalises`."""
+    def normalizes_shares(self) -> bool:
         return self.norm_topk_prob
 
     def attention(self, keys: jax.Array) -> SelfAttention:
-        """See `PreNormConfig.attention`."""
         return normed_attention(self, keys, use_bias=self.attention_bias)

@@ -167,12 +167,10 @@ class FlaxModel(LanguageModel):
 
     @property
     def Vocab(self) -> Axis:
-        """The vocabulary axis of the logits."""
         return vocab_axis(self.definition.vocab_size)
 
     @property
     def Pos(self) -> Axis:
-        """The position axis at full length."""
         return Axis(POSITION, self.definition.seq_len)
 
     def hidden(self, inputs: Inputs, *, cache: TokenHistory | None = None, key: jax.Array | None = None) -> Hidden:
@@ -186,7 +184,6 @@ class FlaxModel(LanguageModel):
         return Hidden(NamedArray(picked, (*inputs.tokens.axes, self.Vocab)), past)
 
     def lm_head(self) -> None:
-        """There is none: what the module returns are logits."""
         return None
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> TokenHistory:

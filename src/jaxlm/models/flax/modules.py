@@ -71,7 +71,6 @@ class NnxModule:
         self.takes = _taken(type(abstract).__call__)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """See `FlaxModule.init`."""
         from flax import nnx
 
         with _without_mesh():
@@ -79,7 +78,6 @@ class NnxModule:
         return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
     def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
-        """See `FlaxModule.logits`."""
         from flax import nnx
 
         random = jax.random.key(0) if key is None else _typed(key)
@@ -112,7 +110,6 @@ class LinenModule:
         self.names: Mapping[str, AxisNames] = {path: tuple(names) for path, names in named.items()}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """See `FlaxModule.init`."""
         from flax.core import meta
 
         with _without_mesh():
@@ -120,7 +117,6 @@ class LinenModule:
         return {path: leaf.value if isinstance(leaf, meta.Partitioned) else leaf for path, leaf in params.items()}
 
     def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
-        """See `FlaxModule.logits`."""
         from flax import traverse_util
 
         tree = traverse_util.unflatten_dict({tuple(path.split(".")): array for path, array in params.items()})

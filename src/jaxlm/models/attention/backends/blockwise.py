@@ -1,12 +1,11 @@
-"""Causal attention in blocks of queries, each against only the keys that its block can see.
+"""Blockwise causal attention: each block of queries against only the keys that it can attend to.
 
-Source: the online form of softmax attention of Dao et al. 2022 (arXiv:2205.14135), sections 3.1 and B.4: the forward
-pass keeps each query's log-sum-exp beside the output, and the backward pass makes the weights again from it, so that no
-[T, T] array outlives its block. A block is one pair of matrix products of plain XLA over all the keys that it may see;
-what lies wholly in a block's future, or before its window, is never computed.
+Source: FlashAttention, Dao et al. 2022 (arXiv:2205.14135), sections 3.1 and B.4. The forward pass saves each query's
+logsumexp, and the backward pass recomputes the weights from it, so no [T, T] array outlives its block. Each block is a pair
+of XLA matrix products over all keys that it may attend to; keys after the block, or before its window, are skipped.
 
-Shapes: B batch, T position, K key/value heads, G query heads a key/value head, H head size, Q queries of a block, S keys
-that a block sees.
+Shapes: B batch, T position, K key/value heads, G query heads per key/value head, H head size, Q queries of a block, S keys
+of a block.
 """
 
 import functools
@@ -21,12 +20,12 @@ from jaxlm.core.custom_vjp import CustomVjp
 from jaxlm.models.attention.scores import ScoreRule
 
 ATTENTION = "attention"
-"""What recomputation policies know the output and its log-sum-exp by."""
-PLAIN_SCORES = ScoreRule()
-"""Scores go into the softmax as they are."""
-_SMALLEST_BLOCK = 128
-_MOST_BLOCKS = 8
-_HIDDEN = -1e30  # finite: a block that sees nothing stays finite both ways
+"""Checkpoint name of the output and the logsumexp in remat policies."""
+UNMODIFIED_SCORES = ScoreRule()
+"""The identity."""
+_MIN_BLOCK = 128
+_MAX_BLOCKS = 8
+_MASKED = -1e30  # finite, so that fully masked rows stay finite in both passes
 
 
 def blockwise_attention(
@@ -36,35 +35,36 @@ def blockwise_attention(
     segment_BT: jax.Array,
     scale: float | jax.Array,
     window: int | None,
-    rule: ScoreRule = PLAIN_SCORES,
+    rule: ScoreRule = UNMODIFIED_SCORES,
 ) -> jax.Array:
-    """[B, T, K, G, H]: each query's mean of the values of its own segment, from itself back.
+    """Causal attention within segments; returns [B, T, K, G, H].
 
     Args:
-        segment_BT: int; a token of segment 0 sees nothing and is seen by nothing. Positions rise along the row.
-        scale: what scores are multiplied by.
-        window: how many tokens a query sees, itself included; None means all.
-        rule: what becomes of scores before the softmax.
+        segment_BT: integer segment ids; 0 is padding, which neither attends nor is attended to. Positions increase along
+            the row.
+        scale: factor of the scores.
+        window: number of tokens that a query attends to, including itself; None means all.
+        rule: modifies the scaled scores before the softmax.
     """
     heads_first = (t.transpose(0, *range(2, t.ndim - 1), 1, t.ndim - 1) for t in (q_BTKGH, k_BTKH, v_BTKH))
     out_BKGTH: Any = _attend(window, rule, *heads_first, segment_BT, jnp.asarray(scale, jnp.float32))
     return out_BKGTH.transpose(0, 3, 1, 2, 4)
 
 
-def blocks_of(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, last query + 1, first key) of every block; the last key is the last query.
+def query_blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """Yields (first query, last query + 1, first key) of each block. The last key is the last query.
 
-    Without a window at most 8, which compute 9/16 of the square where the causal half would be 8/16.
+    Without a window there are at most 8 blocks, which compute 9/16 of the [T, T] scores (an exact causal mask needs 8/16).
     """
-    size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
+    size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
     if window is not None:
-        size = min(size, max(_SMALLEST_BLOCK, window))
+        size = min(size, max(_MIN_BLOCK, window))
     for start in range(0, length, size):
         yield start, min(start + size, length), 0 if window is None else max(0, start - window + 1)
 
 
-def _visible(segment_BT: jax.Array, start: int, stop: int, first: int, window: int | None) -> jax.Array:
-    """[B, 1, 1, Q, S], true where a query of the block may look."""
+def _block_mask(segment_BT: jax.Array, start: int, stop: int, first: int, window: int | None) -> jax.Array:
+    """Boolean [B, 1, 1, Q, S]: whether each query of the block attends to each key."""
     query, key = jnp.arange(start, stop)[:, None], jnp.arange(first, stop)[None, :]
     near = key <= query
     if window is not None:
@@ -73,26 +73,26 @@ def _visible(segment_BT: jax.Array, start: int, stop: int, first: int, window: i
     return (near & same & (segment_BT != 0)[:, start:stop, None])[:, None, None]
 
 
-def _scaled(q_BKGQH, k_BKSH, scale):
+def _scaled_scores(q_BKGQH, k_BKSH, scale):
     return jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32) * scale
 
 
 def _distance(start: int, stop: int, first: int) -> jax.Array:
-    """[1, Q, S], from a query of the block back to a key that it may see."""
+    """Query position minus key position, [1, Q, S]."""
     return (jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None, :])[None]
 
 
-def blocks_forward(
-    window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = PLAIN_SCORES
+def blockwise_forward(
+    window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = UNMODIFIED_SCORES
 ) -> tuple[jax.Array, jax.Array]:
-    """The output [B, K, G, T, H], and the log-sum-exp [B, K, G, T] of every query's scores."""
+    """Returns the output [B, K, G, T, H] and the logsumexp [B, K, G, T] of each query's scores."""
     outs, lses = [], []
-    for start, stop, first in blocks_of(segment_BT.shape[1], window):
-        visible = _visible(segment_BT, start, stop, first, window)
+    for start, stop, first in query_blocks(segment_BT.shape[1], window):
+        mask = _block_mask(segment_BT, start, stop, first, window)
         scores = rule(
-            _scaled(q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, first:stop], scale), _distance(start, stop, first)
+            _scaled_scores(q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, first:stop], scale), _distance(start, stop, first)
         )
-        scores = jnp.where(visible, scores, _HIDDEN)
+        scores = jnp.where(mask, scores, _MASKED)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -102,29 +102,29 @@ def blocks_forward(
             v_BKTH[:, :, first:stop],
             preferred_element_type=jnp.float32,
         )
-        sees = (segment_BT[:, None, None, start:stop] != 0)[..., None]
-        outs.append(jnp.where(sees, out / total, 0.0).astype(v_BKTH.dtype))
+        is_token = (segment_BT[:, None, None, start:stop] != 0)[..., None]
+        outs.append(jnp.where(is_token, out / total, 0.0).astype(v_BKTH.dtype))
         lses.append((top + jnp.log(total))[..., 0])
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(0, 1))
 def _attend(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    return blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
+    return blockwise_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
 
 
 def _attend_forward(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    out, lse = blocks_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)
+    out, lse = blockwise_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)
     out, lse = checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
     return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out, lse)
 
 
-def _attend_backward(window, rule, kept, d_out_BKGTH):
-    q, k, v, segment, scale, out, lse = kept
-    return *blocks_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule), None, None
+def _attend_backward(window, rule, residuals, d_out_BKGTH):
+    q, k, v, segment, scale, out, lse = residuals
+    return *blockwise_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule), None, None
 
 
-def blocks_backward(
+def blockwise_backward(
     window,
     q_BKGTH,
     k_BKTH,
@@ -134,20 +134,20 @@ def blocks_backward(
     out_BKGTH,
     lse_BKGT,
     d_out_BKGTH,
-    rule: ScoreRule = PLAIN_SCORES,
+    rule: ScoreRule = UNMODIFIED_SCORES,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of queries, keys and values, from what `blocks_forward` has returned."""
+    """Returns the gradients of queries, keys and values, given the results of `blockwise_forward`."""
     delta_BKGT = jnp.sum(d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
     dk, dv = (jnp.zeros(t.shape, jnp.float32) for t in (k_BKTH, v_BKTH))
     dqs = []
-    for start, stop, first in blocks_of(segment_BT.shape[1], window):
+    for start, stop, first in query_blocks(segment_BT.shape[1], window):
         q, d_out = (t[:, :, :, start:stop] for t in (q_BKGTH, d_out_BKGTH))
         lse, delta = (t[:, :, :, start:stop, None] for t in (lse_BKGT, delta_BKGT))
         k, v = (t[:, :, first:stop] for t in (k_BKTH, v_BKTH))
-        visible = _visible(segment_BT, start, stop, first, window)
-        scaled = _scaled(q, k, scale)
-        scores = jnp.where(visible, rule(scaled, _distance(start, stop, first)), _HIDDEN)
-        weights = jnp.where(visible, jnp.exp(scores - lse), 0.0)
+        mask = _block_mask(segment_BT, start, stop, first, window)
+        scaled = _scaled_scores(q, k, scale)
+        scores = jnp.where(mask, rule(scaled, _distance(start, stop, first)), _MASKED)
+        weights = jnp.where(mask, jnp.exp(scores - lse), 0.0)
         f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         dv = dv.at[:, :, first:stop].add(f32("bkgqs,bkgqh->bksh", weights.astype(d_out.dtype), d_out))
         d_weights = f32("bkgqh,bksh->bkgqs", d_out, v)

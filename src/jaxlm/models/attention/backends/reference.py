@@ -1,4 +1,4 @@
-"""Attention as it is written down: all scores at once, [T, S] of them a head. The reference of the other backends."""
+"""Attention by definition: all scores at once, [T, S] per head. The reference for the other backends."""
 
 from collections.abc import Callable
 
@@ -16,16 +16,18 @@ def reference_attention(
     key: jax.Array | None,
     rule: Callable[[jax.Array], jax.Array] = lambda scores_BKGTS: scores_BKGTS,
 ) -> jax.Array:
-    """[B, T, K, G, H] for any mask; B batch, T queries, S keys, K key/value heads, G query heads each, H head size.
+    """Attention with any mask; returns [B, T, K, G, H].
+
+    Shapes: B batch, T queries, S keys, K key/value heads, G query heads per key/value head, H head size.
 
     Args:
-        mask_BTS: true where a query may look.
-        dropout: the probability of dropping a weight; without `key` nothing is dropped.
-        rule: what becomes of scaled scores before the softmax.
+        mask_BTS: true if a query attends to a key.
+        dropout: dropout probability of the weights; ignored without `key`.
+        rule: modifies the scaled scores before the softmax.
     """
     scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
     scores = rule(scores)
-    # A finite floor: a row without any key becomes an even softmax, finite both ways, and is zeroed after.
+    # A finite mask value: a row without any key becomes a uniform softmax, finite in both passes, and is zeroed below.
     mask = mask_BTS[:, None, None]
     weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
     weights = jnp.where(mask.any(axis=-1, keepdims=True), weights, 0.0)

@@ -1,8 +1,8 @@
-"""Splash attention on TPU: jax's own Pallas kernel, which skips the blocks that the mask hides.
+"""Splash attention on TPU: jax's own Pallas kernel, which skips fully masked blocks.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`; the algorithm is Dao 2023 (arXiv:2307.08691), section 3.
 
-Shapes: B batch, T position, K key/value heads, G query heads a key/value head, N = K G, H head size.
+Shapes: B batch, T position, K key/value heads, G query heads per key/value head, N = K G, H head size.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 
 BLOCK = 128
-"""Sequences are cut into multiples of this."""
+"""Sequence lengths must be multiples of this."""
 _LARGEST_BLOCK = 512
 _LANES = 128
 
@@ -29,10 +29,10 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """[B, T, K, G, H]: arguments as in `jaxlm.models.attention.backends.blockwise.block_attention`.
+    """Causal attention within segments; arguments as in `blockwise_attention`.
 
     Args:
-        interpret: run the kernel as plain jax, anywhere, to test it.
+        interpret: run the kernel in Pallas's interpret mode, on any device, for tests.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -44,7 +44,7 @@ def splash_attention(
     scaled = (q_BNTH.astype(jnp.float32) * scale).astype(q_BNTH.dtype)
     segments = splash.SegmentIds(q=segment_BT, kv=segment_BT)
     out_BNTH: Any = jax.vmap(kernel)(pad(scaled), pad(k_BKTH), pad(v_BKTH), segments)
-    # To the kernel padding is one more document.
+    # The kernel treats padding as one more document.
     out_BNTH = jnp.where(segment_BT[:, None, :, None] != 0, out_BNTH[..., :size], 0)
     return out_BNTH.transpose(0, 2, 1, 3).reshape(q_BTKGH.shape).astype(v_BTKH.dtype)
 
@@ -54,11 +54,11 @@ def _kernel(length: int, num_heads: int, window: int | None, interpret: bool):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (length, length)
-    one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    head_mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     block = next(size for size in (_LARGEST_BLOCK, 256, BLOCK) if length % size == 0)
     sizes = splash.BlockSizes(
         **dict.fromkeys(("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"), block),
         **dict.fromkeys(("block_kv_dkv_compute", "block_q_dq", "block_kv_dq"), block),
     )
     make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1, interpret=interpret)
-    return make(masks.MultiHeadMask([one] * num_heads), block_sizes=sizes, residual_checkpoint_name=ATTENTION)
+    return make(masks.MultiHeadMask([head_mask] * num_heads), block_sizes=sizes, residual_checkpoint_name=ATTENTION)
