@@ -80,7 +80,6 @@ class SequenceBatches(Batches):
         return batch
 
     def read_ahead(self) -> None:
-        """See `Batches.read_ahead`."""
         if self._ahead is not None:
             self._ahead.refill()
 

@@ -154,7 +154,6 @@ class RayWorkers(Workers):
 
     @contextlib.contextmanager
     def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
-        """See `Workers.encoding`."""
         import ray
         import ray.exceptions
 

@@ -34,7 +34,6 @@ class LocalWorkers(Workers):
 
     @contextlib.contextmanager
     def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
-        """See `Workers.encoding`."""
         # Two, so that no core waits for the last long document of one part, or for reading and writing.
         with ThreadPoolExecutor(2) as pool:
             yield EncodingPool(lambda contents: pool.submit(encoder.encode, contents), at_once=2)

@@ -128,14 +128,11 @@ class MaskedFormat(FormatConfig):
 
     @property
     def has_loss_mask(self) -> bool:
-        """See `FormatConfig.marks_targets`."""
         return True
 
     @property
     def documents_per_sequence(self) -> int | None:
-        """See `FormatConfig.documents_a_window`."""
         return 0 if self.pack else 1
 
     def can_read(self, name: str) -> bool:
-        """See `FormatConfig.can_read`."""
         return has_records(name)

@@ -36,18 +36,15 @@ class ChatFormat(MaskedFormat):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """See `FormatConfig.adds_ends`."""
         return False
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
-        """See `FormatConfig.encoder`."""
         del bos, eos
         return ChatEncoder(
             self, ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template"), tokenizer, key
         )
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        """See `FormatConfig.texts`."""
         for _, messages, _ in self.conversations(file):
             yield "\n".join(str(message.get("content") or "") for message in messages)
 
@@ -74,13 +71,11 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        """See `Encoder.read`."""
         for where, messages, position in self.config.conversations(file):
             rendered = self.template.render(messages, where, mark=self.config.mask_user_turns)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        """See `Encoder.encode`."""
         encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])
         tokens = []
         for rendered, (ids, begins, ends) in zip(contents, encoded, strict=True):
@@ -97,7 +92,6 @@ class ChatEncoder(Encoder):
         return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
 
     def no_targets_message(self) -> str:
-        """See `Encoder.nothing_to_learn`."""
         if self.template.has_generation:
             why = "its {% generation %} block marks nothing in them. Mend it, or take the block out: then whatever the"
             why += " assistant's messages add to a conversation is asked for"

@@ -27,30 +27,24 @@ class PretokenizedFormat(FormatConfig):
 
     @property
     def has_loss_mask(self) -> bool:
-        """See `FormatConfig.marks_targets`."""
         return False
 
     @property
     def adds_special_tokens(self) -> bool:
-        """See `FormatConfig.adds_ends`."""
         return False
 
     @property
     def documents_per_sequence(self) -> int | None:
-        """See `FormatConfig.documents_a_window`."""
         return None
 
     def can_read(self, name: str) -> bool:
-        """See `FormatConfig.can_read`."""
         return has_records(name) or name.endswith(ARRAYS)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
-        """See `FormatConfig.encoder`."""
         del bos, eos
         return PretokenizedEncoder(self.input_ids_key, tokenizer, key)
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        """See `FormatConfig.texts`."""
         raise ConfigError(
             f"data.tokenizer: {file.name} holds token ids and no text to train one on. Name the tokenizer that made them"
         )
@@ -65,7 +59,6 @@ class PretokenizedEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        """See `Encoder.read`."""
         token_bytes = self.tokenizer.token_bytes()
         for where, found, position in self._arrays(file):
             ids = np.asarray(found)
@@ -84,15 +77,12 @@ class PretokenizedEncoder(Encoder):
             yield RawContent(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        """See `Encoder.encode`."""
         return [TokenizedText(ids) for ids in contents]
 
     def cache_key(self) -> dict[str, Any]:
-        """See `Encoder.recipe`."""
         return {}
 
     def no_targets_message(self) -> str:
-        """See `Encoder.nothing_to_learn`."""
         return f"{self.key}: the files hold no token ids"
 
     def _arrays(self, file: TextFile) -> Iterator[tuple[str, Any, int]]:

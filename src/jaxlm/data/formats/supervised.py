@@ -33,15 +33,12 @@ class SupervisedFormat(MaskedFormat):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """See `FormatConfig.adds_ends`."""
         return True
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
-        """See `FormatConfig.encoder`."""
         return SupervisedEncoder(self, key, tokenizer, *document_ends(tokenizer, bos=bos, eos=eos))
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        """See `FormatConfig.texts`."""
         return (prompt + completion for (prompt, completion), _ in self.pairs(file))
 
     def pairs(self, file: TextFile) -> Iterator[tuple[tuple[str, str], int]]:
@@ -71,21 +68,17 @@ class SupervisedEncoder(Encoder):
     after: np.ndarray
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        """See `Encoder.read`."""
         for pair, position in self.config.pairs(file):
             yield RawContent(pair, sum(map(len, pair)), sum(len(text.encode()) for text in pair), position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        """See `Encoder.encode`."""
         ids = self.tokenizer.encode_arrays([text for pair in contents for text in pair])
         return [self._tokens(prompt, completion) for prompt, completion in zip(ids[::2], ids[1::2], strict=True)]
 
     def cache_key(self) -> dict[str, Any]:
-        """See `Encoder.recipe`."""
         return {}
 
     def no_targets_message(self) -> str:
-        """See `Encoder.nothing_to_learn`."""
         return f"{self.key}: every completion under '{self.config.output_field}' is empty: there is nothing to learn"
 
     def _tokens(self, prompt: np.ndarray, completion: np.ndarray) -> TokenizedText | None:

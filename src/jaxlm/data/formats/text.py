@@ -25,30 +25,24 @@ class TextFormat(FormatConfig):
 
     @property
     def has_loss_mask(self) -> bool:
-        """See `FormatConfig.marks_targets`."""
         return False
 
     @property
     def adds_special_tokens(self) -> bool:
-        """See `FormatConfig.adds_ends`."""
         return True
 
     @property
     def documents_per_sequence(self) -> int | None:
-        """See `FormatConfig.documents_a_window`."""
         return None
 
     def can_read(self, name: str) -> bool:
-        """See `FormatConfig.can_read`."""
         return format_of(name) is not None
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
-        """See `FormatConfig.encoder`."""
         del key
         return TextEncoder(tokenizer, *document_ends(tokenizer, bos=bos, eos=eos))
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        """See `FormatConfig.texts`."""
         return file.documents()
 
 
@@ -61,21 +55,17 @@ class TextEncoder(Encoder):
     after: np.ndarray
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        """See `Encoder.read`."""
         for document in file.read():
             yield RawContent(document.text, len(document.text), len(document.text.encode()), document.position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        """See `Encoder.encode`."""
         return [
             TokenizedText(np.concatenate([self.before, ids, self.after]))
             for ids in self.tokenizer.encode_arrays(contents)
         ]
 
     def cache_key(self) -> dict[str, Any]:
-        """See `Encoder.recipe`."""
         return {}
 
     def no_targets_message(self) -> str:
-        """See `Encoder.nothing_to_learn`."""
         return "the data holds no text at all"

@@ -60,7 +60,6 @@ class CorpusSource(MirroredSource):
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
         return f"{self.split}.jsonl"
 
     def _place(self, mirror: Path) -> Path:

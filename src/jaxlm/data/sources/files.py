@@ -42,26 +42,21 @@ class LocalFile(DataSource):
 
     @property
     def name(self) -> str:
-        """See `DataSource.name`."""
         return self.known_as
 
     @property
     def num_bytes(self) -> int | None:
-        """See `DataSource.num_bytes`."""
         return self.path.stat().st_size
 
     @property
     def has_records(self) -> bool:
-        """See `DataSource.has_records`."""
         return has_records(self.path.name)
 
     def is_here(self, mirror: Path) -> bool:
-        """See `DataSource.is_here`."""
         del mirror
         return True
 
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
-        """See `DataSource.files`."""
         del mirror, log
         return [(self.known_as, self.path)]
 

@@ -109,7 +109,6 @@ class HubDataset(MirroredSource):
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
         return self.url
 
     def check(self, mirror: Path) -> list[str]:
@@ -124,7 +123,6 @@ class HubDataset(MirroredSource):
         return sorted(builder.info.splits or ())
 
     def is_here(self, mirror: Path) -> bool:
-        """See `Source.is_here`."""
         return is_saved_dataset(self._place(mirror))
 
     def _parts(self, place: Path) -> list[tuple[str, Path]]:

@@ -39,12 +39,10 @@ class MirroredSource(DataSource):
 
     @property
     def num_bytes(self) -> int | None:
-        """See `DataSource.num_bytes`."""
         return None
 
     @property
     def has_records(self) -> bool:
-        """See `DataSource.has_records`."""
         return True
 
     @abc.abstractmethod
@@ -60,11 +58,9 @@ class MirroredSource(DataSource):
         return [(self.name, place)]
 
     def is_here(self, mirror: Path) -> bool:
-        """See `DataSource.is_here`."""
         return self._place(mirror).is_file()
 
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
-        """See `DataSource.files`."""
         place = self._place(mirror)
         if not self.is_here(mirror):
             with folder_lock(writable_folder(place.parent), log):
@@ -93,17 +89,14 @@ class RemoteFile(MirroredSource):
 
     @property
     def name(self) -> str:
-        """See `DataSource.name`."""
         return self.known_as
 
     @property
     def num_bytes(self) -> int | None:
-        """See `DataSource.num_bytes`."""
         return self.size
 
     @property
     def has_records(self) -> bool:
-        """See `DataSource.has_records`."""
         return has_records(self._basename)
 
     def renamed(self, name: str) -> "RemoteFile":
