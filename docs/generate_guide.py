@@ -1,7 +1,7 @@
 """Writes docs/guide/, and src/jaxlm/config/keys.json, from the configuration's dataclasses.
 
-The guide has one page per part of the configuration, and `keys.md`, the alphabetical index of all keys. The text above the marker
-in `index.md` is written by hand. Examples come from docs/examples.yaml.
+The guide has one page per part of the configuration, and `keys.md`, the alphabetical index of all keys. The text above
+the marker in `index.md` is written by hand. Examples come from docs/examples.yaml.
 """
 
 from collections import defaultdict
