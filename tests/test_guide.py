@@ -34,8 +34,21 @@ def script(name: str) -> ModuleType:
 
 
 def test_the_guide_is_up_to_date():
-    written = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    assert written == script("generate_guide").guide(), "run `python docs/generate_guide.py`"
+    pages = script("generate_guide").pages()
+    assert {path.name for path in (ROOT / "docs" / "guide").glob("*.md")} == pages.keys()
+    for name, content in pages.items():
+        written = (ROOT / "docs" / "guide" / name).read_text(encoding="utf-8")
+        assert written == content, "run `python docs/generate_guide.py`"
+
+
+def test_every_key_has_one_place_in_the_guide_and_the_index_leads_there():
+    pages = script("generate_guide").pages()
+    anchors = [(name, anchor) for name, text in pages.items() for anchor in re.findall(r'<a id="([^"]+)"></a>', text)]
+    assert len(anchors) == len(set(anchors))
+    links = [tuple(link) for link in re.findall(r"^\| \[`\w+`\]\((\w+\.md)#([^)]+)\)", pages["keys.md"], re.MULTILINE)]
+    assert set(links) == set(anchors)
+    keys = {key.name for section in sections(RunConfig) for key in section.keys}
+    assert {anchor.rpartition(".")[2] for _, anchor in anchors} == keys
 
 
 def test_the_index_of_keys_is_up_to_date():
