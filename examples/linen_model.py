@@ -1,4 +1,4 @@
-"""A small transformer in Flax Linen without any metadata: YAML names its axes. `factory: examples.linen_model:make`."""
+"""A small transformer in Flax Linen. It has no axis names; the YAML adds them. `factory: examples.linen_model:make`."""
 
 import flax.linen as nn
 import jax
@@ -6,19 +6,18 @@ import jax.numpy as jnp
 
 
 def make(vocab_size: int, *, width: int = 64, depth: int = 2, heads: int = 4, dropout: float = 0.0) -> nn.Module:
-    """The module, for a vocabulary that jaxlm fills in."""
+    """Builds the module. jaxlm fills in `vocab_size`."""
     return Transformer(vocab_size, width, depth, heads, dropout)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Attention prefers what is near, and knows no other position."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). Positions enter through a bias against distant keys."""
 
     heads: int
     dropout: float
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        """[batch, position, width] to the same."""
         width, length = x.shape[-1], x.shape[1]
         distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
         slopes = 2.0 ** -jnp.arange(1, self.heads + 1)
@@ -36,7 +35,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits."""
+    """Int tokens [batch, position] to logits [batch, position, vocab]."""
 
     vocab_size: int
     width: int
@@ -46,7 +45,6 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
-        """Int [batch, position] to [batch, position, vocab]."""
         x = nn.Embed(self.vocab_size, self.width, name="tokens")(tokens)
         for number in range(self.depth):
             x = Block(self.heads, self.dropout, name=f"block_{number}")(x, train=train)

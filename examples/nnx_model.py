@@ -1,4 +1,4 @@
-"""A small transformer in Flax NNX, with the names of its axes on its parameters. `factory: examples.nnx_model:make`."""
+"""A small transformer in Flax NNX that names the axes of its parameters. `factory: examples.nnx_model:make`."""
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +6,16 @@ from flax import nnx
 
 
 def make(vocab_size: int, seq_len: int, *, width: int = 64, depth: int = 2, heads: int = 4, dropout: float = 0.0, rngs):
-    """The module, for a vocabulary and a length that jaxlm fills in."""
+    """Builds the module. jaxlm fills in `vocab_size`, `seq_len` and `rngs`."""
     return Transformer(vocab_size, seq_len, width, depth, heads, dropout, rngs)
 
 
 def named(*axes: str | None):
-    """An initialiser whose arrays have these axes."""
+    """A parameter initializer that names the axes of its arrays."""
     return nnx.with_partitioning(nnx.initializers.normal(0.02), axes)
 
 
 def norm(width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """A norm over the residual stream."""
     return nnx.RMSNorm(width, scale_init=nnx.with_partitioning(nnx.initializers.ones, ("embed",)), rngs=rngs)
 
 
@@ -32,16 +31,18 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, use_bias=False, kernel_init=named("mlp", "embed"), rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array, seen: jax.Array) -> jax.Array:
-        """[batch, position, width] to the same."""
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(self.qkv(self.attn_norm(x)), 3, -1))
-        attended = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None])
+        attended = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
         x = x + self.dropout(self.out(attended.reshape(x.shape)))
         return x + self.dropout(self.down(nnx.gelu(self.up(self.mlp_norm(x)))))
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits. It takes `segment_ids` and `positions`, so documents in one window do not see each other."""
+    """Int tokens [batch, position] to logits [batch, position, vocab].
+
+    It takes `segment_ids` and `positions`, so packed documents do not attend to each other.
+    """
 
     def __init__(
         self, vocab_size: int, seq_len: int, width: int, depth: int, heads: int, dropout: float, rngs: nnx.Rngs
@@ -52,10 +53,9 @@ class Transformer(nnx.Module):
         self.final_norm = norm(width, rngs)
 
     def __call__(self, tokens: jax.Array, *, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Int [batch, position] to [batch, position, vocab]."""
         earlier = jnp.tri(tokens.shape[1], dtype=bool)
-        seen = earlier & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        mask = earlier & (segment_ids[:, :, None] == segment_ids[:, None, :])
         x = self.tokens(tokens) + self.places(positions)
         for block in self.blocks:
-            x = block(x, seen)
+            x = block(x, mask)
         return self.tokens.attend(self.final_norm(x))
