@@ -3,6 +3,7 @@
 The blocks here are our own, with the guide's keys. Where the guide itself lies beside the project, its blocks are read too.
 """
 
+import ast
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -123,15 +124,18 @@ def fresh(text: str = "{}") -> RunConfig:
     return decode_run(ConfigSource(yaml.safe_load(text)), "mine")
 
 
-def test_t10_d1_the_documented_learning_rate():
+@pytest.mark.trap("T10", "D1")
+def test_default_learning_rate():
     assert fresh().optimizer.learning_rate == 1e-4
 
 
-def test_t10_d2_the_documented_weight_decay():
+@pytest.mark.trap("T10", "D2")
+def test_default_weight_decay():
     assert fresh().optimizer.weight_decay == 0.0
 
 
-def test_t10_d3_the_documented_batch_size():
+@pytest.mark.trap("T10", "D3")
+def test_default_batch_size():
     assert fresh().trainer.train_batch_size == 32
 
 
@@ -159,18 +163,21 @@ def test_every_other_documented_default():
     assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.max_grad_norm) == (0.9, 0.95, 1e-8, 1.0)
 
 
-def test_d9_checkpoints_go_below_the_runs_name():
+@pytest.mark.trap("D9")
+def test_checkpoints_go_below_the_run_id():
     plan = make_plan(fresh(TINY), "mine", 64)
     assert plan.checkpoints.place == Path("checkpoints/mine")
     flat = fresh(TINY + "trainer: {checkpointer: {append_run_id_to_base_path: false}}")
     assert make_plan(flat, "mine", 64).checkpoints.place == Path("checkpoints")
 
 
-def test_d11_the_project_is_wandbs_to_choose():
+@pytest.mark.trap("D11")
+def test_wandb_picks_the_project_by_default():
     assert WandbConfig().project is None
 
 
-def test_d12_tensorboard_files_go_below_the_runs_name(monkeypatch):
+@pytest.mark.trap("D12")
+def test_tensorboard_files_go_below_the_run_id(monkeypatch):
     writer = mock.MagicMock()
     monkeypatch.setattr("tensorboardX.SummaryWriter", writer)
     monkeypatch.setattr(environment, "packages", list)
@@ -178,21 +185,25 @@ def test_d12_tensorboard_files_go_below_the_runs_name(monkeypatch):
     assert writer.call_args.args == (str(Path("tblogs/mine")),)
 
 
-def test_d15_without_a_type_the_model_is_a_llama():
+@pytest.mark.trap("D15")
+def test_the_default_model_is_llama():
     assert fresh().model == LlamaConfig()  # as in the reference; the guide's example says Gpt2
 
 
-def test_d16_mpt_is_there():
+@pytest.mark.trap("D16")
+def test_mpt_is_available():
     assert isinstance(fresh("model: {type: mpt}").model, MptConfig)
 
 
-def test_d17_fractions_are_of_the_cycle():
+@pytest.mark.trap("D17")
+def test_fractions_are_relative_to_the_cycle():
     optimizer = fresh("optimizer: {learning_rate: 1.0, warmup: 0.1, rewarmup: 0.2, cycles: 2}").optimizer
     rates = [float(optimizer.schedule(1000)(step)) for step in (50, 275, 500, 600)]
     assert rates == pytest.approx([1.0, 0.55, 0.1, 1.0], rel=1e-5)
 
 
-def test_d19_messages_are_named_by_a_field():
+@pytest.mark.trap("D19")
+def test_the_key_for_messages_is_messages_field():
     source = fresh("data: {format: {type: chat, messages_field: turns}}").data
     assert source.format == ChatFormat(messages_field="turns")
     with pytest.raises(ConfigError, match=r"messages_key.*Did you mean 'messages_field'"):
@@ -203,21 +214,37 @@ def test_d19_messages_are_named_by_a_field():
     ("wrong", "meant"),
     [("batch_size", "train_batch_size"), ("eval_per_device_parallelism", "per_device_eval_parallelism")],
 )
-def test_d20_keys_of_other_pages_are_named_with_what_is_meant(wrong, meant):
+@pytest.mark.trap("D20")
+def test_trainer_keys_of_other_pages_get_a_suggestion(wrong, meant):
     with pytest.raises(ConfigError, match=rf"trainer\.{wrong}.*Did you mean '{meant}'"):
         fresh(f"trainer: {{{wrong}: 8}}")
 
 
-TABLE = Path(__file__).parents[1] / "docs" / "from-levanter.md"
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "from-levanter.md"
 NUMBERED = [*(f"T{n}" for n in range(1, 11)), *(f"D{n}" for n in range(1, 28))]
 
 
-def test_every_trap_and_deviation_has_a_test_named_after_it():
-    rows = re.findall(r"^\| ([TD]\d+) \|.*\| `(\S+)::(\w+)` \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+def marked_traps() -> dict[tuple[str, str], list[str]]:
+    """(file, test) -> the rows in its `pytest.mark.trap(...)`, over all test files."""
+    marked: dict[tuple[str, str], list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.trap":
+                    rows = [ast.literal_eval(argument) for argument in decorator.args]
+                    marked.setdefault((path.relative_to(ROOT).as_posix(), node.name), []).extend(rows)
+    return marked
+
+
+def test_the_table_of_traps_and_the_marked_tests_agree():
+    """Each row names a test that carries its number; each number that a test carries is a row."""
+    table = TABLE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([TD]\d+) \|.*\| `(\S+)::(\w+)` \|$", table, re.MULTILINE)
     assert [number for number, _, _ in rows] == NUMBERED
-    for number, path, test in rows:
-        assert f"_{number.lower()}_" in test
-        assert f"def {test}(" in (TABLE.parents[1] / path).read_text(encoding="utf-8"), f"{path} has no {test}"
+    marked = marked_traps()
+    assert [row for row in rows if row[0] not in marked.get((row[1], row[2]), [])] == []
+    assert [test for test, numbers in marked.items() if not numbers or not set(numbers) <= set(NUMBERED)] == []
 
 
 def blocks_of(guide: str) -> Iterator[str]:

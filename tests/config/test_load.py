@@ -193,8 +193,9 @@ def test_included_files_and_overrides_merge_deeply(here):
     assert (config.trainer.seed, config.trainer.num_train_steps) == (3, 4)
 
 
-def test_t4_where_a_runs_name_comes_from(monkeypatch):
-    """Trap T4: in the reference it is random unless it is written, so that nothing is ever resumed."""
+@pytest.mark.trap("T4")
+def test_where_the_run_id_comes_from(monkeypatch):
+    """In Levanter it is random unless `trainer.id` is set, so nothing is ever resumed."""
     monkeypatch.delenv("RUN_ID", raising=False)
     tracked = {"trainer": {"tracker": {"type": "wandb", "id": "tracked"}}}
     assert run_id_of(decode_run(ConfigSource({}), None)) == "run"

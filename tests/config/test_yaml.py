@@ -10,7 +10,8 @@ def write(folder, **files):
     return folder / "run.yaml"
 
 
-def test_d14_include_as_value_below_and_whole(tmp_path):
+@pytest.mark.trap("D14")
+def test_include_works_as_a_value_nested_and_at_the_top_level(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "inner.yaml").write_text("deep: 1\n")
     (tmp_path / "sub" / "data.yaml").write_text("urls: [a]\nmore: !include inner.yaml\n")

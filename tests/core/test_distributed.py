@@ -43,7 +43,8 @@ def test_detected(name, monkeypatch):
         ("0,1", "", None),
     ],
 )
-def test_d18_the_share_of_a_slurm_task(visible, tasks, expected):
+@pytest.mark.trap("D18")
+def test_local_devices_of_a_slurm_task(visible, tasks, expected):
     environment = {**SLURM, "CUDA_VISIBLE_DEVICES": visible, "SLURM_STEP_TASKS_PER_NODE": tasks}
     assert slurm_devices(environment) == expected
 

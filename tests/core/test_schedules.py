@@ -151,7 +151,8 @@ def test_whatever_is_asked_for_five_thousand_times(shape, cycles, num_steps):
     check_schedule(shape, cycles, num_steps)
 
 
-def test_t5_one_means_all_of_it_and_not_one_step():
+@pytest.mark.trap("T5")
+def test_a_length_of_one_is_the_whole_cycle_and_not_one_step():
     schedule = make_schedule(ScheduleSpec(1.0, 1, None, "linear", 0.1), 100)
     assert [s.name for s in schedule.segments] == ["warmup"]
     assert float(schedule(50)) == pytest.approx(0.5)
@@ -162,22 +163,26 @@ def test_t5_one_means_all_of_it_and_not_one_step():
         make_schedule(ScheduleSpec(1.0, 1.5, None, "linear", 0.1), 100)
 
 
-def test_d23_decay_of_all_does_not_lose_the_warmup():
+@pytest.mark.trap("D23")
+def test_a_decay_of_the_whole_cycle_keeps_the_warmup():
     schedule = make_schedule(ScheduleSpec(1.0, 0.1, 1.0, "linear", 0.1), 1000)
     assert [float(schedule(s)) for s in (0, 50, 100)] == pytest.approx([0.0, 0.5, 1.0])
 
 
-def test_d24_a_warmup_longer_than_its_cycle_is_cut_to_it():
+@pytest.mark.trap("D24")
+def test_a_warmup_longer_than_its_cycle_is_clamped():
     for kind in ("linear", "cosine"):
         schedule = make_schedule(ScheduleSpec(1.0, 300, None, kind, 0.1, cycles=[100]), 200)
         assert [float(schedule(s)) for s in (0, 50, 99, 100, 200)] == pytest.approx([0, 0.5, 0.99, 1.0, 0.1])
 
 
-def test_d13_an_integer_of_cycles_divides_the_run():
+@pytest.mark.trap("D13")
+def test_an_integer_number_of_cycles_divides_the_run():
     assert low_points(4, None, 1000) == [0, 250, 500, 750, 1000]  # and not the guide's N / (c + 1)
 
 
-def test_d25_what_does_not_divide_makes_the_last_cycle_longer():
+@pytest.mark.trap("D25")
+def test_the_last_cycle_takes_the_remaining_steps():
     assert low_points(None, 300, 1000) == [0, 300, 600, 1000]
     assert low_points(None, [300, 100], 1000) == [0, 300, 400, 1000]
 
@@ -199,7 +204,8 @@ def test_d25_what_does_not_divide_makes_the_last_cycle_longer():
         (2, 0.5),
     ],
 )
-def test_d26_low_points_that_do_not_fit_are_errors(cycles, length):
+@pytest.mark.trap("D26")
+def test_low_points_that_do_not_fit_are_errors(cycles, length):
     with pytest.raises(ConfigError, match="cycle"):
         low_points(cycles, length, 1000)
 

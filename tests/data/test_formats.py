@@ -148,7 +148,8 @@ def test_levanter_1_11_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokeniz
     assert cache.num_bytes == len("no space behind this")
 
 
-def test_t9_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
+@pytest.mark.trap("T9")
+def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     windows_of(base, train_urls=[f"{tmp_path}/a.txt"])
     small_tokenizer(310).save(tmp_path / "other")

@@ -176,7 +176,7 @@ class TestKeys:
         assert not list((tmp_path / "library").rglob("*.arrow"))
 
     def test_no_network(self, said, monkeypatch, datasets):
-        """Deviation: the reference ends with a traceback of the hub's client."""
+        """Levanter ends with a traceback of the hub's client."""
 
         def unreachable(id, **options):
             raise ConnectionError(f"Couldn't reach '{id}' on the Hub")

@@ -76,8 +76,9 @@ def test_two_processes_lose_what_one_does(uninterrupted, processes):
 
 
 @pytest.mark.slow
-def test_t4_processes_that_call_the_run_by_two_names_are_refused(workplace):
-    """Trap T4, with several processes: the reference gives them process 0's name."""
+@pytest.mark.trap("T4")
+def test_processes_with_different_run_ids_are_refused(workplace):
+    """Levanter gives every process the run id of process 0."""
     place = workplace(1)
     place.write()
     names = iter(("one", "two"))

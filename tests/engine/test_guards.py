@@ -45,7 +45,8 @@ def optimizer(text: Any) -> AdamConfig:
     return decode(AdamConfig, ConfigSource({"skip_bad_steps": text}))
 
 
-def test_t8_true_is_not_a_window_of_one_step():
+@pytest.mark.trap("T8")
+def test_skip_bad_steps_true_is_not_a_window_of_one_step():
     assert optimizer(False).guards == ()
     assert optimizer(True).guards == (SkipBadSteps(),)
     assert optimizer(True).guards[0].rolling_interval_length == 128
@@ -210,7 +211,8 @@ def test_watches_and_averages_change_no_bit_of_training(where):
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_d27_every_average_can_be_traced(name):
+@pytest.mark.trap("D27")
+def test_every_average_can_be_traced(name):
     """Against float64; one of them cannot run under jit in the program that its key comes from."""
     average = AVERAGES[name]
     updated, rng = jax.jit(average.update), np.random.default_rng(0)

@@ -41,7 +41,8 @@ def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_
             np.testing.assert_allclose(host(cut)[path], expected, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
-def test_t7_with_chats_of_uneven_answers_the_gradient_does_not_depend_on_the_micro_batches():
+@pytest.mark.trap("T7")
+def test_chat_gradients_do_not_depend_on_the_number_of_micro_batches():
     # Answers of 1 to 10 tokens, packed: a mean of the micro-batches' means would weigh the short ones up.
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 11, 40)

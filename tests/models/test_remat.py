@@ -9,7 +9,7 @@ from jaxlm.models.remat import CANDIDATES, auto_policy, parse_remat
 
 
 @pytest.mark.parametrize(
-    ("value", "keep"),
+    ("value", "remat_policy"),
     [(True, "full"), (False, "cheap"), ("auto", "auto"), ("none", "none"), (["query", "mlp"], ("query", "mlp"))],
 )
 def test_reads(value, remat_policy):

@@ -88,8 +88,9 @@ def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
     return one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
 
 
-def test_t3_the_last_step_is_always_saved_for_good(trainings):
-    """Trap T3: in the reference a run ends with whatever its last timed save was."""
+@pytest.mark.trap("T3")
+def test_the_last_step_is_saved_permanently(trainings):
+    """A Levanter run ends with whatever its last timed save was."""
     assert [path.name for path in find_checkpoints(trainings.place("part"))] == ["step-3", "step-4"]
     cursor = json.loads((trainings.place("part") / "step-4" / "run" / "cursor.json").read_text())
     assert cursor["temporary"] is False
@@ -114,7 +115,8 @@ def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, 
 
 
 @pytest.mark.slow
-def test_t4_ones_own_checkpoints_come_before_every_other(trainings):
+@pytest.mark.trap("T4")
+def test_the_runs_own_checkpoints_come_first(trainings):
     trainings.run("own", 2)
     trainings.run("own", 4, trainer={"load_checkpoint_path": str(trainings.place("whole")), "load_checkpoint": True})
     assert f"resuming, from {trainings.place('own')}/step-2" in trainings.said
@@ -127,8 +129,9 @@ def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
     assert result.checkpoint == trainings.place("adopted") / "step-6"
 
 
-def test_d10_initialize_from_takes_the_model_alone(trainings):
-    """Deviation: the guide says that the model is initialised, the reference loads the whole state and its step."""
+@pytest.mark.trap("D10")
+def test_initialize_from_loads_only_the_model(trainings):
+    """The guide says that the model is initialized; Levanter loads the whole state and its step."""
     source = trainings.place("whole") / "step-2"
     result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})
     assert f"the model's weights are those of {source}" in trainings.said
@@ -143,7 +146,7 @@ def test_d10_initialize_from_takes_the_model_alone(trainings):
 
 @pytest.mark.slow
 def test_the_newest_below_a_folder_of_runs_is_the_one_with_the_most_steps(trainings):
-    """Deviation: the reference sorts by time first."""
+    """Levanter sorts by time first."""
     (trainings.place("part") / "step-4" / "checksums.json").touch()
     trainings.run("discovered", 6, trainer={"load_checkpoint_path": str(trainings.folder / "checkpoints")})
     assert "/step-6" in trainings.said.split("the run is complete")[1].splitlines()[0]
@@ -203,8 +206,9 @@ def test_load_if_possible_says_where_there_is_nothing(trainings):
 @pytest.mark.parametrize(
     "kind", ["relative", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("absolute", "url"))]
 )
-def test_t2_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
-    """Trap T2: with the reference's default, a relative path, they never are."""
+@pytest.mark.trap("T2")
+def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
+    """With Levanter's default, a relative path, they are never deleted."""
     monkeypatch.chdir(trainings.folder)
     base = {"relative": "temporary", "absolute": f"{trainings.folder}/absolute", "url": "memory://runs/"}[kind]
     checkpointer = {"base_path": base, "save_interval": 0, "keep": [], "staging_dir": f"{trainings.folder}/staging"}

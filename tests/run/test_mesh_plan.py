@@ -59,7 +59,8 @@ def divided(devices: int, model: int, replica: int, batch: int, per_device: int,
 
 
 @pytest.mark.parametrize(("given", "expected"), DIVISIONS)
-def test_d5_how_batch_and_devices_divide(given, expected):
+@pytest.mark.trap("D5")
+def test_how_the_batch_divides_over_devices(given, expected):
     assert divided(*given) == expected
     assert divided(*given, key="per_device_train_parallelism") == expected
 
@@ -70,8 +71,9 @@ def test_what_does_not_divide_is_named(given, named):
         divided(*given)
 
 
-def test_d4_two_names_of_parallelism():
-    """Deviation: the guide's table says per_device_train_parallelism, its example per_device_parallelism."""
+@pytest.mark.trap("D4")
+def test_per_device_train_parallelism_is_an_alias():
+    """The guide's table says per_device_train_parallelism, its example per_device_parallelism."""
     both = TrainerConfig(per_device_parallelism=2, per_device_train_parallelism=2)
     assert both.parallelism == 2
     with pytest.raises(ConfigError, match=r"per_device_parallelism: 2 .*per_device_train_parallelism: 4"):
@@ -94,15 +96,17 @@ def test_what_the_keys_come_to():
     assert mappings(**advanced) == (compute, compute | {"embed": "data"})
 
 
-def test_d6_compute_axis_resources_exist():
-    """Deviation: the guide documents compute_axis_resources, and the reference has no such key."""
+@pytest.mark.trap("D6")
+def test_compute_axis_resources_extend_the_compute_mapping():
+    """The guide documents compute_axis_resources; Levanter has no such key."""
     compute, parameter = mappings(compute_axis_resources={"mlp": "model"}, model_axis_size=2)
     assert compute == BATCH | {"mlp": "model"}
     assert parameter == BATCH | {"embed": "data"}
 
 
-def test_t6_d7_a_list_of_fsdp_axes_shards_by_each():
-    """Trap T6: the reference turns the list into text, and FSDP is off without a word."""
+@pytest.mark.trap("T6", "D7")
+def test_a_list_of_fsdp_axes_shards_by_each_axis():
+    """Levanter turns the list into a string, which silently disables FSDP."""
 
     def spread(fsdp: Any) -> dict[str, Any]:
         layout = plan_of(fsdp_axis=fsdp).layout

@@ -9,8 +9,9 @@ from jaxlm.run.startup import check_accelerator
 from tests.run.test_mesh_plan import plan_of
 
 
-def test_d22_require_accelerator_is_asked_for():
-    """Deviation: the reference refuses CPUs by default, after trackers and Ray have started."""
+@pytest.mark.trap("D22")
+def test_require_accelerator_is_off_by_default():
+    """Levanter refuses CPUs by default, after trackers and Ray have started."""
     check_accelerator(plan_of())
     check_accelerator(plan_of(require_accelerator=False))
     with pytest.raises(ConfigError, match="require_accelerator: true, but jax finds only CPUs"):

@@ -52,8 +52,9 @@ def test_the_clock_counts_from_the_last_save_of_any_kind():
     assert clock.due()
 
 
-def test_t1_d8_the_guides_own_keep_example_can_be_read():
-    """Trap T1: the reference fails at its documentation's example, whose last rule has no `until`."""
+@pytest.mark.trap("T1", "D8")
+def test_reads_the_guides_keep_example():
+    """Levanter fails on its documentation's own example, whose last rule has no `until`."""
     text = """
     keep:
       - every: 1000  # steps
@@ -73,6 +74,7 @@ def test_t1_d8_the_guides_own_keep_example_can_be_read():
 
 
 @pytest.mark.parametrize("written", ["15m", "15min", "900s", "15 minutes", "0:15:00", 900, 900.0, "900", "0.25h"])
-def test_d21_save_interval_in_every_way_of_writing_it(written):
-    """Deviation: the reference refuses numbers."""
+@pytest.mark.trap("D21")
+def test_every_format_of_save_interval(written):
+    """Levanter refuses numbers."""
     assert decode(CheckpointerConfig, ConfigSource({"save_interval": written})).save_interval == timedelta(minutes=15)

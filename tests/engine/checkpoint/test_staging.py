@@ -67,7 +67,7 @@ def breaking(store, method: str, after: int = 0):
 
 
 class TestFullDisk:
-    """Deviation: a full local disk is none of the store's faults, and is not called one."""
+    """A full local disk is not reported as a failure of the object store."""
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
     def test_while_a_checkpoint_is_fetched(self, store, tmp_path, monkeypatch, number):
