@@ -1,10 +1,16 @@
-"""Writes docs/reference/modules.md from the modules' own first lines: `python docs/generate_reference.py`."""
+"""Writes docs/reference/modules.md from the first line of each module, and the line numbers of docs/reference/walk.md.
+
+python docs/generate_reference.py
+"""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from source_links import with_line_numbers
+
 SOURCE = Path(__file__).parents[1] / "src" / "jaxlm"
+WALK = Path(__file__).parent / "reference" / "walk.md"
 MODULES = Path(__file__).parent / "reference" / "modules.md"
 _HEAD = """# Modules
 
@@ -36,3 +42,4 @@ def _first_paragraph(path: Path) -> str:
 if __name__ == "__main__":
     MODULES.parent.mkdir(exist_ok=True)
     MODULES.write_text(modules(), encoding="utf-8")
+    WALK.write_text(with_line_numbers(WALK.read_text(encoding="utf-8")), encoding="utf-8")

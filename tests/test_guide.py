@@ -57,9 +57,25 @@ def test_the_index_of_keys_is_up_to_date():
     )
 
 
-def test_the_list_of_modules_is_up_to_date():
+def test_the_list_of_modules_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     written = (ROOT / "docs" / "reference" / "modules.md").read_text(encoding="utf-8")
     assert written == script("generate_reference").modules(), "run `python docs/generate_reference.py`"
+
+
+def test_the_walk_leads_to_the_code_and_each_hop_is_taken(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    links = script("source_links")
+    walk = (ROOT / "docs" / "reference" / "walk.md").read_text(encoding="utf-8")
+    assert walk == links.with_line_numbers(walk), "run `python docs/generate_reference.py`"
+    hops = [match for row in walk.partition("Nine hops")[0].splitlines() for match in links.LINK.finditer(row)]
+    assert len(hops) == 10  # main, and nine hops
+    code = ""
+    for match in hops:
+        first, last = links.definitions(match["file"])[match["name"]]
+        name = match["name"].rpartition(".")[2]
+        assert not code or re.search(rf"\b{name}\b", code), f"nothing before {name} calls it"
+        code += "\n".join((ROOT / match["file"]).read_text(encoding="utf-8").splitlines()[first:last])
 
 
 def test_the_pictures_are_up_to_date():
