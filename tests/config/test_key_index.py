@@ -69,6 +69,10 @@ def test_spellings_of_levanter_are_left_to_their_translation(tree):
 def test_recipes_have_no_unknown_key(path):
     KeyIndex.load().check(load_yaml(f"jaxlm:{path.name}"))
     assert recipe(path.stem) == recipe(path.name) == path
+    assert (
+        load_config(["--config_path", f"jaxlm:{path.name}", "--use_hf_model_config", "false"], "jaxlm.train").trainer.id
+        == path.stem
+    )
 
 
 def test_recipes_are_listed_and_copied_but_never_over_a_file(tmp_path, monkeypatch, capsys):

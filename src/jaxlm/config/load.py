@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from jaxlm.config.decode import decode, drop_stale_keys
 from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
 from jaxlm.config.plugins import load_installed_plugins
+from jaxlm.config.recipes import config_file
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource, load_yaml, merge
@@ -53,7 +54,7 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     source, notes = from_levanter(override(source, parsed.options))
     for note in notes:
         print(f"note: {note}")
-    stem = None if parsed.config_path is None else Path(parsed.config_path).stem
+    stem = None if parsed.config_path is None else config_file(parsed.config_path).stem
     return decode_run(source, stem, kind)
 
 
