@@ -46,9 +46,9 @@ def test_a_free_mesh():
     ("axes", "named"),
     [
         ({"data": 3, "model": -1}, "multiply to 3.*8 devices"),
-        ({"data": 2, "model": 2}, "multiply to 4.*one of the sizes be -1"),
-        ({"data": -1, "model": -1}, "one of them may be -1"),
-        ({"data": 0}, "sizes are 1 or more"),
+        ({"data": 2, "model": 2}, "multiply to 4.*Set one of the sizes to -1"),
+        ({"data": -1, "model": -1}, "at most one may be -1"),
+        ({"data": 0}, "sizes must be 1 or more"),
     ],
 )
 def test_sizes_that_do_not_use_the_devices(axes, named):

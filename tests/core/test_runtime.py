@@ -65,7 +65,7 @@ def test_process_0_learns_that_another_has_failed(two):
         main_first(fail(OSError("no such disk")))
     assert said[-1] is False
     two(0, all_well=False)
-    with pytest.raises(PeerError, match="its own output says why"):
+    with pytest.raises(PeerError, match="another process failed; see its output"):
         main_first(lambda: 3)
 
 

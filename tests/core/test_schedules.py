@@ -266,7 +266,7 @@ class TestSections:
             ({"type": "cosine", "timescale": 3}, "no such key"),
             ({"exponent": 2.0}, "no type given"),
             ({"type": "power"}, "'batch_size' is missing"),
-            ("power", "needs keys: {type: power, batch_size: ..., seq_length: ...}"),
+            ("power", "needs keys. Set {type: power, batch_size: ..., seq_length: ...}"),
         ],
     )
     def test_what_is_wrong_is_said(self, wrong, named):

@@ -60,9 +60,9 @@ def test_select_and_partition(pair, patterns, chosen):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("wieght", "'wieght' matches no parameter. There are, nearest first: up.weight"),
+        ("wieght", "'wieght' matches no parameter. Closest names: up.weight"),
         ("count", "no parameter"),
-        ("(", "not a regular"),
+        ("(", "not a valid regular"),
     ],
 )
 def test_patterns_that_select_nothing(pair, pattern, message):
@@ -86,5 +86,5 @@ def test_map_modules_changes_only_what_matches(pair):
 
 
 def test_map_modules_names_what_there_is(pair):
-    with pytest.raises(ConfigError, match=r"matches no Linear layer\. There are, nearest first: down, up"):
+    with pytest.raises(ConfigError, match=r"matches no Linear layer\. Closest names: down, up"):
         tree.map_modules(pair, hnn.Linear, "dwn", lambda module: module)

@@ -108,7 +108,7 @@ def test_a_run_there_and_back(imported, workplace):
     assert "verified with" in result.out
     assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 32
     again = place.run(*arguments, module="jaxlm.convert")
-    assert (again.code, "is there already" in again.err) == (2, True)
+    assert (again.code, "already exists. Choose another folder" in again.err) == (2, True)
     adapters = place.run(*arguments[:3], "--output_dir", "o2", "--adapters", "only", module="jaxlm.convert")
     assert (adapters.code, "has no adapters" in adapters.err) == (2, True)
 

@@ -157,7 +157,7 @@ def test_keys_that_cannot_be_followed_are_named(change, message, tmp_path):
 
 def test_a_folder_is_complete_or_not_there(tmp_path):
     folder = saved(tmp_path / "hf")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match=r"already exists\. Choose another folder"):
         saved(folder)
     windowed = dataclasses.replace(CONFIG, sliding_window=4)
     with pytest.raises(ConfigError, match=r"cannot say all that the model is:\n  model\.sliding_window: 4"):

@@ -131,7 +131,7 @@ REFUSED = {
     "does not divide": ({"axis_resources": {"heads": "data"}, "fsdp_axis": None}, "'heads' has size 4.*8 devices"),
     "twice in one array": (
         {"tensor_parallel_axes": ["mlp", "embed"], "model_axis_size": 2},
-        "'mlp' and 'embed' are both mapped onto 'model'.*mlp.*weight has both",
+        "'mlp' and 'embed' are both mapped to 'model'.*mlp.*weight has both",
     ),
     "two sizes": ({"mesh": {"axes": {"model": -1}}, "model_axis_size": 2}, "model_axis_size: 2 .*mesh.axes"),
     "two mappings": (

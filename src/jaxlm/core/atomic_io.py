@@ -1,4 +1,4 @@
-"""Files and folders that are either complete or absent, whatever kills the process that writes them."""
+"""Atomic writes: files and folders are either complete or absent, even if the writing process is killed."""
 
 import contextlib
 import errno
@@ -19,24 +19,24 @@ _LOCK_NAME = ".lock"
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` that nobody else takes: no other process of this host, and no other host on a shared disk."""
+    """A unique temporary name next to `path`: unique across processes, and across hosts on a shared disk."""
     return path.with_name(f"{path.name}.{platform.node()}-{secrets.token_hex(4)}.tmp")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Deletes what processes of this host that were killed left of `temporary(path)`. Call it with the lock.
+    """Deletes the `temporary_path(path)` files of killed processes of this host. Hold the lock when you call it.
 
-    Where a disk is shared, the lock may hold on each host alone: what others write is theirs.
+    On a shared disk the lock may only work within a host, so files of other hosts are kept: they may be in use.
     """
-    for left in path.parent.glob(glob.escape(f"{path.name}.{platform.node()}-") + "*.tmp"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for leftover in path.parent.glob(glob.escape(f"{path.name}.{platform.node()}-") + "*.tmp"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Holds `folder` against other processes of this machine; the kernel lets go when the process dies.
+    """Locks `folder` against other processes of this machine. The kernel releases the lock if the process dies.
 
-    The lock file stays behind: deleting it while another process waits on it would let two in.
+    The lock file is not deleted: if another process waits on a deleted file, two processes could hold the lock.
     """
     import fcntl  # not on Windows
 
@@ -44,14 +44,14 @@ def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log(f"another process is writing in {folder}; waiting until it is done")
+            log(f"another process is writing to {folder}; waiting for it to finish")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write; it takes the name `path` once the block has ended and the bytes are on disk."""
+    """Yields a temporary path to write to. When the block ends, the file is synced to disk and renamed to `path`."""
     unfinished = temporary_path(path)
     try:
         yield unfinished
@@ -64,9 +64,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder to make and fill; it takes the name `folder` once the block has ended and its files are on disk.
-
-    Call it with the lock.
+    """Yields the path of a temporary folder to create and fill. When the block ends, its files are synced to disk and the
+    folder is renamed to `folder`. Hold the lock when you call it.
     """
     remove_leftovers(folder)
     unfinished = temporary_path(folder)
@@ -80,7 +79,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def commit_folder(unfinished: Path, folder: Path) -> None:
-    """Gives a folder whose files are all on disk its final name; where another host was faster, its folder stays."""
+    """Renames a folder whose files are all on disk to its final name. If another host was faster, keeps that host's."""
     fsync(unfinished)
     try:
         os.rename(unfinished, folder)
@@ -90,12 +89,12 @@ def commit_folder(unfinished: Path, folder: Path) -> None:
     fsync(folder.parent)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The disk, or what this user may have of it, is full."""
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers for a full disk or an exceeded quota."""
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on disk."""
+    """Waits until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,24 +103,24 @@ def fsync(path: Path) -> None:
 
 
 def check_unused(folder: Path) -> None:
-    """Every process calls this before any of them writes: what process 0 sees counts.
+    """Checks that an output folder does not exist. Every process must call this before any of them writes.
 
     Raises:
-        ConfigError: there is something of that name already.
+        ConfigError: on process 0, the folder exists and is not empty.
     """
     if is_taken(folder):
-        raise ConfigError(f"{folder} is there already. Name another folder, or move that one away")
+        raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether process 0 sees something there, other than an empty folder; the same answer on every process."""
+    """Whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer."""
     taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     return bool(broadcast_from_main(np.asarray(int(taken))))
 
 
 @contextlib.contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, beside the one whose name it takes once the block has ended and all bytes are on disk."""
+    """Yields a temporary folder to write to. When the block ends, it is synced to disk and renamed to `folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     unfinished.mkdir()
@@ -129,7 +128,7 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         yield unfinished
         for path in (*unfinished.iterdir(), unfinished):
             fsync(path)
-        os.replace(unfinished, folder)  # an empty folder of that name is replaced
+        os.replace(unfinished, folder)  # replaces an empty folder
         fsync(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

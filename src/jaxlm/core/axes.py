@@ -1,7 +1,7 @@
-"""The axis names, in one place.
+"""Names of all axes.
 
-Logical axes name what a dimension *is*; mesh axes name which devices share it. A run maps the first onto the second
-twice: once for parameters at rest, once for computation (`jaxlm.core.sharding`).
+Logical axes name the dimensions of arrays; mesh axes name the dimensions of the device mesh. A run has two mappings from
+logical to mesh axes: one for stored parameters and one for computation (`jaxlm.core.sharding`).
 """
 
 from typing import Any
@@ -12,17 +12,17 @@ from jaxlm.core.imports import haliax
 MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
 BATCH = "batch"
 POSITION = "position"
-KEY_POSITION = "key_position"  # the position axis as seen by attention's keys and values
-CACHE_ROW = "cache_row"  # a head of keys and values of a row, where the cache counts both as one
+KEY_POSITION = "key_position"  # the position axis of attention's keys and values
+CACHE_ROW = "cache_row"  # (batch row, KV head) pairs, for KV caches that flatten the two into one axis
 
 # Logical axes of parameters.
 LAYERS = "layers"
 EMBED = "embed"
 MLP = "mlp"
 EXPERTS = "experts"
-ROUTES = "routes"  # experts as their router sees them: all of them, wherever they lie
+ROUTES = "routes"  # all experts in the router's output; separate from EXPERTS, which may be sharded
 VOCAB = "vocab"
-KV_HEADS = "kv_heads"  # heads of keys and values
+KV_HEADS = "kv_heads"
 HEADS = "heads"  # query heads
 HEAD_SIZE = "head_size"
 LORA = "lora_rank"
@@ -35,5 +35,5 @@ MESH_AXES = (REPLICA, DATA, MODEL)
 
 
 def axes_of(spec: Any) -> tuple[haliax.Axis, ...]:
-    """The axes of what is written as one, or as several: `Linear.In`."""
+    """A single axis or several, as a tuple; for fields such as `Linear.In`."""
     return (spec,) if isinstance(spec, haliax.Axis) else tuple(spec)

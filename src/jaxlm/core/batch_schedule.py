@@ -1,8 +1,8 @@
-"""How large each step's batch is: a function of the step's number.
+"""The batch size as a function of the step.
 
 step       0 ..........  999 | 1000 ..........
-sequences  32 a step         | 64 a step
-examples   0 ....... 31,999  | 32,000 ........     what a step reads is found without the steps before it
+sequences  32 per step       | 64 per step
+examples   0 ....... 31,999  | 32,000 ........     a step's examples are computed without running earlier steps
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A batch size, and when it begins.
+    """A batch size and the step at which it starts.
 
     Attributes:
-        start: the first step that has it, counted from 0 over the whole run.
-        value: sequences a step, over all devices.
+        start: first step with this size, counted from 0 over the whole run.
+        value: sequences per step, over all devices.
     """
 
     start: int
@@ -24,13 +24,13 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class BatchStage:
-    """Steps with batches of one shape.
+    """Consecutive steps with the same batch shape.
 
     Attributes:
-        start: the first of them, from 0.
-        size: sequences a step. Where they do not fill the micro-batches, empty ones do.
-        num_microbatches: parts that the step works on one after another.
-        microbatch: sequences of one part, over all devices.
+        start: first step, counted from 0.
+        size: sequences per step. Empty sequences pad the micro-batches if they do not fill them.
+        num_microbatches: micro-batches per step, processed one after another.
+        microbatch: sequences per micro-batch, over all devices.
     """
 
     start: int
@@ -40,75 +40,75 @@ class BatchStage:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(micro-batches, sequences of one): what a program is compiled for."""
+        """(micro-batches, sequences per micro-batch). Each shape needs its own compiled program."""
         return self.num_microbatches, self.microbatch
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batches of all steps.
+    """Batch sizes of all steps.
 
     Attributes:
-        stages: by their starts, the first at 0.
+        stages: ordered by start; the first starts at 0.
     """
 
     stages: tuple[BatchStage, ...]
 
     @staticmethod
     def of(sizes: Sequence[BatchSize]) -> "BatchSchedule":
-        """Of batches that nothing divides."""
+        """A schedule in which each batch is one micro-batch."""
         return BatchSchedule(tuple(BatchStage(one.start, one.value, 1, one.value) for one in sizes))
 
     @staticmethod
     def constant(size: int) -> "BatchSchedule":
-        """Batches that are all of one size, and that nothing divides."""
+        """A schedule in which all batches have the same size and are one micro-batch."""
         return BatchSchedule.of([BatchSize(0, size)])
 
     @property
     def first(self) -> BatchStage:
-        """Where it begins."""
+        """The first stage."""
         return self.stages[0]
 
     @property
     def largest(self) -> BatchStage:
-        """The stage with the most sequences a step."""
+        """The stage with the most sequences per step."""
         return max(self.stages, key=lambda stage: stage.size)
 
     def at(self, step: int) -> BatchStage:
-        """The stage that a step (from 0) is in."""
+        """The stage of a step (from 0)."""
         return next(stage for stage in reversed(self.stages) if stage.start <= step)
 
     def between(self, step: int, end: int) -> tuple[BatchStage, ...]:
-        """The stages of the steps from `step` on and below `end`."""
+        """The stages of steps `step` to `end` (exclusive)."""
         return (self.at(step), *(stage for stage in self.stages if step < stage.start < end))
 
     def same_until(self, step: int, end: int) -> int:
-        """The first step behind this one with batches of another shape; `end` where none comes before it."""
+        """The first step after `step` with another batch shape, or `end` if there is none before it."""
         here, *later = self.between(step, end)
         return next((stage.start for stage in later if stage.shape != here.shape), end)
 
     def examples_before(self, step: int) -> int:
-        """Sequences that all steps before this one take together, those that only fill up not counted."""
+        """Total number of sequences in all steps before `step`, without padding."""
         ends = [*(stage.start for stage in self.stages[1:]), step]
         spans = zip(self.stages, ends, strict=True)
         return sum(stage.size * max(0, min(end, step) - stage.start) for stage, end in spans)
 
     def examples_between(self, step: int, end: int) -> int:
-        """The same of the steps from `step` on and below `end`."""
+        """Total number of sequences in steps `step` to `end` (exclusive), without padding."""
         return self.examples_before(end) - self.examples_before(step)
 
     def whole_steps(self, examples: int) -> int:
-        """How many steps so many sequences are enough for."""
+        """Number of complete steps in this many sequences."""
         stage = next(s for s in reversed(self.stages) if self.examples_before(s.start) <= examples)
         return stage.start + (examples - self.examples_before(stage.start)) // stage.size
 
     def steps_for(self, examples: int) -> int:
-        """How many steps it takes until so many sequences have been read; the last batch may reach beyond them."""
+        """Number of steps needed to read this many sequences. The last batch may read more."""
         steps = self.whole_steps(examples)
         return steps + (self.examples_before(steps) < examples)
 
     def counted_from(self, step: int) -> "BatchSchedule":
-        """The same from a step on, which then is step 0."""
+        """The schedule from `step` on, with `step` renumbered to 0."""
         later = (stage for stage in self.stages if stage.start > step)
         return BatchSchedule(
             (replace(self.at(step), start=0), *(replace(stage, start=stage.start - step) for stage in later))

@@ -1,8 +1,8 @@
-"""How often what is being traced can be differentiated.
+"""Custom backward passes that can be turned off where second derivatives are needed.
 
-A kernel with a backward pass of its own (`jax.custom_vjp`) is faster and keeps less than what automatic differentiation
-makes of its definition, and it can be differentiated once: inside of a loop or of recomputation jax has no derivative of
-the backward pass. Whoever wants second derivatives traces the kernels as their definitions instead.
+A kernel with a custom backward pass (`jax.custom_vjp`) is faster and stores fewer residuals than autodiff of its
+definition, but it can be differentiated only once: inside a loop or remat, jax cannot differentiate the backward pass. To
+take second derivatives, trace the kernels as their plain definitions.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,25 +11,26 @@ from typing import Any
 
 import jax
 
-# Not a context variable: jax's caches of traced functions must tell the two apart.
+# A jax user context rather than a context variable, because jax's tracing caches must distinguish the two cases.
 _twice = jax.make_user_context(False)
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    """What is traced inside can be differentiated as often as one likes: kernels are their definitions.
+    """Inside this context, functions are traced so that they can be differentiated more than once.
 
-    Values and first derivatives are the same, up to the order of float operations; time and memory are not.
+    Kernels are replaced by their plain definitions. Values and first derivatives are the same up to floating-point
+    rounding; run time and memory use differ.
     """
     return _twice(True)
 
 
 def is_twice_differentiable() -> bool:
-    """Whether this is traced inside of `twice_differentiable`."""
+    """Whether the current trace is inside `twice_differentiable`."""
     return _twice.value
 
 
 class CustomVjp:
-    """`jax.custom_vjp`, but for what is traced inside of `twice_differentiable`: that is the function as it is written."""
+    """`jax.custom_vjp`, except inside `twice_differentiable`, where the function is traced as it is defined."""
 
     def __init__(self, definition: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
         self._definition = definition
@@ -41,5 +42,5 @@ class CustomVjp:
     def defvjp(
         self, forward: Callable[..., Any], backward: Callable[..., Any], *, symbolic_zeros: bool = False
     ) -> None:
-        """Says what the backward pass is, as `jax.custom_vjp.defvjp`."""
+        """Defines the backward pass, as `jax.custom_vjp.defvjp` does."""
         self._kernel.defvjp(forward, backward, symbolic_zeros=symbolic_zeros)

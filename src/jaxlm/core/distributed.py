@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and notice that one of them is gone."""
+"""Connecting the processes of a multi-process run, with timeouts for lost processes."""
 
 import glob
 import importlib.util
@@ -17,17 +17,18 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How several processes find each other. SLURM, TPU pods and Open MPI are recognised without any of it.
+    """How the processes of a multi-process run connect. SLURM, TPU pods and Open MPI are detected automatically.
 
     Attributes:
-        coordinator_address: `host:port` of process 0.
-        num_processes: how many processes there are.
-        process_id: this one's number, from 0.
-        local_device_ids: the devices of this process; null means all that it sees, and under SLURM its share of
+        coordinator_address: `host:port` of process 0; null detects it. Set it together with `num_processes` and
+            `process_id`.
+        num_processes: total number of processes; null detects it.
+        process_id: index of this process, from 0; null detects it.
+        local_device_ids: devices of this process. Null uses all visible devices; under SLURM, this task's share of
             CUDA_VISIBLE_DEVICES.
-        initialization_timeout: how long to wait until all processes are there.
-        heartbeat_timeout: how long a process may be silent before all others stop with a message.
-        shutdown_timeout: how long a process that is done waits for the others.
+        initialization_timeout: maximum time to wait at startup until all processes have connected.
+        heartbeat_timeout: time without a heartbeat after which a process counts as lost and all others stop with an error.
+        shutdown_timeout: maximum time that a finished process waits for the others.
     """
 
     coordinator_address: str | None = None
@@ -39,23 +40,23 @@ class DistributedConfig:
     shutdown_timeout: timedelta = timedelta(minutes=5)
 
     def join(self) -> None:
-        """Connects this process to the others, if the configuration or the environment names any.
+        """Connects this process to the others, if the configuration or the environment describes any.
 
         Raises:
-            ConfigError: the configuration names them in part, or a timeout is no time.
+            ConfigError: the configuration is incomplete, or a timeout is shorter than a second.
         """
-        by_hand = (self.coordinator_address, self.num_processes, self.process_id)
+        explicit = (self.coordinator_address, self.num_processes, self.process_id)
         for name in ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout"):
             if getattr(self, name) < timedelta(seconds=1):
-                raise ConfigError(f"trainer.distributed.{name}: {getattr(self, name)} given, 1s and more expected")
-        if any(value is not None for value in by_hand) and None in by_hand:
+                raise ConfigError(f"trainer.distributed.{name}: {getattr(self, name)} given, 1s or more expected")
+        if any(value is not None for value in explicit) and None in explicit:
             raise ConfigError(
-                "trainer.distributed: coordinator_address, num_processes and process_id go together, given were "
-                f"{self.coordinator_address}, {self.num_processes}, {self.process_id}"
+                f"trainer.distributed: coordinator_address {self.coordinator_address}, num_processes {self.num_processes},"
+                f" process_id {self.process_id} given. They go together: set all three or none"
             )
-        if (None in by_hand and detected(os.environ) is None) or jax.distributed.is_initialized():
+        if (None in explicit and detected(os.environ) is None) or jax.distributed.is_initialized():
             return
-        # jax would otherwise take SIGTERM for itself; the run has its own handler, which saves first.
+        # jax would otherwise handle SIGTERM itself; the run has its own handler, which saves a checkpoint first.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             self.coordinator_address,
@@ -76,7 +77,7 @@ class DistributedConfig:
 
 
 def detected(environment: Mapping[str, str]) -> str | None:
-    """The launcher that started several processes of this run, by the variables that it sets; None where none did."""
+    """The launcher that started several processes of this run, detected by its environment variables; None if none did."""
     if all(name in environment for name in _SLURM) and int(environment["SLURM_NTASKS"]) > 1:
         return "SLURM"
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
@@ -89,9 +90,9 @@ def detected(environment: Mapping[str, str]) -> str | None:
 
 
 def slurm_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """This task's share of the GPUs that the tasks of its node see together; all, where it sees only its own.
+    """This task's share of the GPUs that all tasks of its node see, or all visible GPUs if it only sees its own.
 
-    jax itself would take one GPU a task, whatever their number.
+    jax would always use one GPU per task.
     """
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")))

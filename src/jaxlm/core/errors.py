@@ -1,4 +1,4 @@
-"""Exceptions that a command prints as one message, and the checks of configuration values that raise them."""
+"""Exceptions that commands print without a traceback, and checks of configuration values that raise them."""
 
 from collections.abc import Iterable
 
@@ -8,45 +8,45 @@ EXIT_INTERRUPTED = 130
 
 
 class ConfigError(ValueError):
-    """The user asked for something impossible: what was given, what is allowed, what to change.
+    """Invalid user input. The message says what was given, what is allowed, and what to change.
 
-    Commands print its text without a traceback and exit with code 2.
+    Commands print the message without a traceback and exit with code 2.
     """
 
 
 class PeerError(Exception):
-    """Another process of the run has failed, and this one has nothing left to do.
+    """Another process of the run failed, so this process stops too.
 
-    Commands print its text without a traceback and exit with code 1.
+    Commands print the message without a traceback and exit with code 1.
     """
 
 
 def check_at_least(path: str, given: float, least: float) -> None:
-    """`given` is `least` or more."""
+    """Raises `ConfigError` unless `given` is at least `least`."""
     if not given >= least:
         raise ConfigError(f"{path}: {given} given, {least} or more expected")
 
 
 def check_positive(path: str, given: float) -> None:
-    """`given` is more than 0."""
+    """Raises `ConfigError` unless `given` is above 0."""
     if not given > 0:
         raise ConfigError(f"{path}: {given} given, a number above 0 expected")
 
 
 def check_probability(path: str, given: float) -> None:
-    """`given` lies in [0, 1)."""
+    """Raises `ConfigError` unless `given` is in [0, 1)."""
     if not 0 <= given < 1:
-        raise ConfigError(f"{path}: {given} given, a probability from 0 up to, but not, 1 expected")
+        raise ConfigError(f"{path}: {given} given, a probability of at least 0 and less than 1 expected")
 
 
 def check_choice(path: str, given: str, allowed: Iterable[str]) -> None:
-    """`given` is one of `allowed`."""
+    """Raises `ConfigError` unless `given` is one of `allowed`."""
     if given not in (names := sorted(allowed)):
         raise ConfigError(f"{path}: '{given}' given. Allowed: {', '.join(names)}")
 
 
 def check_divides(path: str, given: int, whole_path: str, whole: int) -> None:
-    """`given` divides `whole`."""
+    """Raises `ConfigError` unless `given` divides `whole`."""
     if whole % given:
         divisors = [str(d) for d in range(1, whole + 1) if whole % d == 0]
         shown = ", ".join(divisors if len(divisors) <= 24 else [*divisors[:24], "..."])

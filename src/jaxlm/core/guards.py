@@ -1,6 +1,6 @@
-"""What looks at every step's loss and gradient, and may have its update left out.
+"""Guards inspect every step's loss and gradient norm, and may skip its update.
 
-The update of a step that is not finite is left out whatever the judges say.
+The update of a non-finite step is always skipped, regardless of the guards.
 """
 
 import abc
@@ -10,12 +10,12 @@ import jax
 
 
 class StepStats(NamedTuple):
-    """What a step shows before its update is applied.
+    """Values of a step before its update is applied.
 
     Attributes:
-        objective: float32, what was minimised.
-        norm: float32, of the gradient.
-        finite: bool, whether both are.
+        objective: float32, the minimized loss.
+        norm: float32, the global gradient norm.
+        finite: bool, whether both are finite.
     """
 
     objective: jax.Array
@@ -24,11 +24,11 @@ class StepStats(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a judge makes of a step.
+    """A guard's decision about a step.
 
     Attributes:
         applies: bool, whether the update may be applied.
-        slot: the judge's memory after the step, applied or not.
+        slot: the guard's new state, whether the update is applied or not.
         metrics: scalars to log, by name.
     """
 
@@ -38,14 +38,17 @@ class Verdict(NamedTuple):
 
 
 class StepGuard(abc.ABC):
-    """A judge of steps with a memory, which is part of the state: checkpointed, and the same on every process."""
+    """Decides whether to apply each step's update.
+
+    Its state is part of `RunState`: it is checkpointed and equal on every process.
+    """
 
     name: ClassVar[str]
-    """Owner of the slot."""
+    """Name of the guard's slot."""
 
     @abc.abstractmethod
     def init_slot(self) -> Any:
-        """The memory before the first step. Traceable."""
+        """The state before the first step. Traceable."""
 
     @abc.abstractmethod
     def judge(self, slot: Any, stats: StepStats) -> Verdict:

@@ -1,4 +1,4 @@
-"""What the devices can do: peak arithmetic rates, which model FLOPs utilisation is measured against, and memory."""
+"""Device capabilities: peak FLOP/s, from which MFU (model FLOPs utilization) is computed, and memory."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-# Dense bf16 FLOP/s of one device, from the vendors' data sheets (SXM parts; no sparsity). Longest match wins.
+# Dense bf16 FLOP/s per device, from the vendors' data sheets (SXM parts; no sparsity). The longest match wins.
 _PEAK_BF16 = {
     "tpu v2": 22.5e12,
     "tpu v3": 61.5e12,
@@ -32,20 +32,20 @@ _PEAK_BF16 = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device by the name that jax gives it; None where it is not known (CPUs)."""
+    """Peak dense bf16 FLOP/s for a jax `device_kind`; None if unknown (CPUs)."""
     words = f" {device_kind.lower().replace('-', ' ').replace('nvidia', ' ')} "
     known = [name for name in _PEAK_BF16 if f" {name} " in words]
     return _PEAK_BF16[max(known, key=len)] if known else None
 
 
 def cuda_capability(device: Any) -> tuple[int, int] | None:
-    """CUDA compute capability of an NVIDIA device, (9, 0) for Hopper; None of anything else."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(found[1]), int(found[2])) if found else None
+    """CUDA compute capability of an NVIDIA device, such as (9, 0) for Hopper; None for other devices."""
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def memory_limit() -> int | None:
-    """Bytes of memory that one device has for this process; on CPU, its share of the machine's. None if not known."""
+    """Bytes of device memory available to this process; on CPU, the device's share of host memory. None if unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()

@@ -1,4 +1,4 @@
-"""Importing haliax so that it works on every jax, and Python's garbage collector, paused where most of what is made stays."""
+"""Imports haliax with a fix for new jax versions, and pauses garbage collection during allocation-heavy startup code."""
 
 import contextlib
 import gc
@@ -7,29 +7,28 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Has the collector rest, as a context or a decorator: for imports, plans and compiled programs.
+    """Pauses garbage collection. Use it as a context manager or decorator around imports, planning and compilation.
 
-    It would search all that is there again each time that there is a quarter more: 0.5 of a start's 3.4 s of CPU
-    (`docs/log.md`).
-    What is there at the end counts as old, as if searched; garbage among it waits for the next full collection.
+    The collector would traverse all objects each time their number grows by a quarter, which costs 0.5 s of the 3.4 s of
+    CPU time at startup (`docs/log.md`). At the end all objects move to the oldest generation without a traversal; garbage
+    among them waits for the next full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else it is not ours to thaw
+        if gc.get_freeze_count() == 0:  # otherwise unfreeze() would also unfreeze objects that the caller froze
             gc.freeze()
-            gc.unfreeze()  # into the oldest generation
+            gc.unfreeze()  # moves all objects to the oldest generation
         if was_enabled:
             gc.enable()
 
 
 def restore_is_constant_dim() -> None:
-    """Gives ``jax.core`` back the one name that haliax needs, on jax versions that dropped it.
+    """Restores `jax.core.is_constant_dim`, which haliax needs, on jax versions that removed it.
 
-    haliax 1.4.dev453 calls ``jax.core.is_constant_dim``, which jax removed in 0.11. The function itself still exists under
-    ``jax._src.core``.
+    haliax 1.4.dev453 calls it; jax removed it in 0.11. The function still exists in `jax._src.core`.
     """
     import jax.core
 
@@ -39,7 +38,7 @@ def restore_is_constant_dim() -> None:
         jax.core.is_constant_dim = jax_core.is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
 
 
-with gc_paused():  # the two that create the most objects; every part of jaxlm that computes needs both
+with gc_paused():  # the imports that create the most objects
     import haliax as haliax
     import optax as optax
 restore_is_constant_dim()

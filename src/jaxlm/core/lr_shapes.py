@@ -1,4 +1,4 @@
-"""How a learning rate comes down from its peak: the formulas that `lr_schedule` names."""
+"""Shapes of the learning-rate decay: the formulas that `lr_schedule` selects."""
 
 import abc
 import dataclasses
@@ -16,14 +16,14 @@ Number = jax.Array | np.ndarray | float
 
 
 class ShapeSpan(NamedTuple):
-    """Where in a decay a value is asked for. All may be traced.
+    """Position within a decay, and its parameters. All values may be traced.
 
     Attributes:
-        since: steps since the decay began, from 0 to `length`.
-        length: steps of the decay.
-        warmup: steps of the warmup of the same cycle.
-        peak: the value that it comes down from.
-        low: the last value, as a fraction of the peak.
+        since: steps since the decay started, from 0 to `length`.
+        length: length of the decay in steps.
+        warmup: length of the same cycle's warmup in steps.
+        peak: value at the start of the decay.
+        low: value at the end of the decay, as a fraction of the peak.
     """
 
     since: Number
@@ -34,28 +34,28 @@ class ShapeSpan(NamedTuple):
 
     @property
     def xp(self) -> Any:
-        """NumPy where all is known (a picture compiles nothing), jax's form of it where something is traced."""
+        """`jax.numpy` if any value is a jax array, otherwise NumPy, so that plots compile nothing."""
         return jnp if any(isinstance(number, jax.Array) for number in self) else np
 
 
 @dataclass(frozen=True)
 class LrShape(draccus.ChoiceRegistry, abc.ABC):
-    """A way down, by `type:`. A plain name means the same with its defaults."""
+    """Shape of a decay, selected by `type:`. A plain name selects the shape with its default options."""
 
     reaches_zero: ClassVar[bool] = True
-    """Whether `min_lr_ratio: 0` makes sense."""
+    """Whether the shape supports `min_lr_ratio: 0`."""
     may_be_empty: ClassVar[bool] = True
-    """Whether a decay that is written down as no steps at all leaves the peak as it is, rather than being a mistake."""
+    """Whether an explicit decay of 0 steps is allowed and keeps the peak, rather than being an error."""
 
     @abc.abstractmethod
     def value(self, at: ShapeSpan) -> Number:
-        """The value there."""
+        """The value at a position in the decay."""
 
 
 @LrShape.register_subclass("constant")
 @dataclass(frozen=True)
 class Constant(LrShape):
-    """Stays at the peak; `min_lr_ratio` has no meaning then."""
+    """Stays at the peak and ignores `min_lr_ratio`."""
 
     def value(self, at: ShapeSpan) -> Number:
         return at.xp.full_like(at.xp.asarray(at.since, np.float32), at.peak)
@@ -64,7 +64,7 @@ class Constant(LrShape):
 @LrShape.register_subclass("linear")
 @dataclass(frozen=True)
 class Linear(LrShape):
-    """A straight line down to the low value."""
+    """Linear decay to the final value."""
 
     def value(self, at: ShapeSpan) -> Number:
         return at.peak * (1 - (1 - at.low) * at.since / at.length)
@@ -73,10 +73,10 @@ class Linear(LrShape):
 @LrShape.register_subclass("cosine")
 @dataclass(frozen=True)
 class Cosine(LrShape):
-    """Half a wave of the cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
+    """Cosine decay (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
 
     Attributes:
-        exponent: what the half wave, from 1 to 0, is raised to.
+        exponent: exponent applied to the cosine factor, which falls from 1 to 0.
     """
 
     exponent: float = 1.0
@@ -85,7 +85,7 @@ class Cosine(LrShape):
 
     def __post_init__(self):
         if not self.exponent > 0:
-            raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, more than 0 expected")
+            raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, a number above 0 expected")
 
     def value(self, at: ShapeSpan) -> Number:
         wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
@@ -95,38 +95,38 @@ class Cosine(LrShape):
 @LrShape.register_subclass("polynomial")
 @dataclass(frozen=True)
 class Polynomial(LrShape):
-    """What is left of the decay, raised to a power.
+    """Polynomial decay: the remaining fraction of the decay, raised to a power.
 
     Attributes:
-        power: 1 is a straight line, more falls faster at first.
+        power: exponent. 1 is linear; a larger power falls faster at first.
     """
 
     power: float = 1.0
 
     def __post_init__(self):
         if not self.power > 0:
-            raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, more than 0 expected")
+            raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, a number above 0 expected")
 
     def value(self, at: ShapeSpan) -> Number:
-        left = 1 - at.since / at.length
-        return at.peak * (at.low + (1 - at.low) * left**self.power)
+        remaining = 1 - at.since / at.length
+        return at.peak * (at.low + (1 - at.low) * remaining**self.power)
 
 
 @LrShape.register_subclass("inv_sqrt")
 @dataclass(frozen=True)
 class InvSqrt(LrShape):
-    """One over the root of the cycle's steps (Vaswani et al. 2017, arXiv:1706.03762, equation 3), never below the low
-    value; the decay's length does not matter.
+    """Inverse square root of the step in the cycle (Vaswani et al. 2017, arXiv:1706.03762, equation 3), but at least the
+    minimum. It does not depend on the length of the decay.
 
     Attributes:
-        timescale: steps of a cycle, warmup included, before it falls at all.
+        timescale: steps from the start of the cycle, including warmup, after which the learning rate starts to fall.
     """
 
     timescale: float = 10_000
 
     def __post_init__(self):
         if not self.timescale > 0:
-            raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, more than 0 expected")
+            raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, a number above 0 expected")
 
     def value(self, at: ShapeSpan) -> Number:
         steps = at.xp.maximum(at.since + at.warmup, 1.0)
@@ -136,7 +136,7 @@ class InvSqrt(LrShape):
 @LrShape.register_subclass("inv")
 @dataclass(frozen=True)
 class Inv(LrShape):
-    """One over the steps, so scaled that it ends at the low value. Its first step has already come down."""
+    """Inverse of the step, scaled so that it ends at the final value. Its first step is already below the peak."""
 
     reaches_zero: ClassVar[bool] = False
 
@@ -147,14 +147,14 @@ class Inv(LrShape):
 @LrShape.register_subclass("power")
 @dataclass(frozen=True)
 class Power(LrShape):
-    """A power of the tokens since the decay began, but never above the peak (Shen et al. 2024, arXiv:2408.13359,
-    equation 4); neither `min_lr_ratio` nor the decay's length matters.
+    """Power law in the number of tokens since the decay started, at most the peak (Shen et al. 2024, arXiv:2408.13359,
+    equation 4). It ignores `min_lr_ratio` and the length of the decay.
 
     Attributes:
-        batch_size: sequences a step.
-        seq_length: tokens a sequence.
-        a: amplitude; `batch_size` multiplies it.
-        b: exponent of the tokens.
+        batch_size: sequences per step.
+        seq_length: tokens per sequence.
+        a: amplitude; multiplied by `batch_size`.
+        b: exponent of the number of tokens; negative.
     """
 
     batch_size: int
@@ -165,8 +165,8 @@ class Power(LrShape):
     def __post_init__(self):
         if self.a <= 0 or self.b >= 0 or self.batch_size < 1 or self.seq_length < 1:
             raise ConfigError(
-                f"optimizer.lr_schedule: a power of a={self.a}, b={self.b}, batch_size={self.batch_size},"
-                f" seq_length={self.seq_length} given; a above 0, b below 0 and sizes of 1 and more expected"
+                f"optimizer.lr_schedule: power with a={self.a}, b={self.b}, batch_size={self.batch_size},"
+                f" seq_length={self.seq_length} given; a above 0, b below 0, and sizes of 1 or more expected"
             )
 
     def value(self, at: ShapeSpan) -> Number:
@@ -175,10 +175,10 @@ class Power(LrShape):
 
 
 def lr_shape_of(given: str | LrShape) -> LrShape:
-    """The decay that a plain name stands for.
+    """Resolves a shape name to the shape with its default options.
 
     Raises:
-        ConfigError: there is none of that name, or it has keys without a default.
+        ConfigError: the name is unknown, or the shape has required keys.
     """
     if isinstance(given, LrShape):
         return given
@@ -188,10 +188,10 @@ def lr_shape_of(given: str | LrShape) -> LrShape:
     required = [f.name for f in dataclasses.fields(known[given]) if f.default is dataclasses.MISSING]
     if required:
         keys = ", ".join(f"{name}: ..." for name in required)
-        raise ConfigError(f"optimizer.lr_schedule: '{given}' needs keys: {{type: {given}, {keys}}}")
+        raise ConfigError(f"optimizer.lr_schedule: '{given}' needs keys. Set {{type: {given}, {keys}}}")
     return known[given]()
 
 
 def lr_shape_name(given: str | LrShape) -> str:
-    """The name of a decay, for people."""
+    """The name of a shape, for messages."""
     return given if isinstance(given, str) else given.get_choice_name(type(given))

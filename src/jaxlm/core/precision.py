@@ -1,7 +1,7 @@
-"""The dtypes that parameters are stored and computed in (`trainer.mp`), and loss scaling for float16.
+"""Mixed precision: storage and compute dtypes (`trainer.mp`), and loss scaling for float16.
 
-Source of loss scaling: Micikevicius et al. 2018, Mixed Precision Training (arXiv:1710.03740), section 3.2; grown and shrunk
-as in the same group's later libraries. The scale is a power of two, so in any dtype with room for it scaling changes no bit.
+Source of loss scaling: Micikevicius et al. 2018, Mixed Precision Training (arXiv:1710.03740), section 3.2; the scale is
+adjusted as in the same group's later libraries. It is a power of two, so scaling is exact unless it overflows or underflows.
 """
 
 import abc
@@ -19,46 +19,43 @@ T = TypeVar("T")
 
 
 class LossScale(abc.ABC):
-    """A factor on the loss before the backward pass, taken out of the gradient after it."""
+    """Scales the loss before the backward pass, and unscales the gradient after it."""
 
     @property
     @abc.abstractmethod
     def guards(self) -> tuple[StepGuard, ...]:
-        """What follows the steps to choose the factor."""
+        """Guards that track the steps to adjust the scale."""
 
     @abc.abstractmethod
     def scaled(self, loss: jax.Array, slots: dict[str, Any]) -> jax.Array:
-        """The loss times the factor."""
+        """The loss multiplied by the scale."""
 
     @abc.abstractmethod
     def unscaled(self, gradient: T, slots: dict[str, Any]) -> T:
-        """The gradient without it."""
+        """The gradient divided by the scale."""
 
 
 @dataclass(frozen=True)
 class Unscaled(LossScale):
-    """No factor, and nothing is computed."""
+    """No loss scaling."""
 
     @property
     def guards(self) -> tuple[StepGuard, ...]:
-        """None."""
         return ()
 
     def scaled(self, loss: jax.Array, slots: dict[str, Any]) -> jax.Array:
-        """The loss itself."""
         return loss
 
     def unscaled(self, gradient: T, slots: dict[str, Any]) -> T:
-        """The gradient itself."""
         return gradient
 
 
 class ScaleState(eqx.Module):
-    """The factor, and what the next one depends on.
+    """State of dynamic loss scaling.
 
     Attributes:
         scale: float32, a power of two.
-        good_steps: int32, finite steps since it last changed.
+        good_steps: int32, number of finite steps since the scale last changed.
     """
 
     scale: jax.Array
@@ -67,12 +64,12 @@ class ScaleState(eqx.Module):
 
 @dataclass(frozen=True)
 class DynamicLossScale(LossScale, StepGuard):
-    """Halves the factor after a step that is not finite, and doubles it after so many that were.
+    """Halves the scale after a non-finite step, and doubles it after `growth_interval` finite steps in a row.
 
     Attributes:
-        initial: the first factor.
-        growth_interval: finite steps in a row before it is doubled.
-        smallest, largest: it stays between them.
+        initial: initial scale.
+        growth_interval: number of consecutive finite steps before the scale is doubled.
+        smallest, largest: limits of the scale.
     """
 
     name: ClassVar[str] = "loss_scale"
@@ -84,7 +81,6 @@ class DynamicLossScale(LossScale, StepGuard):
 
     @property
     def guards(self) -> tuple[StepGuard, ...]:
-        """Itself."""
         return (self,)
 
     def scaled(self, loss: jax.Array, slots: dict[str, Any]) -> jax.Array:
@@ -98,7 +94,7 @@ class DynamicLossScale(LossScale, StepGuard):
         return ScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def judge(self, slot: ScaleState, stats: StepStats) -> Verdict:
-        """Never leaves out a step that is finite."""
+        """Updates the scale. Never skips a finite step."""
         good_steps = slot.good_steps + 1
         grows = good_steps >= self.growth_interval
         grown = jnp.where(grows, jnp.minimum(slot.scale * 2, self.largest), slot.scale)
@@ -130,9 +126,9 @@ class Precision:
     """The dtypes of a run.
 
     Attributes:
-        params: of parameters, gradients and optimizer state at rest.
-        compute: of matrix products and activations. Norms, softmax and the loss are float32 in any case.
-        loss_scale: keeps small gradients from vanishing; float16 needs one.
+        params: dtype of stored parameters, gradients and optimizer state.
+        compute: dtype of matrix products and activations. Norms, softmax and the loss are always float32.
+        loss_scale: loss scaling, which float16 needs to keep small gradients from underflowing.
     """
 
     params: jnp.dtype
@@ -140,17 +136,20 @@ class Precision:
     loss_scale: LossScale = field(default_factory=Unscaled)
 
     def to_params(self, tree: T) -> T:
-        """Floating-point leaves in the dtype that parameters rest in."""
+        """Casts floating-point leaves to the parameter dtype."""
         return _cast(tree, self.params)
 
     def to_compute(self, tree: T) -> T:
-        """Floating-point leaves in the compute dtype."""
+        """Casts floating-point leaves to the compute dtype."""
         return _cast(tree, self.compute)
 
     @property
     def wide(self) -> "Precision":
-        """The same with float32 in the place of a compute dtype that needs its loss scaled: second derivatives are taken
-        along directions as long as the square root of a model's size, and float16 ends at 65,504."""
+        """The same precision, but with float32 compute if the compute dtype needs loss scaling.
+
+        Used for second derivatives: their directions have a norm of about the square root of the number of parameters,
+        and float16 overflows at 65,504.
+        """
         if isinstance(self.loss_scale, Unscaled):
             return self
         return Precision(self.params, jnp.dtype(jnp.float32))
@@ -165,35 +164,36 @@ def _cast(tree: T, dtype) -> T:
 
 
 def parse_precision(text: str) -> Precision:
-    """Reads `f32`, `bf16` or `p=f32,c=bfloat16[,o=bfloat16]` (long names `params`, `compute`, `output` too).
+    """Parses `f32`, `bf16` or `p=f32,c=bfloat16[,o=bfloat16]`. The long names `params`, `compute`, `output` work too.
 
-    Compute defaults to params; computing in float16 brings dynamic loss scaling with it. The output dtype may be
-    written, as configurations of other programs do, but only as the compute dtype: the loss reads hidden states in the
-    compute dtype and works in float32.
+    Compute defaults to params. A float16 compute dtype turns on dynamic loss scaling. The output dtype is accepted for
+    compatibility with other programs, but must equal the compute dtype: the loss reads hidden states in the compute dtype
+    and computes in float32.
 
     Raises:
-        ConfigError: an unknown part or dtype, parameters in float16, or an output dtype that would have no effect.
+        ConfigError: an unknown part or dtype, float16 parameters, or an output dtype that would have no effect.
     """
     parts = text.split(",") if "=" in text else [f"params={text}", f"compute={text}"]
-    found: dict[str, jnp.dtype] = {}
+    dtypes: dict[str, jnp.dtype] = {}
     for part in parts:
         name, _, value = part.strip().partition("=")
         if name not in _PARTS:
             raise ConfigError(
                 f"trainer.mp: '{text}' has the part '{name}'. Allowed: p=, c=, o= (params, compute, output)"
             )
-        found[_PARTS[name]] = _dtype(value.strip(), text)
-    params = found.get("params", jnp.dtype(jnp.float32))
-    compute = found.get("compute", params)
-    if found.get("output", compute) != compute:
+        dtypes[_PARTS[name]] = _dtype(value.strip(), text)
+    params = dtypes.get("params", jnp.dtype(jnp.float32))
+    compute = dtypes.get("compute", params)
+    if dtypes.get("output", compute) != compute:
         raise ConfigError(
-            f"trainer.mp: '{text}' asks for another output than compute dtype, which would have no effect: hidden"
-            f" states stay in the compute dtype and the loss works in float32. Leave `o=` out or set it to {compute.name}"
+            f"trainer.mp: '{text}' sets an output dtype that differs from the compute dtype, which would have no effect:"
+            " hidden states stay in the compute dtype and the loss is computed in float32. Remove `o=` or set it to"
+            f" {compute.name}"
         )
     if params == jnp.float16:
         raise ConfigError(
-            f"trainer.mp: '{text}' keeps parameters in float16, where small updates and the optimizer's epsilon vanish."
-            " Use 'p=f32,c=float16'"
+            f"trainer.mp: '{text}' stores parameters in float16, where small updates and the optimizer's epsilon"
+            " underflow. Use 'p=f32,c=float16'"
         )
     return Precision(params, compute, DynamicLossScale() if compute == jnp.float16 else Unscaled())
 
@@ -203,5 +203,5 @@ def _dtype(name: str, text: str) -> jnp.dtype:
         raise ConfigError(f"trainer.mp: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
     dtype = jnp.dtype(_DTYPES[name])
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
-        raise ConfigError(f"trainer.mp: '{text}' needs 64-bit arrays: set JAX_ENABLE_X64=1 in the environment")
+        raise ConfigError(f"trainer.mp: '{text}' needs 64-bit arrays. Set JAX_ENABLE_X64=1 in the environment")
     return dtype

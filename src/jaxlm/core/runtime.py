@@ -1,4 +1,4 @@
-"""The processes of a run: jax's options in each, waiting for them, talking about process 0."""
+"""Multi-process utilities: jax options, broadcasts from process 0, and work that only process 0 does."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -13,29 +13,29 @@ T = TypeVar("T")
 
 
 def configure_jax(options: Mapping[str, Any]) -> None:
-    """Sets options of jax itself. Call it before anything of jax is used.
+    """Sets jax configuration options. Call it before jax is used.
 
     Raises:
-        ConfigError: jax has no such option, or not such a value.
+        ConfigError: jax has no such option, or does not accept the value.
     """
     for name, value in options.items():
         if name == "jax_compilation_cache_dir":
-            raise ConfigError("trainer.jax_config.jax_compilation_cache_dir: say trainer.compilation_cache_dir instead")
+            raise ConfigError("trainer.jax_config.jax_compilation_cache_dir: set trainer.compilation_cache_dir instead")
         try:
             jax.config.update(name, value)
         except (AttributeError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"trainer.jax_config.{name}: {value!r} given; jax {jax.__version__} says: {error}"
+                f"trainer.jax_config.{name}: {value!r} given, which jax {jax.__version__} does not accept: {error}"
             ) from error
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that prints, logs and decides on time."""
+    """Whether this is process 0, which prints, logs and makes time-based decisions."""
     return jax.process_index() == 0
 
 
 def broadcast_from_main(values: np.ndarray) -> np.ndarray:
-    """Process 0's small array, on every process."""
+    """Broadcasts a small array from process 0 to every process."""
     if jax.process_count() == 1:
         return values
     from jax.experimental import multihost_utils
@@ -44,7 +44,7 @@ def broadcast_from_main(values: np.ndarray) -> np.ndarray:
 
 
 def all_processes(holds: bool) -> bool:
-    """Whether something holds on every process; each must ask."""
+    """Whether `holds` is true on every process. Every process must call this."""
     if jax.process_count() == 1:
         return holds
     from jax.experimental import multihost_utils
@@ -53,7 +53,7 @@ def all_processes(holds: bool) -> bool:
 
 
 def same_on_all_processes(text: str) -> bool:
-    """Whether all processes have the same text; each must ask."""
+    """Whether all processes pass the same text. Every process must call this."""
     if jax.process_count() == 1:
         return True
     from jax.experimental import multihost_utils
@@ -63,58 +63,58 @@ def same_on_all_processes(text: str) -> bool:
 
 
 def main_only(act: Callable[[], T]) -> T | None:
-    """Calls `act` on process 0 while the others wait; they get None.
+    """Calls `act` on process 0 while the other processes wait. Returns its result on process 0 and None on the others.
 
     Raises:
-        BaseException: what `act` raises, on process 0.
-        ConfigError, PeerError: the same message, on all others: they end with it instead of waiting for what never comes.
+        BaseException: on process 0, whatever `act` raises.
+        ConfigError, PeerError: on the other processes, with the same message, so that they do not wait forever.
     """
     if jax.process_count() == 1:
         return act()
-    made, news = None, np.zeros(_NEWS_BYTES, np.uint8)
+    result, status = None, np.zeros(_STATUS_BYTES, np.uint8)
     if is_main_process():
         try:
-            made = act()
+            result = act()
         except BaseException as failure:
-            broadcast_from_main(_news_of(failure))
+            broadcast_from_main(_encode_failure(failure))
             raise
-    told = broadcast_from_main(news)
-    if told[0] != _ALL_WELL:
-        raise _failure_told(told)
-    return made
+    status = broadcast_from_main(status)
+    if status[0] != _OK:
+        raise _decode_failure(status)
+    return result
 
 
 def main_first(make: Callable[[], T]) -> T:
-    """Calls `make` on process 0, then on all others: what it builds on disk is there when they look for it.
+    """Calls `make` on process 0 and then on the others, so that they find the files that process 0 writes.
 
     Raises:
-        BaseException: what `make` raises, where it does.
-        ConfigError, PeerError: on all other processes, which would otherwise wait for that one.
+        BaseException: on the process where `make` fails, whatever it raises.
+        ConfigError, PeerError: on all other processes, so that they do not wait forever.
     """
-    made = main_only(make)
+    result = main_only(make)
     if jax.process_count() > 1:
         try:
-            made = made if is_main_process() else make()
+            result = result if is_main_process() else make()
         except BaseException:
             all_processes(False)
             raise
         if not all_processes(True):
-            raise PeerError("another process has failed; its own output says why")
-    return cast(T, made)
+            raise PeerError("another process failed; see its output for the cause")
+    return cast(T, result)
 
 
-# What process 0 tells the others: one byte for the kind, then text.
-_NEWS_BYTES = 4096
-_ALL_WELL, _CONFIG, _OTHER = range(3)
+# The status that process 0 broadcasts: one byte for the kind, then the error message.
+_STATUS_BYTES = 4096
+_OK, _CONFIG_ERROR, _OTHER_ERROR = range(3)
 
 
-def _news_of(failure: BaseException) -> np.ndarray:
-    kind = _CONFIG if isinstance(failure, ConfigError) else _OTHER
-    text = str(failure) if kind == _CONFIG else f"{type(failure).__name__}: {failure}"
-    raw = bytes([kind]) + text.encode()[: _NEWS_BYTES - 1]
-    return np.frombuffer(raw.ljust(_NEWS_BYTES, b"\0"), np.uint8)
+def _encode_failure(failure: BaseException) -> np.ndarray:
+    kind = _CONFIG_ERROR if isinstance(failure, ConfigError) else _OTHER_ERROR
+    text = str(failure) if kind == _CONFIG_ERROR else f"{type(failure).__name__}: {failure}"
+    raw = bytes([kind]) + text.encode()[: _STATUS_BYTES - 1]
+    return np.frombuffer(raw.ljust(_STATUS_BYTES, b"\0"), np.uint8)
 
 
-def _failure_told(news: np.ndarray) -> Exception:
-    text = "process 0: " + news[1:].tobytes().rstrip(b"\0").decode(errors="ignore")
-    return ConfigError(text) if news[0] == _CONFIG else PeerError(text)
+def _decode_failure(status: np.ndarray) -> Exception:
+    text = "process 0: " + status[1:].tobytes().rstrip(b"\0").decode(errors="ignore")
+    return ConfigError(text) if status[0] == _CONFIG_ERROR else PeerError(text)

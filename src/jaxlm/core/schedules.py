@@ -1,6 +1,6 @@
-"""Learning rate by step: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} x more cycles.
+"""Learning-rate schedules: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} per additional cycle.
 
-A schedule is a table of segments with one look-up for all of them, the same for a Python integer and for a traced one.
+A schedule is a table of segments with a single lookup, which works for Python integers and traced ones.
 Source of the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4; of its cycles: Wen et al.
 2024 (arXiv:2410.05192), section 4.
 """
@@ -20,17 +20,17 @@ from jaxlm.core.lr_shapes import LrShape, ShapeSpan, lr_shape_name, lr_shape_of
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """What a schedule looks like, in numbers. Lengths are steps, or fractions of their cycle.
+    """Parameters of a schedule. Lengths are steps, or fractions of their cycle.
 
     Attributes:
-        peak: the highest value.
-        warmup: from 0 up to the peak, in the first cycle.
-        decay: from the peak down; None decays over all that warmup leaves.
-        kind: the way down, or its name.
-        min_ratio: the last value of a cycle as a fraction of the peak.
-        rewarmup: from the last value of a cycle up to the peak of the next; 0 jumps.
-        cycles: how many, or the low points between them.
-        cycle_length: of each: steps, a fraction of the whole, or a list.
+        peak: highest value.
+        warmup: length of the warmup from 0 to the peak in the first cycle.
+        decay: length of the decay from the peak; None decays over everything after the warmup.
+        kind: decay shape, or its name.
+        min_ratio: value at the end of each cycle, as a fraction of the peak.
+        rewarmup: length of the warmup of later cycles, from the last value of the previous cycle; 0 jumps to the peak.
+        cycles: number of cycles, or the steps at which cycles end.
+        cycle_length: length of each cycle in steps or as a fraction of all steps, or a list.
     """
 
     peak: float
@@ -45,14 +45,14 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """One stretch of a schedule.
+    """A segment of a schedule.
 
     Attributes:
         name: warmup, rewarmup, stable or decay.
-        start: its first step.
-        length: its steps.
-        first, last: its values at both ends; a decay's way between them is its formula's, the others' a straight line.
-        warmup: steps of its cycle's warmup.
+        start: first step.
+        length: number of steps.
+        first, last: values at both ends. A decay follows its shape between them; other segments are linear.
+        warmup: length of the same cycle's warmup in steps.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """The step after its last."""
+        """The step after the last one."""
         return self.start + self.length
 
 
 class Schedule:
-    """Step to value. Before step 0 and after the last segment the nearest end holds."""
+    """Maps a step to a value. Steps before 0 and after the last segment get the value at the nearest end."""
 
     def __init__(self, segments: Sequence[Segment], decay: LrShape, peak: float, low: float):
         self.segments = tuple(segments)
@@ -79,19 +79,24 @@ class Schedule:
         self._table = np.array(rows, np.float32).T
 
     def __call__(self, step: int | np.ndarray | jax.Array) -> Any:
-        """The value for the update that follows `step` updates: float32, traceable. Known steps compile nothing."""
+        """The value for the update after `step` updates, as float32. Traceable; concrete steps compile nothing."""
         xp: Any = jnp if isinstance(step, jax.Array) else np
         step = xp.asarray(step, np.int32)
         row = xp.maximum(xp.searchsorted(self._starts, step, side="right") - 1, 0)
         length, first, last, warmup, is_decay = (xp.asarray(column)[row] for column in self._table)
         since = xp.clip(xp.asarray(step - xp.asarray(self._starts)[row], np.float32), 0, length)
         line = first + (last - first) * since / length
-        with np.errstate(divide="ignore"):  # a power of 0 tokens, which the peak bounds
+        with np.errstate(divide="ignore"):  # a negative power of 0 tokens is inf, which the peak limits
             fallen = self._decay.value(ShapeSpan(since, length, warmup, self._peak, self._low))
-        return xp.minimum(xp.where(is_decay > 0, fallen, line), self._peak)  # a formula may round to just above it
+        return xp.minimum(
+            xp.where(is_decay > 0, fallen, line), self._peak
+        )  # a formula may round to just above the peak
 
     def corner_points(self) -> list[tuple[int, float, str]]:
-        """(step, value, what begins or ends there), for people; where a cycle jumps, the last value before it too."""
+        """(step, value, label) at the start of each segment and at the end, for display.
+
+        If a cycle starts with a jump, the last value before the jump is included.
+        """
         points: list[tuple[int, float, str]] = []
         for before, segment in zip((None, *self.segments), self.segments, strict=False):
             if before is not None and before.name == "decay" and segment.name != "rewarmup":
@@ -102,20 +107,20 @@ class Schedule:
 
 
 def make_schedule(shape: ScheduleSpec, num_steps: int) -> Schedule:
-    """The schedule of a run, or a phase, of `num_steps` steps.
+    """Builds the schedule of a run or phase of `num_steps` steps.
 
-    Warmup is cut to its cycle and decay to what warmup leaves, so no part ever overwrites another.
+    Warmup is limited to the length of its cycle, and decay to the steps after the warmup, so segments never overlap.
 
     Raises:
-        ConfigError: an unknown decay, low points that do not fit, or a length that is neither a fraction from 0 to 1
+        ConfigError: an unknown decay shape, cycles that do not fit, or a length that is neither a fraction from 0 to 1
             nor a whole number of steps.
     """
     decay = lr_shape_of(shape.kind)
     if not 0 <= shape.min_ratio <= 1:
-        raise ConfigError(f"optimizer.min_lr_ratio: {shape.min_ratio} given, 0 to 1 expected")
+        raise ConfigError(f"optimizer.min_lr_ratio: {shape.min_ratio} given, a number from 0 to 1 expected")
     if shape.min_ratio == 0 and not decay.reaches_zero:
         raise ConfigError(
-            f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Give optimizer.min_lr_ratio above 0"
+            f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Set optimizer.min_lr_ratio above 0"
         )
     segments: list[Segment] = []
     points = low_points(shape.cycles, shape.cycle_length, num_steps)
@@ -128,41 +133,41 @@ def make_schedule(shape: ScheduleSpec, num_steps: int) -> Schedule:
 
 
 def _cycle(shape: ScheduleSpec, decay: LrShape, warmup: Segment, end: int) -> Iterator[Segment]:
-    """A cycle from its warmup, which may be empty, to `end`; what is empty is left out."""
-    left = end - warmup.end
-    falling = left if shape.decay is None else _decay_steps(shape.decay, decay, end - warmup.start, left)
+    """The non-empty segments of a cycle that starts with `warmup`, which may be empty, and ends at `end`."""
+    remaining = end - warmup.end
+    falling = remaining if shape.decay is None else _decay_steps(shape.decay, decay, end - warmup.start, remaining)
     if warmup.length:
         yield warmup
-    if left > falling:
-        yield Segment("stable", warmup.end, left - falling, shape.peak, shape.peak, warmup.length)
+    if remaining > falling:
+        yield Segment("stable", warmup.end, remaining - falling, shape.peak, shape.peak, warmup.length)
     if falling:
         at = ShapeSpan(float(falling), float(falling), float(warmup.length), shape.peak, shape.min_ratio)
         last = float(decay.value(at))
         yield Segment("decay", end - falling, falling, shape.peak, last, warmup.length)
 
 
-def _decay_steps(length: int | float, decay: LrShape, cycle: int, left: int) -> int:
+def _decay_steps(length: int | float, decay: LrShape, cycle: int, remaining: int) -> int:
     steps = to_num_steps("decay", length, cycle)
     if not steps and not decay.may_be_empty:
         raise ConfigError(
-            f"optimizer.decay: {length} of a cycle of {cycle} steps is none at all, so that lr_schedule"
-            f" {lr_shape_name(decay)} has no effect. Give a longer one, or lr_schedule: constant"
+            f"optimizer.decay: {length} of a cycle of {cycle} steps is 0 steps, so lr_schedule {lr_shape_name(decay)} has"
+            " no effect. Set a longer decay, or lr_schedule: constant"
         )
-    return min(steps, left)
+    return min(steps, remaining)
 
 
 def to_num_steps(name: str, value: int | float, num_steps: int) -> int:
-    """Steps that a length stands for: up to 1 it is a fraction of `num_steps`, above it a number of steps.
+    """Converts a length to steps: up to 1 it is a fraction of `num_steps`, above 1 a number of steps.
 
-    So 1 means all steps, not one.
+    A length of 1 therefore means all steps, not one.
 
     Raises:
-        ConfigError: below 0, or a broken number above 1.
+        ConfigError: the length is negative, or above 1 and not a whole number.
     """
     if value < 0 or (value > 1 and value != int(value)):
         raise ConfigError(
             f"optimizer.{name}: {value} given. Allowed: a fraction from 0 to 1 (1 means all of it, not one step), or a"
-            " whole number of steps from 2"
+            " whole number of steps of 2 or more"
         )
     return int(value * num_steps) if value <= 1 else int(value)
 
@@ -170,18 +175,18 @@ def to_num_steps(name: str, value: int | float, num_steps: int) -> int:
 def low_points(
     cycles: int | Sequence[int] | None, cycle_length: int | float | Sequence[int] | None, num_steps: int
 ) -> list[int]:
-    """Where a schedule of `num_steps` is at its lowest: 0, the end of every cycle, `num_steps`.
+    """Cycle boundaries of a schedule of `num_steps` steps: 0, the end of every cycle, `num_steps`.
 
     Args:
-        cycles: how many cycles there are, or the low points between them.
-        cycle_length: of each, as steps or as a fraction of all steps, or a list of the first ones' lengths. What does not
-            make another whole cycle is added to the last one.
+        cycles: number of cycles, or the steps at which cycles end.
+        cycle_length: length of each cycle in steps or as a fraction of all steps, or a list of lengths of the first
+            cycles. Steps that do not fill another cycle are added to the last one.
 
     Raises:
-        ConfigError: both are given, or there are no such low points.
+        ConfigError: both arguments are set, or the boundaries are not increasing within `num_steps`.
     """
     if cycles is not None and cycle_length is not None:
-        raise ConfigError("optimizer: both cycles and cycle_length are given. Leave one of them out")
+        raise ConfigError("optimizer: cycles and cycle_length are both set. Remove one")
     if cycles is not None:
         inner, name = _by_cycles(cycles, num_steps), f"cycles: {cycles}"
     elif cycle_length is not None:
@@ -191,7 +196,8 @@ def low_points(
     points = [0, *inner] if inner and inner[-1] == num_steps else [0, *inner, num_steps]
     if any(low >= high for low, high in itertools.pairwise(points)):
         raise ConfigError(
-            f"optimizer.{name}: the low points {_shown(points)} must rise, and lie within the {num_steps} steps"
+            f"optimizer.{name}: the cycle boundaries {_format_points(points)} must increase and be within the"
+            f" {num_steps} steps"
         )
     return points
 
@@ -200,7 +206,7 @@ def _by_cycles(cycles: int | Sequence[int], num_steps: int) -> list[int]:
     if not isinstance(cycles, int):
         return list(cycles)
     if not 1 <= cycles <= num_steps:
-        raise ConfigError(f"optimizer.cycles: {cycles} given, 1 to {num_steps} (the steps there are) expected")
+        raise ConfigError(f"optimizer.cycles: {cycles} given, 1 to {num_steps} (the number of steps) expected")
     return [int(num_steps / cycles * number) for number in range(1, cycles)]
 
 
@@ -213,6 +219,6 @@ def _by_length(length: int | float | Sequence[int], num_steps: int) -> list[int]
     return [steps * number for number in range(1, num_steps // steps)]
 
 
-def _shown(points: Sequence[int]) -> str:
-    shown = [str(p) for p in points]
-    return ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-3:]])
+def _format_points(points: Sequence[int]) -> str:
+    texts = [str(p) for p in points]
+    return ", ".join(texts if len(texts) <= 12 else [*texts[:6], "...", *texts[-3:]])

@@ -1,11 +1,11 @@
-"""What a failed read or write means: the local disk is at fault, or a remote store."""
+"""Turns errors of remote stores into one exception, and distinguishes them from local disk errors."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlm.core.atomic_io import FULL
+from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.errors import ConfigError
 
 
@@ -13,21 +13,21 @@ from jaxlm.core.errors import ConfigError
 def storage_errors(
     failure: Callable[[str], Exception], *, local: Path | None = None, passthrough: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Around what speaks to a store by fsspec, whose implementations raise the kinds of their own client libraries.
+    """Wraps calls to a remote store through fsspec, whose implementations raise exceptions of their client libraries.
 
     Args:
-        failure: what to raise instead. It takes the kind and the words of the first cause.
-        here: the local side; what fails there is raised as it is.
-        told: kinds that say themselves what they mean, as a `ConfigError` does: raised as they are.
+        failure: makes the exception to raise instead, from the type and message of the root cause.
+        local: local side of the transfer; errors there are re-raised unchanged.
+        passthrough: exception types to re-raise unchanged, as `ConfigError` always is.
     """
     if not (logger := logging.getLogger("gcsfs")).handlers:
-        # It would print a traceback of its own beside the message. Whoever configures logging still sees it.
+        # Without a handler, gcsfs prints a traceback in addition to the message. Configured logging still shows it.
         logger.addHandler(logging.NullHandler())
     try:
         yield
     except (ConfigError, *passthrough):
         raise
-    except Exception as error:  # whatever the store's client library raises, each its own kinds
+    except Exception as error:  # client libraries of stores raise their own types
         if local is not None and is_local_failure(error, local):
             raise
         cause: BaseException = error
@@ -37,13 +37,13 @@ def storage_errors(
 
 
 def is_local_failure(error: BaseException, folder: Path) -> bool:
-    """Whether what failed, while something was copied to or from a store, is the local disk.
+    """Whether the local disk caused the failure of a copy to or from a remote store.
 
     Args:
-        folder: the local side of the copy.
+        folder: local side of the copy.
     """
     if not isinstance(error, OSError):
         return False
-    if error.errno in FULL:
-        return True  # writing says no file name; stores speak of their own space in other words
+    if error.errno in DISK_FULL_ERRNOS:
+        return True  # errors on write carry no file name, and stores report their own quota differently
     return error.filename is not None and Path(error.filename).absolute().is_relative_to(folder.absolute())

@@ -1,7 +1,7 @@
-"""Model trees by the paths of their leaves: listing, selecting, splitting, changing modules.
+"""Operations on model trees by leaf path: list, select, partition, replace modules.
 
-A leaf is an array, or a `NamedArray` as a whole. Its path is what one would write in Python, dotted:
-`transformer.layers.attention.q.weight`; places in lists and tuples are numbers.
+A leaf is an array or a whole `NamedArray`. Its path is dotted, as in Python: `transformer.layers.attention.q.weight`.
+Positions in lists and tuples are numbers.
 """
 
 import difflib
@@ -18,11 +18,11 @@ from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T")
 M = TypeVar("M")
-_NEAR_SHOWN = 5
+_NUM_SUGGESTIONS = 5
 
 
 def is_named(x: Any) -> bool:
-    """Whether a tree's node is a `NamedArray`: where walks over leaves must stop."""
+    """Whether a node is a `NamedArray`. Use it as `is_leaf` in traversals."""
     return isinstance(x, hax.NamedArray)
 
 
@@ -32,23 +32,23 @@ def raw(leaf: Any) -> Any:
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """A path of jax's as one writes it: `transformer.layers.0.weight`."""
+    """Formats a jax key path as `transformer.layers.0.weight`."""
     return ".".join(_part(entry) for entry in path)
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the tree's order."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
-    return [(dotted(path), leaf) for path, leaf in found]
+    leaves_with_path, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    return [(dotted(path), leaf) for path, leaf in leaves_with_path]
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
-    """The tree with `change(path, leaf)` in place of every leaf."""
+    """Replaces every leaf by `change(path, leaf)`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(dotted(path), leaf), tree, is_leaf=is_named)
 
 
 def replace_leaves(tree: T, arrays: Mapping[str, Any]) -> T:
-    """The same tree with other arrays in its leaves. `arrays` has one for every path."""
+    """Replaces the array in every leaf. `arrays` must contain every path."""
 
     def replaced(path: str, leaf: Any) -> Any:
         return hax.NamedArray(arrays[path], leaf.axes) if is_named(leaf) else arrays[path]
@@ -57,18 +57,20 @@ def replace_leaves(tree: T, arrays: Mapping[str, Any]) -> T:
 
 
 def select(tree: T, patterns: Sequence[str]) -> T:
-    """A mask: True at each floating-point leaf whose path one of the regular expressions is found in.
+    """A mask that is True at each floating-point leaf whose path matches one of the regular expressions.
 
-    `re.search` decides: `attention` matches anywhere in the path, `^head` at its beginning, `weight$` at its end.
+    Matching uses `re.search`: `attention` matches anywhere in the path, `^head` at its start, `weight$` at its end.
 
     Raises:
-        ConfigError: an expression is malformed, or is found in no path at all.
+        ConfigError: an expression is invalid or matches no path.
     """
     compiled = [_compiled(pattern) for pattern in patterns]
     paths = [path for path, leaf in leaves(tree) if is_inexact(leaf)]
     for pattern in compiled:
         if not any(pattern.search(path) for path in paths):
-            raise ConfigError(f"the pattern '{pattern.pattern}' matches no parameter. {_near(pattern.pattern, paths)}")
+            raise ConfigError(
+                f"the pattern '{pattern.pattern}' matches no parameter. {_suggestions(pattern.pattern, paths)}"
+            )
 
     def chosen(path: str, leaf: Any) -> bool:
         return is_inexact(leaf) and any(pattern.search(path) for pattern in compiled)
@@ -77,43 +79,42 @@ def select(tree: T, patterns: Sequence[str]) -> T:
 
 
 def partition(tree: T, mask: Any) -> tuple[T, T]:
-    """(leaves where the mask is True, the others): the same tree twice, None where the other one has the leaf."""
+    """Splits a tree into (leaves where the mask is True, other leaves). Missing leaves are None in each."""
     return eqx.partition(tree, mask, is_leaf=is_named)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is an array, concrete or abstract, of floating-point numbers."""
+    """Whether a leaf is a floating-point array, concrete or abstract."""
     dtype = getattr(raw(leaf), "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
 def num_parameters(tree: Any) -> int:
-    """Numbers in all floating-point leaves."""
+    """Total number of elements in all floating-point leaves."""
     return sum(raw(leaf).size for _, leaf in leaves(tree) if is_inexact(leaf))
 
 
 def modules(tree: Any, kind: type[M]) -> list[M]:
-    """Every module of a type, in the tree's order."""
+    """All modules of a type, in the tree's order."""
     return [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
 
 
 def modules_by_path(tree: Any, kind: type[M]) -> list[tuple[str, M]]:
-    """(path, module) of every module of a type."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [(dotted(path), node) for path, node in found if isinstance(node, kind)]
+    """(path, module) of all modules of a type."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [(dotted(path), node) for path, node in nodes if isinstance(node, kind)]
 
 
 def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]) -> T:
-    """The tree with `change` applied to every module of a type whose path the expression is found in.
+    """Applies `change` to every module of a type whose path matches the regular expression.
 
     Raises:
-        ConfigError: there is no such module; names those that there are.
+        ConfigError: no module matches; the message lists those that exist.
     """
     compiled = _compiled(pattern)
-    modules, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
-    paths = [dotted(path) for path, module in modules if isinstance(module, kind)]
+    paths = [path for path, _ in modules_by_path(tree, kind)]
     if not any(compiled.search(path) for path in paths):
-        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {_near(pattern, paths)}")
+        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {_suggestions(pattern, paths)}")
 
     def changed(path: Any, node: Any) -> Any:
         return change(node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
@@ -125,12 +126,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"'{pattern}' is not a regular expression: {error}") from error
+        raise ConfigError(f"'{pattern}' is not a valid regular expression: {error}") from error
 
 
-def _near(pattern: str, paths: Sequence[str]) -> str:
-    near = difflib.get_close_matches(pattern, paths, n=_NEAR_SHOWN, cutoff=0.0)
-    return f"There are, nearest first: {', '.join(near)}" if near else "There are none at all"
+def _suggestions(pattern: str, paths: Sequence[str]) -> str:
+    similar = difflib.get_close_matches(pattern, paths, n=_NUM_SUGGESTIONS, cutoff=0.0)
+    return f"Closest names: {', '.join(similar)}" if similar else "The model has none"
 
 
 def _part(entry: Any) -> str:

@@ -1,4 +1,4 @@
-"""The values that travel between the parts: sums with their weights, token batches, what a step reports."""
+"""Values passed between packages: weighted sums, token batches, reports of steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 
 class Sum(eqx.Module):
-    """A total and the weight that it is a total over.
+    """A weighted sum and its total weight.
 
-    Losses and metrics stay sums until the last moment, because sums of micro-batches, masked rows and devices add up
-    exactly and means do not.
+    Losses and metrics stay sums as long as possible: sums over micro-batches, masked rows and devices can be added, means
+    cannot.
 
     Attributes:
         total: scalar float32, the weighted sum.
-        weight: scalar float32, what to divide by.
+        weight: scalar float32, the denominator of the mean.
     """
 
     total: jax.Array
@@ -28,19 +28,20 @@ class Sum(eqx.Module):
         return Sum(self.total + other.total, self.weight + other.weight)
 
     def mean(self) -> jax.Array:
-        """total / weight, and 0 where the weight is 0."""
+        """total / weight; 0 if the weight is 0."""
         return self.total / jnp.where(self.weight == 0, 1.0, self.weight)
 
 
 class TokenBatch(eqx.Module):
-    """Packed token windows. Every field has the axes {[microbatch,] batch, position}.
+    """Packed token sequences. Every field has the axes {[microbatch,] batch, position}.
 
     Attributes:
-        tokens: int32, the inputs.
-        targets: int32, the token that follows each input.
-        loss_mask: float32, 1 where the target counts; 0 on padding and where the target belongs to another document.
-        segment_ids: int32, one number a document within its row, from 1; 0 is padding.
-        positions: int32, position within the document (within the row for a document that began in an earlier row).
+        tokens: int32, input tokens.
+        targets: int32, the token that follows each input token.
+        loss_mask: float32, 1 if the target counts toward the loss; 0 on padding and if the target belongs to another
+            document.
+        segment_ids: int32, number of the document within its row, from 1; 0 is padding.
+        positions: int32, position within the document (within the row for a document that started in an earlier row).
     """
 
     tokens: hax.NamedArray
@@ -52,11 +53,11 @@ class TokenBatch(eqx.Module):
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of an array's numbers in equal bins.
+    """Counts of an array's values in bins of equal width.
 
     Attributes:
-        low, high: the ends of the first and the last bin: the least and the greatest number.
-        counts: from low to high.
+        low, high: smallest and largest value: the outer edges of the first and last bin.
+        counts: number of values per bin, from low to high.
     """
 
     low: float
@@ -65,25 +66,25 @@ class Histogram:
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """Of the bins, one more than there are; a histogram of equal numbers is 1 wide."""
+        """Bin edges, one more than there are bins. If all values are equal, the histogram is 1 wide."""
         width = (self.high - self.low if self.high > self.low else 1.0) / len(self.counts)
         return tuple(self.low + width * number for number in range(len(self.counts) + 1))
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of the numbers was finite: there are no ends then."""
+        """Whether no value was finite. `low` and `high` have no meaning then."""
         return not any(self.counts)
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one finished step reports to the hooks.
+    """Report of a finished step to the hooks.
 
     Attributes:
-        step: updates done in the whole run, this one included (`step-N` = N).
-        phase: the phase's name.
-        metrics: plain Python numbers by metric name.
-        histograms: by name, of the arrays that are watched.
+        step: number of steps in the whole run, including this one (`step-N` = N).
+        phase: name of the phase.
+        metrics: Python numbers by metric name.
+        histograms: histograms of the watched arrays, by name.
     """
 
     step: int

@@ -28,4 +28,4 @@ def test_the_others_do_not_wait_where_process_0_fails(tmp_path, monkeypatch, whe
     monkeypatch.setattr(runtime, "all_processes", lambda holds: holds)
     with pytest.raises(OSError, match="no such disk"):
         latest_valid(folder, print)
-    assert "OSError: no such disk" in str(runtime._failure_told(said[-1]))
+    assert "OSError: no such disk" in str(runtime._decode_failure(said[-1]))

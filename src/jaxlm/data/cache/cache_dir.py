@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxlm.core.atomic_io import FULL
+from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def disk_full_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         raise ConfigError(
             f"data.cache_dir: no space left for {folder}. What is finished stays: make room and start again"
