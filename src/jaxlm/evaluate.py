@@ -158,19 +158,19 @@ def evaluate(
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
         for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=other):
-            batches = eval_batches(data_set.windows, batch_size=size, layout=plan.layout, max_batches=max_batches)
+            batches = eval_batches(data_set.sequences, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))
-            found = meter.measure(model, with_provenance(batches, data_set.windows, groups))
+            found = meter.measure(model, with_provenance(batches, data_set.sequences, groups))
             sums |= dict(zip(groups.urls, found, strict=True))
     return sums
 
 
 def _groups(data_set: ValidationData) -> Provenance:
     """What the tokens of a source are counted by: all together under its name, or by URL."""
-    source, windows = data_set.source, data_set.windows
+    source, windows = data_set.source, data_set.sequences
     if not source.name:
-        return source.origins(VALIDATION, windows)
+        return source.provenance(VALIDATION, windows)
     return Provenance((source.name,), np.array([windows.cache.num_tokens], np.int64))
 
 

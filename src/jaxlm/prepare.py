@@ -127,7 +127,7 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {mixture.seq_len} tokens"
     for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):
         own = {name: column[row] for name, column in columns.items()}
-        windows, name = mixture.windows(source), mixture.names[source]
+        windows, name = mixture.sequences(source), mixture.names[source]
         where = f"window {place} of {len(windows)}{f' of {name}' if name else ''}"
         targets = int(own["loss_mask"].sum())
         yield f"=== row {row}: {where}, {targets} targets in {windows.seq_len} tokens ==="
@@ -154,7 +154,7 @@ def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[
     shown: dict[str, str] = {}
     for one in prepared:
         train = [("train", name, windows) for name, windows in one.data.train.items()]
-        held_out = [("validation", part.source.name, part.windows) for part in one.data.validation]
+        held_out = [("validation", part.source.name, part.sequences) for part in one.data.validation]
         for split, source, windows in (*train, *held_out):
             if shown.setdefault(str(windows.cache.folder), one.phase.name) == one.phase.name:
                 title = f"{source} {split}".strip()
@@ -171,7 +171,7 @@ def describe_cache(windows: PackedSequences) -> list[tuple[str, str]]:
         ("bytes", f"{cache.num_bytes:,} of text"),
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
         ("windows", f"{len(windows):,} of {windows.seq_len:,} tokens"),
-        ("padding", f"{windows.padding:.4%} of their places{'' if windows.whole else ', all in the last one'}"),
+        ("padding", f"{windows.padding:.4%} of their places{'' if windows.packed else ', all in the last one'}"),
         ("fingerprint", cache.fingerprint),
         ("folder", str(cache.folder)),
     ]

@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
-from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_about, write_about
+from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_metadata, write_metadata
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.files import find_files
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
@@ -104,7 +104,7 @@ class TestOtherRecipe:
     def refused(self, tmp_path, corpus, tokenizer, message, **options):
         with pytest.raises(ConfigError, match=message) as caught:
             build(tmp_path / "train", corpus, tokenizer, **options)
-        assert "Choose another data.cache_dir, or delete this one" in str(caught.value)
+        assert "Choose another data.cache_dir, or delete this folder to rebuild it" in str(caught.value)
         assert not isinstance(caught.value, DamagedCacheError)
 
     @pytest.fixture(autouse=True)
@@ -112,19 +112,22 @@ class TestOtherRecipe:
         build(tmp_path / "train", corpus, tokenizer)
 
     def test_options(self, tmp_path, corpus, tokenizer):
-        self.refused(tmp_path, corpus, tokenizer, r"enforce_eos: True then, False now", eos=False)
-        self.refused(tmp_path, corpus, tokenizer, r"enforce_bos: True then, False now", bos=False)
+        self.refused(tmp_path, corpus, tokenizer, r"enforce_eos: was True, is now False", eos=False)
+        self.refused(tmp_path, corpus, tokenizer, r"enforce_bos: was True, is now False", bos=False)
 
     def test_tokenizer(self, tmp_path, corpus):
         self.refused(
-            tmp_path, corpus, small_tokenizer(321), r"(?s)tokenizer: \w{12}\.\.\. then, .*vocab_size: 320 then, 321"
+            tmp_path,
+            corpus,
+            small_tokenizer(321),
+            r"(?s)tokenizer: was \w{12}\.\.\., is now .*vocab_size: was 320, is now 321",
         )
 
     def test_text_key(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "body")
         made_from = cache_key(files, tokenizer, bos=True, eos=True)
         encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
-        with pytest.raises(ConfigError, match="text_key: text then, body now"):
+        with pytest.raises(ConfigError, match="text_key: was text, is now body"):
             open_or_build(tmp_path / "train", files, encoder, made_from, print)
 
     def test_files(self, tmp_path, corpus, tokenizer):
@@ -176,9 +179,9 @@ class TestDamage:
         tokens = np.array(whole.tokens)
         tokens[41] = 9999
         tokens.tofile(folder / "tokens.bin")
-        about = read_about(folder)
+        about = read_metadata(folder)
         about["crc32"]["tokens.bin"] = zlib.crc32(tokens.tobytes())
-        write_about(folder / "cache.json", about)
+        write_metadata(folder / "cache.json", about)
         broken = open_cache(folder)
         np.testing.assert_array_equal(broken.read(np.array([0, 42]), 41), whole.read(np.array([0, 42]), 41))
         with pytest.raises(
@@ -192,26 +195,26 @@ def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus,
     monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
     monkeypatch.setattr(build_module, "folder_lock", None)
     build(tmp_path / "cache" / "train", corpus, tokenizer)
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*is not writable"):
         build(tmp_path / "cache" / "validation", corpus, tokenizer)
 
 
 def test_a_cache_folder_that_cannot_be(tmp_path, corpus, tokenizer):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*file/cache cannot be made"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*file/cache cannot be created"):
         build(tmp_path / "file" / "cache" / "train", corpus, tokenizer)
 
 
 def test_no_text_at_all(tmp_path, tokenizer):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ConfigError, match="holds no text at all"):
+    with pytest.raises(ConfigError, match="contains no text: every record"):
         build(tmp_path / "train", tmp_path / "text", tokenizer)
     assert not (tmp_path / "train").exists()
 
 
 def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr(build_module, "_SHOW_EVERY_S", -1.0)
+    monkeypatch.setattr(build_module, "_LOG_INTERVAL_S", -1.0)
     said: list[str] = []
     build(tmp_path / "train", corpus, tokenizer, log=said.append)
     assert len(said) > 5
@@ -342,7 +345,7 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, corpus, tokenizer, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "encode_arrays", writing)
-        with pytest.raises(ConfigError, match=r"1 file\(s\) changed while they were tokenized: b2\.txt"):
+        with pytest.raises(ConfigError, match=r"1 file\(s\) changed while they were being tokenized: b2\.txt"):
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()
     build(tmp_path / "train", corpus, tokenizer)
@@ -360,7 +363,10 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, corpus, tokenizer, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic_io, "fsync", full)
-        with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*make room and start again"):
+        with pytest.raises(
+            ConfigError,
+            match=r"data\.cache_dir: no space left for .*Free some space and start again; finished work is kept",
+        ):
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()
     assert not list(tmp_path.glob("**/*.tmp"))

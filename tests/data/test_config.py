@@ -40,7 +40,7 @@ def test_opens_what_it_names(config):
     data = config.open(tokenizer, 16, said.append)
     assert tokenizer.vocab_size == 300
     assert [line.split(" ")[0] for line in said] == ["training", "train:", "validation:"]
-    (validation,) = [one.windows for one in data.validation]
+    (validation,) = [one.sequences for one in data.validation]
     text = "".join(config.validation_documents())
     assert validation.cache.num_bytes == len(text.encode())
     ids = validation.cache.tokens[1:-1]
@@ -68,10 +68,10 @@ def test_checking_writes_nothing(config, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"train_urls": []}, r"data\.train_urls: empty\. Name files"),
+        ({"train_urls": []}, r"data\.train_urls: empty\. Give files"),
         ({"validation_urls": ["nowhere.txt"]}, r"data\.validation_urls\[0\]: 'nowhere\.txt' matches no file"),
-        ({"vocab_size": 256}, r"data\.vocab_size: 256 given; .* at least 257"),
-        ({"tokenizer": "nowhere"}, r"data\.tokenizer: 'nowhere': no tokenizer\.json there"),
+        ({"vocab_size": 256}, r"data\.vocab_size: 256 given, at least 257 expected"),
+        ({"tokenizer": "nowhere"}, r"data\.tokenizer: 'nowhere': no tokenizer\.json found"),
     ],
 )
 def test_what_cannot_be(config, fields, message):
@@ -112,7 +112,7 @@ class TestTrainedTokenizer:
     def test_is_refused_for_other_text(self, config, tmp_path):
         config.load_tokenizer(silent)
         with pytest.raises(
-            ConfigError, match=r"(?s)tokenizer .*made from something else.*vocab_size: 300 then, 301 now"
+            ConfigError, match=r"(?s)tokenizer .*built from other inputs.*vocab_size: was 300, is now 301"
         ):
             changed(config, vocab_size=301).load_tokenizer(silent)
         (tmp_path / "text" / "b3.txt").write_text("changed")
@@ -147,14 +147,14 @@ class TestTrainedTokenizer:
         config.load_tokenizer(silent)
         about = tmp_path / "cache" / "tokenizer" / "made_from.json"
         about.unlink() if content is None else about.write_text(content)
-        with pytest.raises(ConfigError, match=r"data\.cache_dir: .*tokenizer is not a tokenizer that was trained here"):
+        with pytest.raises(ConfigError, match=r"data\.cache_dir: .*tokenizer was not written by jaxlm, or is damaged"):
             config.load_tokenizer(silent)
 
     def test_says_when_the_text_gives_fewer_tokens(self, config):
         said: list[str] = []
         tokenizer = changed(config, vocab_size=100_000).load_tokenizer(said.append)
         assert tokenizer.vocab_size < 100_000
-        assert f"no more than {tokenizer.vocab_size:,} different tokens" in said[-1]
+        assert f"yields only {tokenizer.vocab_size:,} tokens" in said[-1]
 
     def test_default_size(self, config):
         said: list[str] = []
@@ -164,10 +164,10 @@ class TestTrainedTokenizer:
 
 def test_a_cache_of_other_text_is_refused_before_anything_is_made(config, tmp_path):
     config.open(config.load_tokenizer(silent), 16, silent)
-    with pytest.raises(ConfigError, match="enforce_eos: True then, False now"):
+    with pytest.raises(ConfigError, match="enforce_eos: was True, is now False"):
         changed(config, enforce_eos=False).check()
     (tmp_path / "other.txt").write_text("changed")
-    with pytest.raises(ConfigError, match=r"(?s)cache/validation was made.*files changed: 1 \(other\.txt\)"):
+    with pytest.raises(ConfigError, match=r"(?s)cache/validation was built.*files changed: 1 \(other\.txt\)"):
         config.check()
 
 
@@ -219,7 +219,7 @@ class TestCacheAmongTheText:
     @pytest.mark.parametrize("url", ["{}", "{}/**/*.txt", "file://{}"])
     def test_is_refused_where_it_is_the_folder_itself(self, tmp_path, url):
         write_corpus(tmp_path)
-        with pytest.raises(ConfigError, match=r"means the folder of data\.cache_dir.*of its own"):
+        with pytest.raises(ConfigError, match=r"is the folder data\.cache_dir.*of its own"):
             self.built(tmp_path, url.format(tmp_path))
 
     def test_text_in_the_cache_s_folder_that_is_named_is_read(self, tmp_path):
@@ -230,5 +230,5 @@ class TestCacheAmongTheText:
 
     def test_nothing_but_the_cache(self, tmp_path):
         write_corpus(tmp_path / "cache")
-        with pytest.raises(ConfigError, match=r"holds no text but what lies in data\.cache_dir"):
+        with pytest.raises(ConfigError, match=r"contains no files outside data\.cache_dir"):
             self.built(tmp_path / "cache", tmp_path)

@@ -39,7 +39,7 @@ def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp
     sums = importlib.import_module("corpus").Sums(50)
     data = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
     tokenizer = config.load_tokenizer(lambda _: None)
-    for split, windows in (("train", data.train[""]), ("validation", data.validation[0].windows)):
+    for split, windows in (("train", data.train[""]), ("validation", data.validation[0].sequences)):
         expected = [record["text"] for record in sums.records(split)]
         assert texts(config, split) == expected
         cache = windows.cache
@@ -59,15 +59,15 @@ def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, m
     assert made().identity() == before  # as long as it says that nothing has changed
     monkeypatch.setattr(module.Sums, "version", "2")
     assert made().identity() != before
-    with pytest.raises(ConfigError, match=r"was made from something else:\s+files changed: 1 \(train\.jsonl\)"):
+    with pytest.raises(ConfigError, match=r"was built from other inputs:\s+files changed: 1 \(train\.jsonl\)"):
         made().open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"train_urls": ["a.txt"]}, r"data\.source: given beside data\.train_urls"),
-        ({"id": "some/data"}, r"data\.source: given beside data\.id"),
+        ({"train_urls": ["a.txt"]}, r"data\.source: given together with data\.train_urls"),
+        ({"id": "some/data"}, r"data\.source: given together with data\.id"),
         ({"source": {"num_recrods": 3}}, r"source\.num_recrods: no such key .*Did you mean 'num_records'"),
         ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),
     ],
@@ -81,5 +81,7 @@ def test_a_record_that_is_not_json(made, monkeypatch):
     config = made()
     module = importlib.import_module("corpus")
     monkeypatch.setattr(module.Sums, "records", lambda self, split: iter([{"text": "good"}, {"text": {1, 2}}]))
-    with pytest.raises(ConfigError, match=r"data\.source: record 2 of train is .*values that JSON has"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source: record 2 of train is .*expected a mapping of keys to JSON values"
+    ):
         texts(config, "train")

@@ -139,7 +139,9 @@ def test_truncated_and_damaged_compression(tmp_path, compression):
         with pytest.raises(ConfigError, match=rf"x\.jsonl\{compression}: line \d+: the file is truncated, damaged"):
             read(path)
     path.write_bytes(b"this was never compressed")
-    with pytest.raises(ConfigError, match=r"line 1: the file is truncated, damaged, or not what its name says"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: the file is truncated, damaged, or not of the type that its name says"
+    ):
         read(path)
     path = tmp_path / f"x.txt{compression}"
     path.write_bytes(whole[: len(whole) // 2])
@@ -165,7 +167,7 @@ class TestTablesWithoutText:
             read(write_table(path, content, how), text_key)
 
     def test_no_such_column(self, tmp_path, how):
-        message = r"no column 'body' \(data\.text_key\)\. Its columns: id \(int64\), text \(string\)"
+        message = r"no column 'body' \(data\.text_key\)\. The file has: id \(int64\), text \(string\)"
         self.refused(tmp_path, how, table(), message, "body")
 
     def test_a_column_of_something_else(self, tmp_path, how):
@@ -186,11 +188,15 @@ class TestTablesWithoutText:
     ("name", "content", "message"),
     [
         ("x.json", b'[{"text": "a"},\n {"text": ]', r"x\.json: not JSON \(Expecting value at line 2, column 11\)"),
-        ("x.json", b'{"text": "a"}\n{"text": "b"}', r"x\.json: not JSON .*its name should end in \.jsonl"),
-        ("x.json", b'[{"text": "a"}, {"body": "b"}]', r"x\.json: record 2: no text under .*'text'\. Its keys: body"),
+        ("x.json", b'{"text": "a"}\n{"text": "b"}', r"x\.json: not JSON .*one record per line, rename it to \.jsonl"),
+        (
+            "x.json",
+            b'[{"text": "a"}, {"body": "b"}]',
+            r"x\.json: record 2: no text under .*'text'\. Keys of the record: body",
+        ),
         ("x.json", b'[{"text": null}]', r"x\.json: record 1: no text under data\.text_key 'text' \(it is null\)"),
-        ("x.json", b'"text"', r"x\.json: record 1: no text under .* keys: none"),
-        ("x.json", b'[{"text": "a\\ud800"}]', r"x\.json: record 1: the text is not Unicode"),
+        ("x.json", b'"text"', r"x\.json: record 1: no text under .*Keys of the record: none"),
+        ("x.json", b'[{"text": "a\\ud800"}]', r"x\.json: record 1: the text is not valid Unicode"),
         (
             "x.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n{"text": "\xff"}\n', mtime=0),
@@ -208,5 +214,7 @@ def test_unreadable_records_name_file_and_place(tmp_path, name, content, message
 )
 def test_other_suffixes(tmp_path, name, ending):
     (tmp_path / name).write_text("x")
-    with pytest.raises(ConfigError, match=rf"ends in '{ending}'\. Allowed: \.txt, \.jsonl, .*compressed by \.gz"):
+    with pytest.raises(
+        ConfigError, match=rf"has the suffix '{ending}'\. Allowed: \.txt, \.jsonl, .*compressed with \.gz"
+    ):
         read(tmp_path / name)

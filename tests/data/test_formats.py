@@ -54,7 +54,7 @@ def test_of_a_prompt_and_its_completion_the_completion_alone_is_asked_for(base, 
         # As a model is asked: the prompt's tokens do not depend on what follows it.
         asked, answer = tokenizer.encode_batch([prompt + "=>", completion])
         assert cache.tokens[own].tolist() == [bos, *asked, *answer, eos]
-        assert cache.targets[own].tolist() == [0] * (1 + len(asked)) + [1] * (len(answer) + 1)
+        assert cache.target_mask[own].tolist() == [0] * (1 + len(asked)) + [1] * (len(answer) + 1)
 
 
 def test_supervised_fields(base, tmp_path):
@@ -68,7 +68,7 @@ def test_supervised_fields(base, tmp_path):
     assert usual == seen(1, second, input_field="x", output_field="y")
     for number, keys in enumerate(({"separate_with": " "}, {"mask_inputs": False}, {"pack": False}), start=2):
         assert seen(number, first, **keys) != usual, keys
-    with pytest.raises(ConfigError, match="line 1: no text under 'prompt': its keys: x, y"):
+    with pytest.raises(ConfigError, match="line 1: no text under 'prompt': the record has the keys x, y"):
         seen(9, second)
 
 
@@ -115,10 +115,10 @@ def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([0, 300], "the token id 300, but the tokenizer has 300"),
+        ([0, 300], "token id 300 given, but the tokenizer has 300 tokens"),
         ([-1], "token id -1"),
-        (["a"], "whole numbers"),
-        ([0.5], "whole"),
+        (["a"], r"expected token ids \(a list of integers\), got an array of <U1"),
+        ([0.5], "got an array of float64"),
     ],
 )
 def test_what_is_no_token(base, tmp_path, ids, said):
@@ -132,11 +132,11 @@ def test_formats_and_files_that_do_not_go_together(base, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(3))
     (tmp_path / "b.npy").write_bytes(b"no array")
     for name, how in {"a.txt": ChatFormat(chat_template="x"), "a.npy": TextFormat()}.items():
-        with pytest.raises(ConfigError, match=f"'{name}' cannot hold that"):
+        with pytest.raises(ConfigError, match=f"'{name}' cannot hold records of this format"):
             windows_of(base, train_urls=[f"{tmp_path}/{name}"], format=how)
     with pytest.raises(ConfigError, match=r"b\.npy: not an array"):
         windows_of(base, train_urls=[f"{tmp_path}/b.npy"], format=PretokenizedFormat())
-    with pytest.raises(ConfigError, match="holds token ids and no text"):
+    with pytest.raises(ConfigError, match="holds token ids, so there is no text"):
         windows_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
 
 
@@ -153,7 +153,7 @@ def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     windows_of(base, train_urls=[f"{tmp_path}/a.txt"])
     small_tokenizer(310).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"made from something else:\n  tokenizer: .* then, .* now"):
+    with pytest.raises(ConfigError, match=r"built from other inputs:\n  tokenizer: was .*, is now "):
         windows_of(base, train_urls=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/other")
 
 
@@ -181,5 +181,5 @@ def test_dolly_is_tokenized_as_transformers_does(tmp_path):
         own = slice(*windows.cache.offsets[number : number + 2])
         prompt, answer = (reference(record[key])["input_ids"] for key in ("prompt", "response"))
         assert windows.cache.tokens[own].tolist() == [*prompt, *answer, reference.eos_token_id]
-        assert windows.cache.targets[own].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
+        assert windows.cache.target_mask[own].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
     assert windows.padding < 0.25

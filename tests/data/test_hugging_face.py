@@ -56,17 +56,17 @@ def test_splits(tmp_path, dataset, datasets):
     halves.save_to_disk(tmp_path / "saved")
     assert texts(tmp_path / "saved" / "train") == TEXTS[:40]
     assert texts(tmp_path / "saved" / "test") == TEXTS[40:]
-    with pytest.raises(ConfigError, match=r"several splits\. Name one: .*saved/test or /train"):
+    with pytest.raises(ConfigError, match=r"several splits\. Choose one: .*saved/test or /train"):
         texts(tmp_path / "saved")
 
 
 def test_a_saved_dataset_that_is_not_whole(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
-    with pytest.raises(ConfigError, match=r"is not whole: data-00000-of-00001\.arrow is missing"):
+    with pytest.raises(ConfigError, match=r"is incomplete: data-00000-of-00001\.arrow missing"):
         texts(tmp_path)
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"state\.json does not name the dataset's files"):
+    with pytest.raises(ConfigError, match=r"state\.json does not list the dataset's files"):
         texts(tmp_path)
 
 
@@ -146,11 +146,11 @@ class TestKeys:
         [
             (
                 {},
-                r"data\.validation_split: 'validation' given, .* has no such split. It has: test, train; null evaluates",
+                r"data\.validation_split: 'validation' given, .* has no such split\. Choose one of: test, train, or null",
             ),
-            ({"split": "tarin"}, r"data\.split: 'tarin' given, .*It has: test, train"),
+            ({"split": "tarin"}, r"data\.split: 'tarin' given, .*Choose one of: test, train"),
             ({"name": "main"}, r"data\.name: has no effect on .*saved"),
-            ({"train_urls": ["x.txt"]}, r"data\.id: given beside data\.train_urls"),
+            ({"train_urls": ["x.txt"]}, r"data\.id: given together with data\.train_urls"),
             ({"id": None, "split": "test"}, r"data\.split: has no effect without data\.id"),
             ({"id": None, "stream": True}, r"data\.stream: has no effect without data\.id"),
         ],
@@ -187,7 +187,7 @@ class TestKeys:
         ) as caught:
             said(id="some/data")
         assert "datasets.load_dataset('some/data').save_to_disk('FOLDER')" in str(caught.value)
-        assert "name FOLDER in data.id instead" in str(caught.value)
+        assert "and set data.id to its path" in str(caught.value)
 
 
 def test_the_library_is_missing(monkeypatch, tmp_path):
@@ -198,7 +198,9 @@ def test_the_library_is_missing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("url", ["hf:", "hf:a/b?spilt=train", "hf:?name=x", "hf:a/b?main"])
 def test_spellings(url):
-    with pytest.raises(ConfigError, match=r"'hf:ID' expected, and after a '\?' any of name, split, revision"):
+    with pytest.raises(
+        ConfigError, match=r"expected 'hf:ID', optionally followed by '\?' and any of name, split, revision"
+    ):
         texts(url)
 
 

@@ -215,7 +215,7 @@ def test_the_records_of_a_step_are_those_that_it_took():
     taken = {step: rows(next(batches))["tokens"][:, 0] // SEQ_LEN for step in range(2, 8)}
     for step, places in taken.items():
         said = batches.records(step)
-        found = re.fullmatch(r"a: windows? ([\d, ]+) of 20(?:; b: windows? ([\d, ]+) of 9)?", said)
+        found = re.fullmatch(r"a: sequences? ([\d, ]+) of 20(?:; b: sequences? ([\d, ]+) of 9)?", said)
         assert found, said
         listed = [int(place) for part in found.groups() if part for place in part.split(", ")]
         assert sorted(listed) == sorted(places.tolist())

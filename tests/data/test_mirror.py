@@ -131,9 +131,9 @@ class TestHttp:
         folder, address, _ = served
         (folder / "c.csv").write_text("x")
         (folder / "e.txt").touch()
-        with pytest.raises(ConfigError, match=r"c\.csv' ends in '\.csv'\. Allowed"):
+        with pytest.raises(ConfigError, match=r"c\.csv' has the suffix '\.csv'\. Allowed"):
             listed(f"{address}/c.csv")
-        with pytest.raises(ConfigError, match=r"e\.txt' holds no text: 1 file\(s\), all of them empty"):
+        with pytest.raises(ConfigError, match=r"e\.txt' contains no text: 1 file\(s\), all empty"):
             listed(f"{address}/e.txt")
 
 
@@ -157,7 +157,7 @@ def test_memory(memory, tmp_path):
     assert texts(files(f"{address}/**/*.txt", folder=tmp_path)) == ["b", "a"]
     write("b.txt", "c")
     assert texts(files(f"{address}/**/*.txt", folder=tmp_path)) == ["c", "a"]
-    with pytest.raises(ConfigError, match=r"\*\.json' matches no file that can be read"):
+    with pytest.raises(ConfigError, match=r"\*\.json' matches no readable file"):
         listed(f"{address}/*.json")
 
 
@@ -179,7 +179,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_progress_is_shown_while_a_file_is_copied(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror, "_SHOW_EVERY_S", -1.0)
+    monkeypatch.setattr(mirror, "_LOG_INTERVAL_S", -1.0)
     address, write = memory
     write("x.txt", "text " * 2_000_000)
     said: list[str] = []
@@ -233,7 +233,7 @@ class TestDataConfig:
         (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
             tokenizer, 16, said.append, separate_cache=True
         )
-        assert first.windows.cache.fingerprint != other.windows.cache.fingerprint
-        assert tmp_path / "cache" / "evaluate" in other.windows.cache.folder.parents
+        assert first.sequences.cache.fingerprint != other.sequences.cache.fingerprint
+        assert tmp_path / "cache" / "evaluate" in other.sequences.cache.folder.parents
         assert sum(line.startswith("mirror:") for line in said) == 2  # two files, each copied once
         assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

@@ -81,7 +81,7 @@ def test_what_is_read_is_what_the_sources_hold():
     mixed, examples = mixture(), np.array([5, 60, 44, 7, 100])
     columns = mixed.read(examples)
     for row, (number, place) in enumerate(zip(*mixed.find(examples), strict=True)):
-        for name, expected in mixed.windows(number).read(np.array([place])).items():
+        for name, expected in mixed.sequences(number).read(np.array([place])).items():
             np.testing.assert_array_equal(columns[name][row], expected[0], err_msg=name)
             assert columns[name].dtype == expected.dtype
 
@@ -134,15 +134,15 @@ def test_stages_anywhere_agree_with_a_stream_made_one_by_one(lengths, seed, data
 @pytest.mark.parametrize(
     ("given_weights", "said"),
     [
-        ({"a": 1, "z": 1}, "'z' is no source with train_urls. There are: a, b"),
-        ({"a": 1}, "nothing is said of b"),
+        ({"a": 1, "z": 1}, "no source with train_urls is named 'z'\. Sources: a, b"),
+        ({"a": 1}, "no weight for b"),
         ({"a": -1, "b": 1}, "-1 given for 'a'"),
         ({"a": 0, "b": 0}, "no source has a weight above 0"),
         ([[5, {"a": 1, "b": 1}]], r"steps \[5\]"),
         ([[0, {"a": 1, "b": 1}], [0, {"a": 1, "b": 2}]], r"steps \[0, 0\]"),
-        ([[0.5, {"a": 1}]], "0.5 given for the first step"),
-        ([[0]], "a pair expected"),
-        ([], "the first at 0"),
+        ([[0.5, {"a": 1}]], "0.5 given as the first step"),
+        ([[0]], "expected a pair"),
+        ([], "the first must start at 0"),
     ],
 )
 def test_weights_that_cannot_be(given_weights, said):
@@ -210,21 +210,21 @@ def test_a_stage_without_a_source_needs_no_cache_of_it(config):
     assert list(data.train) == ["a"]
     never = dataclasses.replace(config, train_weights=[[0, {"a": 1, "b": 1}], [1, {"a": 1, "b": 0}]])
     never = dataclasses.replace(never, stop_strategy="all_exhausted")
-    with pytest.raises(ConfigError, match="b would never be read to the end"):
+    with pytest.raises(ConfigError, match="b would never be exhausted"):
         opened(never).num_examples(BatchSchedule.constant(1), seed=0)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"train_urls": ["x.txt"]}, "data.train_urls: has no effect beside data.configs"),
-        ({"tags": ["x"]}, "data.tags: has no effect beside data.configs"),
-        ({"configs": {}, "train_urls": ["x.txt"]}, "data.train_weights: has no effect on one source"),
-        ({"configs": {name: SourceConfig(["x"], cache_dir="c") for name in "ab"}}, "have the cache_dir c"),
+        ({"train_urls": ["x.txt"]}, "data.train_urls: has no effect together with data.configs"),
+        ({"tags": ["x"]}, "data.tags: has no effect together with data.configs"),
+        ({"configs": {}, "train_urls": ["x.txt"]}, "data.train_weights: has no effect with a single source"),
+        ({"configs": {name: SourceConfig(["x"], cache_dir="c") for name in "ab"}}, "share the cache_dir c"),
         ({"mixture_block_size": 0}, "data.mixture_block_size: 0 given"),
         ({"mixture_block_size": 1}, "less than one example in a block of 1"),
-        ({"configs": {"mirror": SourceConfig(["x"])}}, "'mirror' given as a name"),
-        ({"configs": {"a/b": SourceConfig(["x"])}}, "'a/b' given as a name"),
+        ({"configs": {"mirror": SourceConfig(["x"])}}, "'mirror' is not a valid source name"),
+        ({"configs": {"a/b": SourceConfig(["x"])}}, "'a/b' is not a valid source name"),
         ({"configs": {"a": SourceConfig()}, "train_weights": None}, "no source has train_urls"),
         ({"configs": {"a": SourceConfig(["nowhere.txt"])}, "train_weights": None}, r"data.configs.a.train_urls\[0\]"),
     ],

@@ -115,13 +115,13 @@ def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: 
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), most=st.sampled_from([0, 1]), data=st.data())
-def test_whole_documents_agree_with_one_document_at_a_time(lengths, seq_len, most, data):
+@given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), max_documents=st.sampled_from([0, 1]), data=st.data())
+def test_whole_documents_agree_with_one_document_at_a_time(lengths, seq_len, max_documents, data):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
-    cache = dataclasses.replace(cache_of(documents), targets=np.concatenate(masks).astype(np.uint8))
-    whole = pack_documents(cache, seq_len, most=most)
-    windows, expected = PackedSequences(cache, seq_len, whole), packed_by_hand(documents, masks, seq_len, most)
+    cache = dataclasses.replace(cache_of(documents), target_mask=np.concatenate(masks).astype(np.uint8))
+    whole = pack_documents(cache, seq_len, max_documents=max_documents)
+    windows, expected = PackedSequences(cache, seq_len, whole), packed_by_hand(documents, masks, seq_len, max_documents)
     assert len(windows) == len(expected)
     assert whole.num_truncated == sum(n > seq_len + 1 for n in lengths)
     assert whole.num_lost == sum(max(0, n - seq_len - 1) for n in lengths)

@@ -35,7 +35,7 @@ def test_a_cluster_that_is_not_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert RayConfig(auto_start_cluster=False).is_wanted
     with (
-        pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1' cannot be reached.*Leave trainer\.ray out"),
+        pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1' cannot be reached.*Remove trainer\.ray to tokenize"),
         RayConfig().cluster(print, shared=False),
     ):
         pass
@@ -113,7 +113,7 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
         with pytest.raises(ConfigError, match=r"^this cannot be tokenized"):
             build("bad", Slow(usual, tmp_path / "begun"), workers, "bad.txt")
         # Another process's machine; here it is the same one.
-        with join_cluster(workers.meeting) as node:
+        with join_cluster(workers.cluster_address) as node:
             end = time.monotonic() + 60
             while sum(n["Alive"] for n in ray.nodes()) == alone and time.monotonic() < end:
                 assert node.poll() is None

@@ -121,7 +121,7 @@ def test_the_fingerprint_knows_the_special_tokens(small, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"no tokenizer\.json there .*or 'bpe' to train one"),
+        (None, r"no tokenizer\.json found .*or 'bpe' to train one"),
         ("{", r"is not JSON"),
         ('{"version": 1}', r"is not a tokenizer: it has no \"model\""),
     ],
@@ -134,7 +134,7 @@ def test_what_is_no_tokenizer(tmp_path, content, message):
 
 
 def test_a_special_token_that_does_not_exist(small, tmp_path):
-    with pytest.raises(ConfigError, match=r"eos_token in tokenizer_config\.json is '<stop>', no token of"):
+    with pytest.raises(ConfigError, match=r"eos_token in tokenizer_config\.json is '<stop>', which is not a token of"):
         load_tokenizer(str(saved_with(small, tmp_path, tokenizer_config={"eos_token": "<stop>"})))
 
 
@@ -179,7 +179,7 @@ def test_bytes_of_other_vocabularies_are_not_guessed():
     words = Tokenizer(
         tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]")), None, None
     )
-    with pytest.raises(ConfigError, match=r"neither byte-level nor SentencePiece's .*WordPiece"):
+    with pytest.raises(ConfigError, match=r"neither byte-level nor SentencePiece .*WordPiece"):
         words.token_bytes()
 
 
@@ -189,14 +189,14 @@ class TestLongTexts:
     @pytest.fixture(autouse=True)
     def short(self, monkeypatch):
         monkeypatch.setattr(tokenizer_module, "_LONG_TEXT", 20)
-        monkeypatch.setattr(tokenizer_module, "_ENCODED_AT_ONCE", 50)
+        monkeypatch.setattr(tokenizer_module, "_CHARACTERS_PER_CALL", 50)
 
     @staticmethod
     def agree(tokenizer: Tokenizer, text: str) -> int:
         whole = tokenizer._backend.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode_batch([text, "a", text])[0] == whole
         assert tokenizer.encode_batch([text, "a", text])[2] == whole
-        return len(tokenizer._parts(text))
+        return len(tokenizer._split_long_text(text))
 
     @settings(max_examples=150, deadline=None)
     @given(

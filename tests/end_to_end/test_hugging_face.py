@@ -28,7 +28,7 @@ def write_folder(folder, tokenizer, vocab):
     import jax
 
     model = MODEL.build(vocab_axis(vocab), key=jax.random.key(7))
-    files = tokenizer.files(most_tokens=64) | {"chat_template.jinja": b"{{ messages }}"}
+    files = tokenizer.files(max_length=64) | {"chat_template.jinja": b"{{ messages }}"}
     save_folder(folder, model, MODEL, one_device(), dtype=np.float32, files=files, special_ids={})
 
 

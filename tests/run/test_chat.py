@@ -111,4 +111,4 @@ def test_without_a_template_it_says_what_to_do(folder, tmp_path, capsys):
         if path.name != "chat_template.jinja":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     assert chat.main(["--checkpoint", str(tmp_path)]) == 2
-    assert "--chat_template: null, and the tokenizer brings no chat template. Give one" in capsys.readouterr().err
+    assert "--chat_template: null, but the tokenizer has no chat template. Give one" in capsys.readouterr().err

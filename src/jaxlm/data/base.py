@@ -1,4 +1,4 @@
-"""What a source of text and a stream of training batches are."""
+"""The interfaces of a source of text and of a stream of training batches."""
 
 import abc
 from collections.abc import Callable
@@ -11,67 +11,67 @@ Log = Callable[[str], None]
 
 
 class DataSource(abc.ABC):
-    """Files of documents that a URL means, here or elsewhere. Known by name and size before anything is copied."""
+    """Files of documents that a URL resolves to, local or remote. Name and size are known before anything is copied."""
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """How it is known in fingerprints, relative to its URL."""
+        """Name used in fingerprints, relative to the URL."""
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int | None:
-        """Of its files; None where the other side does not say."""
+        """Size of the files; None if the server does not report it."""
 
     @property
     @abc.abstractmethod
     def has_records(self) -> bool:
-        """Whether its text is found by a key."""
+        """Whether the files hold records, with the text under a key."""
 
     @abc.abstractmethod
-    def is_here(self, mirror: Path) -> bool:
-        """Whether `files` would have nothing to copy."""
+    def is_local(self, mirror: Path) -> bool:
+        """Whether `files` has nothing to copy: the source is local, or the mirror has a copy."""
 
     @abc.abstractmethod
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
-        """Name and path of its files; copied into the folder `mirror` first, where they are elsewhere.
+        """Names and local paths of the files. Remote files are copied into the folder `mirror` first.
 
         Raises:
-            ConfigError: the other side does not answer, or has changed; says what to do.
+            ConfigError: the server does not respond, or the remote file has changed.
         """
 
 
 class Batches(abc.ABC):
-    """Batches without end, whose place can be saved and found again."""
+    """An endless stream of batches whose position can be saved and restored."""
 
     @abc.abstractmethod
     def __next__(self) -> Any:
-        """The next batch, on the devices; at once where it has been read already.
+        """The next batch, on the devices. Does not block if the batch has been prefetched.
 
         Raises:
-            Exception: what went wrong in the background, with its own traceback.
+            Exception: an exception from the background thread, with its original traceback.
         """
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out: the same on every process, whatever their number."""
+        """The position after the last batch returned. It is the same on every process and for any number of processes."""
 
     @abc.abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a position that `state` told, in O(1)."""
+        """Continues from a position returned by `state`, in O(1)."""
 
     @abc.abstractmethod
     def records(self, step: int) -> str:
-        """What the batch of a step (from 0, none later than the newest) is made of, so that a person can find it."""
+        """Describes which data made up the batch of a step (counted from 0, at most the newest), for debugging."""
 
     @abc.abstractmethod
     def read_ahead(self) -> None:
-        """Tells a stream that reads in the background that the newest batch's step is under way: now is the time."""
+        """Starts prefetching. Called when the step of the newest batch has been dispatched, so it delays nothing."""
 
     def refresh(self, model: LanguageModel) -> None:
-        """Tells a stream that depends on the model about its newest form; most do not."""
+        """Gives the newest model to a stream that depends on it; most streams ignore it."""
         del model
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Stops background threads."""

@@ -1,4 +1,4 @@
-"""The `data` section: which text, cut into which tokens."""
+"""The `data` section: the sources, the tokenizer, and how sequences are drawn from them."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends, load_tokenizer
-from jaxlm.data.tokenizer.train_bpe import SMALLEST_VOCABULARY, trained_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids, load_tokenizer
+from jaxlm.data.tokenizer.train_bpe import MIN_VOCAB_SIZE, load_or_train_tokenizer
 from jaxlm.data.tokens import StopStrategy, TokenData, ValidationData
 from jaxlm.data.train_weights import block_counts, weight_stages
 
@@ -26,23 +26,28 @@ _RESERVED = ("train", "validation", "tokenizer", "mirror", "evaluate")
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """Text, a tokenizer, and where the tokens are kept: one source, or several under `configs`.
+    """The training data: one source, or several under `configs`; the tokenizer; and the token caches.
 
     Attributes:
-        cache_dir: token caches, a tokenizer trained here and copies of remote files are kept in it. Where it lies in a
-            folder of text, it is left out of that.
-        tokenizer: a tokenizer.json or a folder with one; `bpe` trains one on the training files.
-        vocab_size: of a tokenizer trained here (8192 where it is null), or what a loaded one must have.
-        shuffle: a new order of the windows in each epoch; false reads them as they stand, and `{type: era, era_length: N}`
-            shuffles within stretches of N windows only.
-        enforce_bos: begin every document with the tokenizer's token for that.
-        enforce_eos: end every document with the tokenizer's token for that.
-        configs: several sources by name, each with the keys of one (`train_urls`, `tags`, ...), instead of those here.
-        train_weights: how much of each source: `{wiki: 3, code: 1}`, or changing with the phase's steps:
-            `[[0, {wiki: 1, code: 0}], [1000, {wiki: 1, code: 1}]]`. Null takes them as large as they are.
-        stop_strategy: when the data ends. `restart`: never, each source begins anew; `first_exhausted`: when one of them has
-            been read; `all_exhausted`: when all have. Then the phase has as many steps, if `num_train_steps` is more.
-        mixture_block_size: examples in which each source has exactly its part.
+        cache_dir: local folder for token caches, the tokenizer trained here, and copies of remote files. If it lies inside
+            a folder of training text, its files are not read as text.
+        tokenizer: path of a tokenizer.json, or of a folder that contains one; `bpe` trains a tokenizer on the training
+            files.
+        vocab_size: vocabulary size of the tokenizer trained here; null means 8192. For a loaded tokenizer, the size it must
+            have; null accepts any.
+        shuffle: shuffle the sequences, in a new order each epoch. `false` reads them in order;
+            `{type: era, era_length: N}` shuffles only within blocks of N sequences.
+        enforce_bos: begin every document with the tokenizer's BOS token.
+        enforce_eos: end every document with the tokenizer's EOS token.
+        configs: several sources by name. Each has its own source keys (`train_urls`, `tags`, ...), which then must not be
+            set in `data` itself.
+        train_weights: sampling weight of each source: `{wiki: 3, code: 1}`, or weights that change at steps of the phase:
+            `[[0, {wiki: 1, code: 0}], [1000, {wiki: 1, code: 1}]]`. Null weights each source by its size.
+        stop_strategy: when the data ends. `restart`: never, an exhausted source starts over; `first_exhausted`: as soon as
+            one source is exhausted; `all_exhausted`: once every source is. The phase ends there if that comes before
+            `num_train_steps`.
+        mixture_block_size: examples in a block of the mixture. Within each block, the number of examples of each source
+            matches its weight exactly, up to rounding.
     """
 
     cache_dir: str = "cache/"
@@ -57,47 +62,47 @@ class DataConfig(SourceConfig):
     mixture_block_size: int = 2048
 
     def sources(self) -> tuple[NamedSource, ...]:
-        """All sources: those of `configs`, or the section itself."""
-        here = Path(self.cache_dir)
+        """The sources under `configs`, or the section itself as the only one."""
+        cache_dir = Path(self.cache_dir)
         if not self.configs:
-            return (self._source("", "data", self, here),)
+            return (self._source("", "data", self, cache_dir),)
         return tuple(
-            self._source(name, f"data.configs.{name}", config, Path(config.cache_dir or here / name))
+            self._source(name, f"data.configs.{name}", config, Path(config.cache_dir or cache_dir / name))
             for name, config in self.configs.items()
         )
 
-    def trained_names(self) -> list[str]:
-        """Of the sources that can be trained on."""
+    def train_source_names(self) -> list[str]:
+        """Names of the sources that have training data."""
         return [source.name for source in self.sources() if source.has(TRAIN)]
 
     def check(self) -> None:
-        """Looks for every file, remote ones included, and writes and copies nothing.
+        """Checks the section and looks up every file, remote ones included. Writes and copies nothing.
 
         Raises:
-            ConfigError: for what is not there, for what cannot be, for a key that has no effect here, and for caches that
-                were made from other text or with other options.
+            ConfigError: a file is missing, a value is invalid, a key has no effect, or an existing cache was built from
+                other text or with other options.
         """
         if "://" in self.cache_dir:
             raise ConfigError(
-                f"data.cache_dir: '{self.cache_dir}' is no folder of this machine. Caches are read from local files: name a"
-                " local or mounted folder; remote text is copied there once"
+                f"data.cache_dir: '{self.cache_dir}' is not a local path. Token caches are memory-mapped from local files."
+                " Set it to a local or mounted folder; remote text is copied there once"
             )
         self.check_mixture()
-        if not self.trained_names():
+        if not self.train_source_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
-            raise ConfigError(f"{where}. Name files, folders or globs, or 'stdlib:train'; or a dataset by its id")
+            raise ConfigError(f"{where}. Give files, folders, globs or 'stdlib:train', or set id to a dataset")
         self._check_tokenizer()
         for source in self.sources():
             source.check()
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs' data the same: content, not places. Reads all files, remote ones through the mirror.
+        """The identity of the training data, by content and not by path. Reads all files, remote ones through the mirror.
 
-        Not among it: `cache_dir`, the validation text, which nothing is trained on, and weights, which may change on the way.
+        Excludes `cache_dir`, the validation text (nothing is trained on it), and `train_weights` (they may change during a
+        run).
         """
         trained = {"bpe": self.vocab_size or _DEFAULT_VOCABULARY}
-        trained_on = [source for source in self.sources() if source.has(TRAIN)]
-        by_name = {source.name: source.content() for source in trained_on}
+        by_name = {source.name: source.content() for source in self.sources() if source.has(TRAIN)}
         return {
             **(by_name.get("") or {"sources": by_name}),
             "tokenizer": trained if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).fingerprint,
@@ -107,33 +112,33 @@ class DataConfig(SourceConfig):
         }
 
     def load_tokenizer(self, log: Log) -> Tokenizer:
-        """The tokenizer that the section names, trained first if that is what it asks for.
+        """Loads the tokenizer, and trains it first if `tokenizer` is `bpe` and it does not exist yet.
 
         Raises:
-            ConfigError: there is none, or its vocabulary is not `vocab_size`.
+            ConfigError: the tokenizer does not exist, or its vocabulary size is not `vocab_size`.
         """
         if self.tokenizer == TRAIN_BPE:
             size = self.vocab_size or _DEFAULT_VOCABULARY
             formats = {source.name: source.config.format.cache_key() for source in self.sources()}
-            return trained_tokenizer(
+            return load_or_train_tokenizer(
                 Path(self.cache_dir) / "tokenizer",
                 self._all_files(log),
                 self._all_texts,
                 size,
                 log,
-                formats={name: cache_key for name, cache_key in formats.items() if cache_key},
+                formats={name: format_key for name, format_key in formats.items() if format_key},
             )
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
             raise ConfigError(
                 f"data.vocab_size: {self.vocab_size} given, but the tokenizer {self.tokenizer} has"
-                f" {tokenizer.vocab_size} tokens. Leave vocab_size out, or set it to that"
+                f" {tokenizer.vocab_size} tokens. Remove vocab_size, or set it to {tokenizer.vocab_size}"
             )
         return tokenizer
 
     def is_tokenized(self) -> bool:
-        """Whether all caches are there that `open` would make."""
-        names = self._weighed_names()
+        """Whether every cache that `open` needs already exists."""
+        names = self._weighted_names()
         return all(
             source.is_tokenized(split)
             for source in self.sources()
@@ -142,16 +147,16 @@ class DataConfig(SourceConfig):
         )
 
     def open(self, tokenizer: Tokenizer, seq_len: int, log: Log, workers: Workers = LOCAL_WORKERS) -> TokenData:
-        """The tokens, cut into windows; tokenized first, by `workers`, where no cache is there."""
-        names, trained = self._weighed_names(), {}
+        """Opens the data as sequences of `seq_len` tokens. Missing caches are tokenized first, by `workers`."""
+        names, train = self._weighted_names(), {}
         for source in self.sources():
             if source.name in names:
-                trained[source.name] = source.open(TRAIN, tokenizer, seq_len, log, workers=workers)
-        sizes = {name: float(len(windows)) for name, windows in trained.items()}
+                train[source.name] = source.open(TRAIN, tokenizer, seq_len, log, workers=workers)
+        sizes = {name: float(len(sequences)) for name, sequences in train.items()}
         return TokenData(
-            train=trained,
+            train=train,
             validation=self.open_validation(tokenizer, seq_len, log, workers=workers),
-            weights=weight_stages(self.train_weights or sizes, self.trained_names()) if self.configs else (),
+            weights=weight_stages(self.train_weights or sizes, self.train_source_names()) if self.configs else (),
             block_size=self.mixture_block_size,
             shuffle=self.shuffle,
             stop_strategy=self.stop_strategy,
@@ -166,11 +171,11 @@ class DataConfig(SourceConfig):
         separate_cache: bool = False,
         workers: Workers = LOCAL_WORKERS,
     ) -> tuple[ValidationData, ...]:
-        """The windows to evaluate on alone, of the sources that have any.
+        """Opens only the validation data, for each source that has any.
 
         Args:
-            apart: in token caches named by their content, so that they are never taken for the run's.
-            workers: who tokenizes.
+            separate_cache: use a cache folder named after the cache key, so that these caches never conflict with those of
+                the run.
         """
         return tuple(
             ValidationData(
@@ -181,23 +186,22 @@ class DataConfig(SourceConfig):
         )
 
     def validation_documents(self) -> Iterator[str]:
-        """The text of the validation files."""
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 
     def _source(self, name: str, key: str, config: SourceConfig, folder: Path) -> NamedSource:
-        home = Path(self.cache_dir)
-        return NamedSource(name, key, config, folder, home, bos=self.enforce_bos, eos=self.enforce_eos)
+        cache_dir = Path(self.cache_dir)
+        return NamedSource(name, key, config, folder, cache_dir, bos=self.enforce_bos, eos=self.enforce_eos)
 
-    def _weighed_names(self) -> list[str]:
-        """Of the sources that are trained on at some step."""
-        names = self.trained_names()
+    def _weighted_names(self) -> list[str]:
+        """Names of the sources with a weight above 0 in some stage."""
+        names = self.train_source_names()
         if not self.configs or self.train_weights is None:
             return names
         stages = weight_stages(self.train_weights, names)
         return [name for name in names if any(stage.weights.get(name) for stage in stages)]
 
     def _all_files(self, log: Log) -> list[TextFile]:
-        """Those to train a tokenizer on, under names that differ between sources."""
+        """The training files of all sources; names are prefixed with the source's name to be unique."""
         return [
             replace(file, name=f"{source.name}/{file.name}") if source.name else file
             for source in self.sources()
@@ -208,34 +212,40 @@ class DataConfig(SourceConfig):
         return itertools.chain.from_iterable(source.documents(TRAIN) for source in self.sources())
 
     def check_mixture(self) -> None:
-        """Raises `ConfigError` for sources and weights that cannot be; looks at no file."""
+        """Checks `configs`, `train_weights` and `mixture_block_size` without reading any file.
+
+        Raises:
+            ConfigError: a value is invalid.
+        """
         if self.mixture_block_size < 1:
             raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
         if not self.configs:
             if self.train_weights is not None:
-                raise ConfigError("data.train_weights: has no effect on one source. Name several under data.configs")
-            return
-        usual = SourceConfig()
-        for key in (item.name for item in fields(SourceConfig) if item.name != "cache_dir"):
-            if getattr(self, key) != getattr(usual, key):
                 raise ConfigError(
-                    f"data.{key}: has no effect beside data.configs, whose sources have their own. Move it into one, or"
-                    " leave it out"
+                    "data.train_weights: has no effect with a single source. Define several sources under data.configs"
+                )
+            return
+        defaults = SourceConfig()
+        for key in (item.name for item in fields(SourceConfig) if item.name != "cache_dir"):
+            if getattr(self, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"data.{key}: has no effect together with data.configs, where each source has its own. Move it into a"
+                    " source, or remove it"
                 )
         for name in self.configs:
             if not name.replace("_", "").replace("-", "").replace(".", "").isalnum() or name in _RESERVED:
                 raise ConfigError(
-                    f"data.configs: '{name}' given as a name; letters, digits, '_', '-' and '.' are allowed, and none of"
+                    f"data.configs: '{name}' is not a valid source name. Use letters, digits, '_', '-' and '.'; reserved:"
                     f" {', '.join(_RESERVED)}"
                 )
         folders = [source.folder for source in self.sources()]
         shared = {str(folder) for folder in folders if folders.count(folder) > 1}
         if shared:
             raise ConfigError(
-                f"data.configs: several sources have the cache_dir {', '.join(shared)}. Give each its own"
+                f"data.configs: several sources share the cache_dir {', '.join(shared)}. Give each source its own"
             )
         if self.train_weights is not None:
-            names = self.trained_names()
+            names = self.train_source_names()
             for stage in weight_stages(self.train_weights, names):
                 block_counts(stage.weights, names, self.mixture_block_size)
 
@@ -243,11 +253,11 @@ class DataConfig(SourceConfig):
         if self.tokenizer != TRAIN_BPE:
             tokenizer = self.load_tokenizer(log=lambda _: None)
             if any(source.config.format.adds_special_tokens for source in self.sources()):
-                document_ends(tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
+                boundary_ids(tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
             for source in self.sources():
                 source.encoder(tokenizer)
-        elif self.vocab_size is not None and self.vocab_size < SMALLEST_VOCABULARY:
+        elif self.vocab_size is not None and self.vocab_size < MIN_VOCAB_SIZE:
             raise ConfigError(
-                f"data.vocab_size: {self.vocab_size} given; bytes and the end of text need at least"
-                f" {SMALLEST_VOCABULARY}"
+                f"data.vocab_size: {self.vocab_size} given, at least {MIN_VOCAB_SIZE} expected: one token for each byte and"
+                " one for the end of text"
             )

@@ -1,4 +1,4 @@
-"""Windows into batches on the devices: read ahead in the background, each process only its own rows."""
+"""Batches of sequences on the devices, prefetched in the background. Each process reads only its own rows."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -27,19 +27,19 @@ def train_batches(
 ) -> "SequenceBatches":
     """Batches {microbatch, batch, position} of a mixture's examples.
 
-    Where a batch's examples do not fill its micro-batches, padding without weight does.
+    If a batch's examples do not fill its micro-batches, the rest is padding with loss mask 0.
 
     Args:
-        first_step: the schedule's step that the first batch is of.
+        first_step: step of the schedule that the first batch belongs to.
     """
-    return SequenceBatches(_Order(mixture, batches, layout), first_step)
+    return SequenceBatches(_BatchReader(mixture, batches, layout), first_step)
 
 
 @dataclass(frozen=True)
-class _Order:
-    """Example after example, on devices.
+class _BatchReader:
+    """Reads consecutive examples as a batch on the devices.
 
-    Row m x batch + j of a step is row j of micro-batch m; rows beyond its batch size are padding.
+    Row m * batch + j of a step is row j of micro-batch m; rows past the step's batch size are padding.
     """
 
     mixture: Mixture
@@ -47,7 +47,7 @@ class _Order:
     layout: Layout
 
     def batch(self, first: int, stage: BatchStage) -> TokenBatch:
-        """The batch that begins with example `first`."""
+        """The batch whose first example is `first`."""
         axes = (
             hax.Axis(MICROBATCH, stage.num_microbatches),
             hax.Axis(BATCH, stage.microbatch),
@@ -55,100 +55,98 @@ class _Order:
         )
 
         def read(rows: np.ndarray) -> Columns:
-            return _blanked(self.mixture.read(first + rows), rows >= stage.size)
+            return _zero_rows(self.mixture.read(first + rows), rows >= stage.size)
 
         return _on_devices(read, axes, self.layout)
 
 
 class SequenceBatches(Batches):
-    """A step's rows are the examples behind those of all steps before it."""
+    """Training batches. Each step takes the examples that follow those of all steps before it."""
 
-    def __init__(self, order: _Order, first_step: int):
-        self._order = order
+    def __init__(self, reader: _BatchReader, first_step: int):
+        self._reader = reader
         self._step = first_step
         self._consumed = 0
-        self._ahead: Prefetch[TokenBatch] | None = None
+        self._prefetch: Prefetch[TokenBatch] | None = None
 
     def __next__(self) -> TokenBatch:
-        if self._ahead is None:
-            # Made of plain values and not of `self`, which the thread must not keep alive.
-            make = functools.partial(_nth_batch, self._order, self._consumed, self._step)
-            self._ahead = Prefetch(make, depth=_PREFETCHED)
-        batch = self._ahead.take()
-        self._consumed += self._order.batches.at(self._step).size
+        if self._prefetch is None:
+            # Bound to plain values, not to `self`, which the thread must not keep alive.
+            make = functools.partial(_nth_batch, self._reader, self._consumed, self._step)
+            self._prefetch = Prefetch(make, depth=_PREFETCHED)
+        batch = self._prefetch.take()
+        self._consumed += self._reader.batches.at(self._step).size
         self._step += 1
         return batch
 
     def read_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.refill()
+        if self._prefetch is not None:
+            self._prefetch.refill()
 
     def state(self) -> dict[str, Any]:
-        """{"examples": examples consumed, "step": the step of the next batch}."""
+        """{"examples": number of examples consumed, "step": step of the next batch}."""
         return {"examples": self._consumed, "step": self._step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Batches.restore`. The batch sizes may be others than before."""
+        """Continues from a position; batch sizes may differ from those of the run that saved it."""
         self.close()
         self._consumed = int(state["examples"])
-        self._step = int(state.get("step", self._step))  # positions from before sizes could change say no step
+        self._step = int(state.get("step", self._step))  # positions saved by old versions have no step
 
     def records(self, step: int) -> str:
-        """See `Batches.records`: each source, and which of its windows."""
-        batches = self._order.batches
+        batches = self._reader.batches
         first = self._consumed - batches.examples_between(step, self._step)
-        return self._order.mixture.describe(first + np.arange(batches.at(step).size))
+        return self._reader.mixture.describe(first + np.arange(batches.at(step).size))
 
     def close(self) -> None:
-        """Stops reading ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        if self._prefetch is not None:
+            self._prefetch.close()
+            self._prefetch = None
 
 
-def _nth_batch(order: _Order, consumed: int, first_step: int, number: int) -> TokenBatch:
+def _nth_batch(reader: _BatchReader, consumed: int, first_step: int, number: int) -> TokenBatch:
     step = first_step + number
-    return order.batch(consumed + order.batches.examples_between(first_step, step), order.batches.at(step))
+    return reader.batch(consumed + reader.batches.examples_between(first_step, step), reader.batches.at(step))
 
 
 def eval_batches(
-    windows: PackedSequences, *, batch_size: int, layout: Layout, max_batches: int | None
+    sequences: PackedSequences, *, batch_size: int, layout: Layout, max_batches: int | None
 ) -> Iterator[TokenBatch]:
-    """One pass in order, as batches {batch, position}; rows beyond the end are padding with no weight."""
-    axes = (hax.Axis(BATCH, batch_size), hax.Axis(POSITION, windows.seq_len))
-    num_batches = -(-len(windows) // batch_size)
+    """One pass over the sequences in order, as batches {batch, position}. Rows past the end are padding with loss mask 0."""
+    axes = (hax.Axis(BATCH, batch_size), hax.Axis(POSITION, sequences.seq_len))
+    num_batches = -(-len(sequences) // batch_size)
     for number in range(num_batches if max_batches is None else min(num_batches, max_batches)):
-        yield _on_devices(lambda rows, first=number * batch_size: _padded(windows, first + rows), axes, layout)
+        yield _on_devices(lambda rows, first=number * batch_size: _read_padded(sequences, first + rows), axes, layout)
 
 
-def _padded(windows: PackedSequences, indices: np.ndarray) -> Columns:
-    return _blanked(windows.read(np.minimum(indices, len(windows) - 1)), indices >= len(windows))
+def _read_padded(sequences: PackedSequences, indices: np.ndarray) -> Columns:
+    return _zero_rows(sequences.read(np.minimum(indices, len(sequences) - 1)), indices >= len(sequences))
 
 
-def _blanked(columns: Columns, beyond: np.ndarray) -> Columns:
-    """The same with zeros in some rows: padding that counts nothing."""
-    if beyond.any():
+def _zero_rows(columns: Columns, is_padding: np.ndarray) -> Columns:
+    """Zeroes the padding rows in place, loss mask included."""
+    if is_padding.any():
         for column in columns.values():
-            column[beyond] = 0
+            column[is_padding] = 0
     return columns
 
 
 def _on_devices(read: Callable[[np.ndarray], Columns], axes: tuple[hax.Axis, ...], layout: Layout) -> TokenBatch:
-    """Reads this process's rows, each once, and puts every device's part on it."""
-    place = layout.compute_sharding(axes)
+    """Reads each row of this process's shards once, and assembles the global batch."""
+    sharding = layout.compute_sharding(axes)
     shape = tuple(axis.size for axis in axes)
     numbers = np.arange(int(np.prod(shape[:-1]))).reshape(shape[:-1])
-    parts = [index for index in place.addressable_devices_indices_map(shape).values() if index is not None]
-    mine = np.unique(np.concatenate([numbers[part[:-1]].ravel() for part in parts]))
-    columns = read(mine)
+    shards = [index for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
+    local_rows = np.unique(np.concatenate([numbers[shard[:-1]].ravel() for shard in shards]))
+    columns = read(local_rows)
 
     def column(name: str) -> hax.NamedArray:
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "every shard of a batch has a place in it"
+        def shard_data(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "every addressable shard has an index"
             rows = numbers[index[:-1]]
-            found = columns[name][np.searchsorted(mine, rows.ravel())]
-            return found.reshape(*rows.shape, shape[-1])[..., index[-1]]
+            values = columns[name][np.searchsorted(local_rows, rows.ravel())]
+            return values.reshape(*rows.shape, shape[-1])[..., index[-1]]
 
-        return hax.NamedArray(jax.make_array_from_callback(shape, place, part), axes)
+        return hax.NamedArray(jax.make_array_from_callback(shape, sharding, shard_data), axes)
 
     return TokenBatch(**{name: column(name) for name in _COLUMNS})

@@ -1,10 +1,11 @@
-"""Several sources as one endless stream of examples, in proportions that may change from step to step.
+"""Mixes several sources into one endless stream of examples, in proportions that may change from step to step.
 
 stage 0                               stage 1
 | block 0 | block 1 | block 2 | blo   | block 0 | block 1 | ...
-  a b a a   b a a a   a a b a   a b     b b a b   b a b b         each block holds each source exactly so often
+  a b a a   b a a a   a a b a   a b     b b a b   b a b b         fixed counts per source in each block
 
-Which source example i is from, and which of its windows, is a function of i: found in O(1), wherever a run goes on.
+The source of example i, and its sequence in that source, are functions of i. Both are computed in O(1), so resuming is cheap
+at any step.
 """
 
 import hashlib
@@ -17,16 +18,16 @@ from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import EraShuffle, Shuffle, permute, shuffle_in_eras, shuffle_indices
 
 Columns = dict[str, np.ndarray]
-_KEPT_BLOCKS = 64
+_CACHED_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """A stretch of examples with fixed proportions.
+    """A range of examples with fixed proportions.
 
     Attributes:
-        start: its first example.
-        counts: of each source in a block.
+        start: first example of the stage.
+        counts: examples per block, for each source.
     """
 
     start: int
@@ -34,22 +35,22 @@ class MixtureStage:
 
 
 class Mixture:
-    """Examples without end: each source's windows in an order of their own, epoch after epoch.
+    """An endless stream of examples. Each source's sequences have an order of their own, epoch after epoch.
 
     Attributes:
-        names: of the sources.
-        seq_len: of every window.
+        names: names of the sources.
+        seq_len: tokens per example.
     """
 
     def __init__(
         self, sources: Mapping[str, PackedSequences], stages: Sequence[MixtureStage], *, seed: int, shuffle: Shuffle
     ):
-        """Args: stages: by their starts, the first at 0; each block as long as the sum of its counts."""
+        """Args: stages: sorted by start, the first at 0. The block size of a stage is the sum of its counts."""
         self.names = tuple(sources)
         self.seq_len = next(iter(sources.values())).seq_len
-        self._windows = tuple(sources.values())
+        self._sources = tuple(sources.values())
         self._seed, self._shuffle = seed, shuffle
-        # A source's order does not depend on which others there are.
+        # Seeded by name, so the order of a source does not depend on the other sources.
         self._seeds = [seed if not name else _seed_of(f"{seed} {name}") for name in self.names]
         self._stages = tuple(stages)
         self._starts = np.array([stage.start for stage in stages], np.int64)
@@ -58,80 +59,81 @@ class Mixture:
 
     def read(self, examples: np.ndarray) -> Columns:
         """The columns of `TokenBatch` for some examples (int64, from 0), [len(examples), seq_len] each."""
-        numbers, places = self.find(examples)
-        if len(self._windows) == 1:
-            return self._windows[0].read(places)
+        numbers, indices = self.find(examples)
+        if len(self._sources) == 1:
+            return self._sources[0].read(indices)
         columns: Columns = {}
         for number in np.unique(numbers):
             (rows,) = np.nonzero(numbers == number)
-            for name, part in self._windows[number].read(places[rows]).items():
+            for name, part in self._sources[number].read(indices[rows]).items():
                 if name not in columns:
                     columns[name] = np.empty((len(examples), self.seq_len), part.dtype)
                 columns[name][rows] = part
         return columns
 
     def find(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64: the number of the source that each example is from, and which of its windows it is."""
-        numbers, turns = self._turns(examples)
-        places = np.empty_like(turns)
+        """int64: the number of each example's source, and the index of its sequence in that source."""
+        numbers, ranks = self._source_ranks(examples)
+        indices = np.empty_like(ranks)
         for number in np.unique(numbers):
-            mine = numbers == number
-            places[mine] = self._places(int(number), turns[mine])
-        return numbers, places
+            from_source = numbers == number
+            indices[from_source] = self._sequence_indices(int(number), ranks[from_source])
+        return numbers, indices
 
     def describe(self, examples: np.ndarray) -> str:
-        """Their sources and windows, for people: `wiki: windows 3, 7 of 80; code: window 5 of 9`."""
-        numbers, places = self.find(examples)
+        """Sources and sequences of examples, for logs: `wiki: sequences 3, 7 of 80; code: sequence 5 of 9`."""
+        numbers, indices = self.find(examples)
         parts = []
         for number in np.unique(numbers):
-            mine = places[numbers == number].tolist()
+            in_source = indices[numbers == number].tolist()
             name = f"{self.names[number]}: " if self.names[number] else ""
-            listed = f"window{'s' * (len(mine) > 1)} {', '.join(map(str, mine))}"
-            parts.append(f"{name}{listed} of {len(self._windows[number])}")
+            listed = f"sequence{'s' * (len(in_source) > 1)} {', '.join(map(str, in_source))}"
+            parts.append(f"{name}{listed} of {len(self._sources[number])}")
         return "; ".join(parts)
 
-    def windows(self, number: int) -> PackedSequences:
-        """Of a source."""
-        return self._windows[number]
+    def sequences(self, number: int) -> PackedSequences:
+        """The sequences of a source."""
+        return self._sources[number]
 
     def exhausted_after(self) -> list[int | None]:
-        """How many examples there are when each source has been read once; None for one that never is."""
-        return [self._example_of_turn(number, len(windows)) for number, windows in enumerate(self._windows)]
+        """For each source, the number of mixture examples after which it has been read once; None if it never is."""
+        return [self._examples_until(number, len(sequences)) for number, sequences in enumerate(self._sources)]
 
-    def _places(self, number: int, turns: np.ndarray) -> np.ndarray:
-        size = len(self._windows[number])
+    def _sequence_indices(self, number: int, ranks: np.ndarray) -> np.ndarray:
+        size = len(self._sources[number])
         if isinstance(self._shuffle, EraShuffle):
-            return shuffle_in_eras(turns, size, self._shuffle.era_length, seed=self._seeds[number])
-        return shuffle_indices(turns, size, seed=self._seeds[number]) if self._shuffle else turns % size
+            return shuffle_in_eras(ranks, size, self._shuffle.era_length, seed=self._seeds[number])
+        return shuffle_indices(ranks, size, seed=self._seeds[number]) if self._shuffle else ranks % size
 
-    def _turns(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each example, and how many of that source's came before it."""
-        if len(self._windows) == 1:
+    def _source_ranks(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each example, and how many examples of that source came before it."""
+        if len(self._sources) == 1:
             return np.zeros_like(examples), examples
-        numbers, turns = np.empty_like(examples), np.empty_like(examples)
+        numbers, ranks = np.empty_like(examples), np.empty_like(examples)
         stages = np.searchsorted(self._starts, examples, side="right") - 1
         for stage in np.unique(stages):
             size = sum(self._stages[stage].counts)
-            blocks, within = np.divmod(examples - self._starts[stage], size)
+            blocks, offsets = np.divmod(examples - self._starts[stage], size)
             for block in np.unique(blocks[stages == stage]):
-                mine = (stages == stage) & (blocks == block)
-                order, ranks = self._block(int(stage), int(block))
-                numbers[mine] = order[within[mine]]
+                in_block = (stages == stage) & (blocks == block)
+                order, block_ranks = self._block(int(stage), int(block))
+                numbers[in_block] = order[offsets[in_block]]
                 counts = np.array(self._stages[stage].counts, np.int64)
-                turns[mine] = (self._before[stage] + block * counts)[numbers[mine]] + ranks[within[mine]]
-        return numbers, turns
+                ranks_before = self._before[stage] + block * counts
+                ranks[in_block] = ranks_before[numbers[in_block]] + block_ranks[offsets[in_block]]
+        return numbers, ranks
 
     def _block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each place in a block, and how many of that source's places are before it."""
-        found = self._blocks.get((stage, block))
-        if found is None:
-            if len(self._blocks) >= _KEPT_BLOCKS:
-                # Batches are read in one thread, and may be described in another.
+        """The source of each position in a block, and how many positions of that source are before it in the block."""
+        cached = self._blocks.get((stage, block))
+        if cached is None:
+            if len(self._blocks) >= _CACHED_BLOCKS:
+                # The default avoids a race: batches are read in one thread and may be described in another.
                 self._blocks.pop(next(iter(self._blocks)), None)
-            found = self._blocks[stage, block] = self._made_block(stage, block)
-        return found
+            cached = self._blocks[stage, block] = self._make_block(stage, block)
+        return cached
 
-    def _made_block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make_block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         counts = self._stages[stage].counts
         in_order = np.repeat(np.arange(len(counts)), counts)
         size = len(in_order)
@@ -143,24 +145,24 @@ class Mixture:
         return order, ranks
 
     def _counts_before(self) -> list[np.ndarray]:
-        """How many examples of each source come before each stage. Its last block may be cut off anywhere."""
-        before = [np.zeros(len(self._windows), np.int64)]
+        """How many examples of each source come before each stage. The last block of a stage may be incomplete."""
+        before = [np.zeros(len(self._sources), np.int64)]
         for number, (stage, following) in enumerate(zip(self._stages, self._stages[1:], strict=False)):
             blocks, rest = divmod(following.start - stage.start, sum(stage.counts))
-            cut = np.bincount(self._block(number, blocks)[0][:rest], minlength=len(self._windows))
-            before.append(before[-1] + blocks * np.array(stage.counts, np.int64) + cut)
+            in_last_block = np.bincount(self._block(number, blocks)[0][:rest], minlength=len(self._sources))
+            before.append(before[-1] + blocks * np.array(stage.counts, np.int64) + in_last_block)
         return before
 
-    def _example_of_turn(self, number: int, turns: int) -> int | None:
-        """How many examples the mixture has given when it has given so many of one source."""
+    def _examples_until(self, number: int, source_examples: int) -> int | None:
+        """How many examples of the mixture contain the first `source_examples` of one source; None if it never gets there."""
         ends = [*(stage.start for stage in self._stages[1:]), None]
         for index, (stage, end) in enumerate(zip(self._stages, ends, strict=True)):
-            wanted = turns - int(self._before[index][number])
-            if not stage.counts[number] or (end is not None and turns > self._before[index + 1][number]):
+            in_stage = source_examples - int(self._before[index][number])
+            if not stage.counts[number] or (end is not None and source_examples > self._before[index + 1][number]):
                 continue
-            block, rank = divmod(wanted - 1, stage.counts[number])
-            place = int(np.flatnonzero(self._block(index, block)[0] == number)[rank])
-            return stage.start + block * sum(stage.counts) + place + 1
+            block, rank = divmod(in_stage - 1, stage.counts[number])
+            position = int(np.flatnonzero(self._block(index, block)[0] == number)[rank])
+            return stage.start + block * sum(stage.counts) + position + 1
         return None
 
 

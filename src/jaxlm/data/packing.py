@@ -1,11 +1,11 @@
-"""Documents in windows of equal length: cut wherever those end, none of their tokens lost, or whole.
+"""Packs documents into sequences of equal length, either split at sequence boundaries (no token is lost) or kept whole.
 
-tokens    B a a a E|B b b E B|c c ...        windows of 5, and one token more for the last target
-targets   a a a E .|b b E . c|c ...          every token but a document's first is a target once
+tokens    B a a a E|B b b E B|c c ...        sequences of 5 tokens, plus one token for the last target
+targets   a a a E .|b b E . c|c ...          every token except a document's first is a target exactly once
 segments  1 1 1 1 1|1 1 1 1 2|1 ...
 
-Whole ones follow each other as long as they fit, in their order, which needs no search: `B a a E .|B b b b E|B c E B d E|`.
-What of a document is beyond its window's end is lost, and counted.
+Whole documents are packed greedily in order, as many as fit: `B a a E .|B b b b E|B c E B d E|`. A document longer than a
+sequence is truncated, and the lost tokens are counted.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from jaxlm.data.cache.token_cache import TokenCache
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Windows of documents that are not cut in two, and what that costs.
+    """Sequences of whole documents, and what packing them so costs.
 
     Attributes:
-        starts: int64 [windows], the first token of each.
-        ends: int64 [windows], the token behind the last one of each: beyond the window, for a document that is too long.
-        num_truncated: documents that are longer than a window and the target behind it.
-        num_lost: their tokens that are in no window.
-        num_without_targets: windows left out because no token within reach is asked for.
+        starts: int64 [sequences], first token of each sequence.
+        ends: int64 [sequences], end (exclusive) of each sequence's documents; past the sequence if a document is too long.
+        num_truncated: documents longer than seq_len + 1 tokens (the last one is only a target).
+        num_lost: tokens of these documents that are in no sequence.
+        num_without_targets: sequences left out because they contain no target token.
     """
 
     starts: np.ndarray
@@ -34,102 +34,109 @@ class PackedDocuments:
     num_without_targets: int
 
 
-def pack_documents(cache: TokenCache, seq_len: int, *, most: int) -> PackedDocuments:
-    """Args: most: documents in a window; 0 means as many as fit."""
+def pack_documents(cache: TokenCache, seq_len: int, *, max_documents: int) -> PackedDocuments:
+    """Args: max_documents: maximum documents per sequence: 1, or 0 for as many as fit."""
     lengths = np.diff(cache.offsets)
-    places = np.concatenate([[0], np.cumsum(np.minimum(lengths, seq_len))])
+    cumulative = np.concatenate([[0], np.cumsum(np.minimum(lengths, seq_len))])
     firsts = [0]
     while firsts[-1] < len(lengths):
-        fitting = int(np.searchsorted(places, places[firsts[-1]] + seq_len, side="right")) - 1
-        firsts.append(firsts[-1] + 1 if most == 1 else max(fitting, firsts[-1] + 1))
+        fitting = int(np.searchsorted(cumulative, cumulative[firsts[-1]] + seq_len, side="right")) - 1
+        firsts.append(firsts[-1] + 1 if max_documents == 1 else max(fitting, firsts[-1] + 1))
     bounds = cache.offsets[np.array(firsts, np.int64)]
     starts, ends = bounds[:-1], bounds[1:]
-    asked = cache.read_targets(np.zeros(1, np.int64), cache.num_tokens)[0]
-    asked[cache.offsets[:-1][lengths > 0]] = False  # the first token of a document is nobody's target
-    before = np.concatenate([[0], np.cumsum(asked)])
-    some = before[np.minimum(ends, starts + seq_len + 1)] > before[starts]
+    is_target = cache.read_target_mask(np.zeros(1, np.int64), cache.num_tokens)[0]
+    is_target[cache.offsets[:-1][lengths > 0]] = False  # the first token of a document is never a target
+    targets_before = np.concatenate([[0], np.cumsum(is_target)])
+    has_targets = targets_before[np.minimum(ends, starts + seq_len + 1)] > targets_before[starts]
     lost = np.maximum(lengths - (seq_len + 1), 0)
-    return PackedDocuments(starts[some], ends[some], int((lost > 0).sum()), int(lost.sum()), int((~some).sum()))
+    return PackedDocuments(
+        starts[has_targets], ends[has_targets], int((lost > 0).sum()), int(lost.sum()), int((~has_targets).sum())
+    )
 
 
-def describe_packing(windows: "PackedSequences") -> str:
-    """What packing came to, for people."""
-    whole = windows.whole
-    assert whole is not None
-    parts = [f"{len(windows):,} windows of {windows.seq_len:,} tokens, {windows.padding:.1%} of it padding"]
-    if whole.num_truncated:
+def describe_packing(sequences: "PackedSequences") -> str:
+    """Summarizes the packing of whole documents, for the log."""
+    packed = sequences.packed
+    assert packed is not None
+    parts = [f"{len(sequences):,} sequences of {sequences.seq_len:,} tokens, {sequences.padding:.1%} padding"]
+    if packed.num_truncated:
         parts.append(
-            f"{whole.num_truncated:,} documents are longer, and lose"
-            f" {whole.num_lost:,} of {windows.cache.num_tokens:,} tokens"
+            f"{packed.num_truncated:,} documents are longer and were truncated, losing"
+            f" {packed.num_lost:,} of {sequences.cache.num_tokens:,} tokens"
         )
-    if whole.num_without_targets:
-        parts.append(f"{whole.num_without_targets:,} windows left out: what is asked for is beyond their end")
+    if packed.num_without_targets:
+        parts.append(
+            f"{packed.num_without_targets:,} sequences left out: truncation removed every token the loss is computed on"
+        )
     return "; ".join(parts)
 
 
 class PackedSequences:
-    """The windows of a token cache."""
+    """The sequences of a token cache.
 
-    def __init__(self, cache: TokenCache, seq_len: int, whole: PackedDocuments | None = None):
-        """Args: whole: where its documents are not to be cut in two."""
+    Attributes:
+        packed: the sequences of whole documents; None if documents are split at sequence boundaries.
+    """
+
+    def __init__(self, cache: TokenCache, seq_len: int, packed: PackedDocuments | None = None):
         self.cache = cache
         self.seq_len = seq_len
-        self.whole = whole
+        self.packed = packed
 
     def __len__(self) -> int:
-        if self.whole is not None:
-            return len(self.whole.starts)
-        # The last token is nobody's input: nothing follows it.
+        if self.packed is not None:
+            return len(self.packed.starts)
+        # The last token is never an input: no target follows it.
         return max(1, -(-(self.cache.num_tokens - 1) // self.seq_len))
 
     @property
     def padding(self) -> float:
-        """The part of all places that holds no input."""
-        places = len(self) * self.seq_len
-        if self.whole is None:
-            return (places - (self.cache.num_tokens - 1)) / places
-        return 1 - float(np.minimum(self.whole.ends - self.whole.starts, self.seq_len).sum()) / places
+        """The fraction of input positions that are padding."""
+        num_positions = len(self) * self.seq_len
+        if self.packed is None:
+            return (num_positions - (self.cache.num_tokens - 1)) / num_positions
+        return 1 - float(np.minimum(self.packed.ends - self.packed.starts, self.seq_len).sum()) / num_positions
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """int64: the token of the cache that each window begins with."""
-        return indices * self.seq_len if self.whole is None else self.whole.starts[indices]
+        """int64: the index in the cache of each sequence's first token."""
+        return indices * self.seq_len if self.packed is None else self.packed.starts[indices]
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of `TokenBatch` for some windows, [len(indices), seq_len] each.
+        """The columns of `TokenBatch` for some sequences, [len(indices), seq_len] each.
 
         Raises:
-            DamagedCacheError: a token id that the vocabulary does not have.
+            DamagedCacheError: a token id is outside the vocabulary.
         """
         starts = self.starts(indices)
-        ends = np.full_like(starts, self.cache.num_tokens) if self.whole is None else self.whole.ends[indices]
+        ends = np.full_like(starts, self.cache.num_tokens) if self.packed is None else self.packed.ends[indices]
         columns = np.arange(self.seq_len + 1, dtype=np.int32)
         inside = columns < (ends - starts)[:, None]
         begins = self._begins(starts)
         ids = self.cache.read(starts, self.seq_len + 1)
-        asked = inside & ~begins
-        if self.whole is not None:
+        is_target = inside & ~begins
+        if self.packed is not None:
             ids *= inside
-        if self.cache.targets is not None:
-            asked &= self.cache.read_targets(starts, self.seq_len + 1)
-        here, follows = slice(None, -1), slice(1, None)
-        first = np.maximum.accumulate(np.where(begins[:, here], columns[here], 0), axis=1)
+        if self.cache.target_mask is not None:
+            is_target &= self.cache.read_target_mask(starts, self.seq_len + 1)
+        inputs, shifted = slice(None, -1), slice(1, None)
+        segment_start = np.maximum.accumulate(np.where(begins[:, inputs], columns[inputs], 0), axis=1)
         return {
-            "tokens": ids[:, here].copy(),
-            "targets": ids[:, follows].copy(),
-            "loss_mask": asked[:, follows].astype(np.float32),
-            "segment_ids": begins[:, here].cumsum(axis=1, dtype=np.int32) * inside[:, here],
-            "positions": (columns[here] - first) * inside[:, here],
+            "tokens": ids[:, inputs].copy(),
+            "targets": ids[:, shifted].copy(),
+            "loss_mask": is_target[:, shifted].astype(np.float32),
+            "segment_ids": begins[:, inputs].cumsum(axis=1, dtype=np.int32) * inside[:, inputs],
+            "positions": (columns[inputs] - segment_start) * inside[:, inputs],
         }
 
     def _begins(self, starts: np.ndarray) -> np.ndarray:
-        """bool [len(starts), seq_len + 1]: whether a document, or the window itself, begins at this place."""
+        """bool [len(starts), seq_len + 1]: whether a document, or the sequence itself, begins at this position."""
         offsets = self.cache.offsets
-        # Two look-ups a window instead of one a token: only the documents that begin in it are touched.
-        first, beyond = np.searchsorted(offsets, [starts, starts + self.seq_len + 1])
-        counts = beyond - first
+        # Two searches per sequence instead of one per token: only documents that begin in the sequence are touched.
+        first, end = np.searchsorted(offsets, [starts, starts + self.seq_len + 1])
+        counts = end - first
         rows = np.repeat(np.arange(len(starts)), counts)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ranks = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = np.zeros((len(starts), self.seq_len + 1), bool)
-        begins[rows, offsets[first[rows] + within] - starts[rows]] = True
+        begins[rows, offsets[first[rows] + ranks] - starts[rows]] = True
         begins[:, 0] = True
         return begins

@@ -1,7 +1,7 @@
-"""Shuffling as a function: where example i of an epoch is found, without ever making the whole order.
+"""Stateless shuffling: the position of example i in an epoch's permutation, without materializing the permutation.
 
-A Feistel network is a bijection on 2k-bit numbers whatever its round function; numbers that fall outside of 0..n are
-sent through again until they do not ("cycle walking"; Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).
+A Feistel network is a bijection on 2k-bit numbers for any round function. Numbers outside 0..n go through the network again
+until they fall inside ("cycle walking"; Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).
 """
 
 import functools
@@ -12,16 +12,16 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 
-_BLOCK = 4096  # examples whose places are found together: numpy's cost a call is far above that of one number
-_ROUNDS = 10  # with 6, where an index of a very small set lands is measurably uneven over many epochs
+_BLOCK = 4096  # examples permuted in one call: numpy's cost per call is far above its cost per element
+_ROUNDS = 10  # with 6, permutations of very small sets are measurably non-uniform over many epochs
 _WORD = 1 << 64
 
 
 def shuffle_indices(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray:
-    """int64: the places of `examples` in an endless order, epoch after epoch, each a permutation of 0..size.
+    """int64: the index in 0..size of each example in an endless stream of epochs, each a permutation of its own.
 
     Args:
-        examples: int64 [count], near to each other; from 0 on.
+        examples: int64 [count], example numbers from 0; fastest if they are close to each other.
     """
     first, last = int(examples.min()) // _BLOCK, int(examples.max()) // _BLOCK
     places = np.concatenate([_block(number, size, seed) for number in range(first, last + 1)])
@@ -29,31 +29,31 @@ def shuffle_indices(examples: np.ndarray, size: int, *, seed: int) -> np.ndarray
 
 
 def shuffle_in_eras(examples: np.ndarray, size: int, era_length: int, *, seed: int) -> np.ndarray:
-    """As `shuffle_indices`, but each stretch of `era_length` places (the last one may be shorter) stays where it is."""
+    """Like `shuffle_indices`, but within blocks of `era_length` indices (the last may be shorter) that stay in order."""
     epoch, index = np.divmod(examples, size)
     era, within = np.divmod(index, era_length)
     places = np.empty_like(examples)
     last = size // era_length
     for lengths, mine in ((era_length, era < last), (size - last * era_length, era == last)):
         if mine.any():
-            # Every era of every epoch has a permutation of its own.
+            # Each era of each epoch gets its own permutation.
             number = epoch[mine] * (last + 1) + era[mine]
             places[mine] = era[mine] * era_length + permute(within[mine], lengths, seed=seed, epoch=number)
     return places
 
 
-@functools.lru_cache(maxsize=256)  # 8 MB: each source of a mixture has its own
+@functools.lru_cache(maxsize=256)  # 8 MB; each source of a mixture has blocks of its own
 def _block(number: int, size: int, seed: int) -> np.ndarray:
     epoch, index = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), size)
     return permute(index, size, seed=seed, epoch=epoch)
 
 
 def permute(indices: np.ndarray, size: int, *, seed: int, epoch: np.ndarray) -> np.ndarray:
-    """int64: the places of `indices` in a permutation of 0..size that `seed` and `epoch` choose.
+    """int64: `indices` mapped through the permutation of 0..size selected by `seed` and `epoch`.
 
     Args:
-        indices: int64, each from 0 to size, exclusive.
-        epoch: int64, of the same shape: one permutation each.
+        indices: int64, 0 <= index < size.
+        epoch: int64, same shape: the permutation to use for each index.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     keys = _mixed(epoch.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % _WORD))
@@ -80,11 +80,11 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EraShuffle:
-    """Windows shuffled within stretches of equal length, which follow each other as the data stands.
+    """Shuffles sequences within consecutive blocks (eras) of equal length; the eras stay in the order of the data.
 
     Attributes:
-        type: `era`.
-        era_length: windows in a stretch.
+        type: must be `era`.
+        era_length: sequences per era.
     """
 
     era_length: int
@@ -92,7 +92,7 @@ class EraShuffle:
 
     def __post_init__(self):
         if self.era_length < 1:
-            raise ConfigError(f"data.shuffle.era_length: {self.era_length} given, 1 or more windows expected")
+            raise ConfigError(f"data.shuffle.era_length: {self.era_length} given, 1 or more sequences expected")
 
 
 Shuffle = bool | EraShuffle

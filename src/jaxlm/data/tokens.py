@@ -1,4 +1,4 @@
-"""The open data of a phase: tokens cut into windows, and in which order they are trained on."""
+"""The open data of a phase: packed sequences, and the order in which they are trained on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,10 @@ StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
 
 @dataclass(frozen=True)
 class ValidationData:
-    """What a source is evaluated on.
-
-    Attributes:
-        source: whose it is.
-        windows: its validation tokens.
-    """
+    """The validation data of a source."""
 
     source: NamedSource
-    windows: PackedSequences
+    sequences: PackedSequences
 
 
 @dataclass(frozen=True)
@@ -33,11 +28,11 @@ class TokenData:
     """The open data of a phase.
 
     Attributes:
-        train: name -> windows to train on.
-        validation: what to evaluate on, source by source.
-        weights: of the sources in `train`, by the phase's steps; where there is one source, none are needed.
-        block_size: examples in which each source has exactly its part.
-        shuffle: how each source's windows are ordered.
+        train: source name -> training sequences.
+        validation: validation data, one entry per source that has any.
+        weights: sampling weights of the sources in `train`, by step of the phase; empty for a single source.
+        block_size: examples in a block of the mixture; within each block the proportions are exact.
+        shuffle: how each source's sequences are ordered.
         stop_strategy: when the data ends.
     """
 
@@ -49,14 +44,14 @@ class TokenData:
     stop_strategy: StopStrategy
 
     def examples(self, batches: BatchSchedule, *, seed: int) -> Mixture:
-        """What to train on, in the order that the seed gives. Args: batches: by the phase's steps, as weights are."""
+        """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""
         return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.shuffle)
 
     def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
-        """How many there are until `stop_strategy` ends them; None where it never does.
+        """Number of training examples until `stop_strategy` ends the data; None if it never does.
 
         Raises:
-            ConfigError: all are to be exhausted, and some source never is.
+            ConfigError: `stop_strategy` is `all_exhausted`, but some source is never exhausted.
         """
         if self.stop_strategy == "restart":
             return None
@@ -66,8 +61,8 @@ class TokenData:
             return min((end for end in ends if end is not None), default=None)
         if never:
             raise ConfigError(
-                f"data.stop_strategy: all_exhausted, but with these train_weights {', '.join(never)} would never be read"
-                " to the end. Give it weight in the last stage, or choose another stop_strategy"
+                f"data.stop_strategy: all_exhausted given, but with these train_weights {', '.join(never)} would never be"
+                " exhausted. Give it a weight above 0 in the last stage, or choose another stop_strategy"
             )
         return max(end for end in ends if end is not None)
 

@@ -181,7 +181,9 @@ class _Answers:
         """As the tokenizer's file says; without what it puts around texts that begin with BOS already."""
         bos = self._tokenizer.template_names.get("bos_token")
         begins = add_special_tokens is None and bos is not None and string.startswith(bos)
-        return self._tokenizer.encode_as_file_says(string, around=add_special_tokens is not False and not begins)
+        return self._tokenizer.encode_like_transformers(
+            string, add_special_tokens=add_special_tokens is not False and not begins
+        )
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any

@@ -23,7 +23,7 @@ def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Toke
     """
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     merged, config = without_adapters(model), plan.config.model
-    files = tokenizer.files(most_tokens=config.seq_len)
+    files = tokenizer.files(max_length=config.seq_len)
     save_folder(folder, merged, config, plan.layout, dtype=dtype, files=files, special_ids=special)
 
 

@@ -33,7 +33,7 @@ def check_num_steps(config: RunConfig) -> None:
             "epoch: has no effect, because every phase has num_train_steps of its own. Leave one of them out"
         )
     for phase, data in zip(*plan_phases(config), strict=True):
-        if len(data.trained_names()) > 1:
+        if len(data.train_source_names()) > 1:
             raise ConfigError(
                 f"epoch: {config.epoch} given, but phase '{phase.name}' trains on several sources, each as long as it is."
                 " Leave epoch out and choose data.stop_strategy (first_exhausted or all_exhausted)"

@@ -76,7 +76,7 @@ class Run:
 
         def validation_set(one: ValidationData) -> ValidationSet:
             options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
-            batches = functools.partial(eval_batches, one.windows, layout=plan.layout, **options)
+            batches = functools.partial(eval_batches, one.sequences, layout=plan.layout, **options)
             return ValidationSet(one.source.name, tuple(one.source.config.tags), batches)
 
         context = EvalContext(

@@ -1,7 +1,7 @@
-"""Text into token caches that are complete or invisible.
+"""Builds token caches atomically: a cache either exists and is complete, or does not exist.
 
-A cache is built in `<split>.building` and takes its name when it is whole. The work is kept in shards, so that after a
-kill it goes on where it stopped, and comes to the same bytes.
+A cache is built in `<split>.building` and renamed when it is complete. Progress is saved in shards, so an interrupted build
+resumes where it stopped and produces the same bytes.
 """
 
 import io
@@ -21,19 +21,19 @@ from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, fsync
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
-from jaxlm.data.cache.cache_key import CacheKey, content_of
-from jaxlm.data.cache.token_cache import ABOUT, OFFSETS, TARGETS, TOKENS, TokenCache, open_cache, write_about
+from jaxlm.data.cache.cache_key import CacheKey, file_digests
+from jaxlm.data.cache.token_cache import METADATA, OFFSETS, TARGETS, TOKENS, TokenCache, open_cache, write_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
 from jaxlm.data.sources.text_file import TextFile
 
-_SHARD_CHARACTERS = 1 << 22  # what a kill can cost
-_SHOW_EVERY_S = 2.0
+_SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
+_LOG_INTERVAL_S = 2.0
 _PLAN = "plan.json"
 
 
 class _Shard(NamedTuple):
-    """Documents, the number of the file that each is from, and how many bytes of all files are read after them."""
+    """Documents, the index of each one's file, and how many bytes of all files have been read after them."""
 
     documents: list[RawContent]
     sources: np.ndarray
@@ -48,16 +48,16 @@ def open_or_build(
     log: Log,
     workers: Workers = LOCAL_WORKERS,
 ) -> TokenCache:
-    """The cache in `folder`, built first where there is none.
+    """Opens the cache in `folder`, and builds it first if it does not exist.
 
     Raises:
-        ConfigError: what is there was made from something else (says from what), or is damaged; or the folder cannot
-            be written.
+        ConfigError: the existing cache was built from something else (the message lists the differences) or is damaged,
+            or the folder is not writable.
     """
     building = folder.with_name(f"{folder.name}.building")
     if not folder.exists() or building.exists():
         with folder_lock(writable_folder(folder.parent), log):
-            if not folder.exists():  # another process may have been faster
+            if not folder.exists():  # another process may have built it meanwhile
                 _build(folder, building, files, encoder, made_from, log, workers)
             shutil.rmtree(building, ignore_errors=True)
     return open_cache(folder, made_from)
@@ -73,17 +73,17 @@ def _build(
     workers: Workers,
 ) -> None:
     with disk_full_errors(building):
-        _begin(building, made_from)
-        _make_shards(building, files, encoder, made_from, log, workers)
+        _prepare_building_folder(building, made_from)
+        _write_shards(building, files, encoder, made_from, log, workers)
         _check_unchanged(files, made_from)
         _join_shards(building, files, made_from, log)
         commit_folder(building / "finished", folder)
 
 
-def _begin(building: Path, made_from: CacheKey) -> None:
-    """Keeps what an interrupted start has left, if that was of the same recipe."""
+def _prepare_building_folder(building: Path, made_from: CacheKey) -> None:
+    """Keeps the shards of an interrupted build if its cache key is the same; otherwise starts over."""
     plan = building / _PLAN
-    # Shards of another size would hold other documents under the same numbers.
+    # With another shard size, the same shard number would hold other documents.
     content = json.dumps({"shard_characters": _SHARD_CHARACTERS, "made_from": dict(made_from)}).encode()
     if not plan.is_file() or plan.read_bytes() != content:
         shutil.rmtree(building, ignore_errors=True)
@@ -95,35 +95,37 @@ def _begin(building: Path, made_from: CacheKey) -> None:
         leftover.unlink()
 
 
-def _make_shards(
+def _write_shards(
     building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: CacheKey, log: Log, workers: Workers
 ) -> None:
-    """Tokenizes all documents, so many characters at a time; shards that are there already are kept."""
+    """Tokenizes all documents shard by shard; shards that exist already are kept."""
     dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
     progress = _Progress(building.stem, sum(file.size for file in files), log)
-    for number, (shard, found) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder, workers)):
-        if found is None:
+    for number, (shard, texts) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder, workers)):
+        if texts is None:
             progress.skip(shard.position)
             continue
-        arrays = _arrays(shard, found, dtype)
+        arrays = _shard_arrays(shard, texts, dtype)
         if not number and not len(arrays["lengths"]):
             raise ConfigError(encoder.no_targets_message())
         _write_shard(_shard_path(building, number), arrays)
         progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
 
 
-def _arrays(shard: _Shard, found: Sequence[TokenizedText | None], dtype: type[np.unsignedinteger]) -> dict[str, Any]:
-    """What a shard holds, without the documents that there is nothing to learn from."""
-    pairs = zip(found, shard.documents, shard.sources, strict=True)
-    kept = [(tokens, document, source) for tokens, document, source in pairs if tokens is not None]
+def _shard_arrays(
+    shard: _Shard, texts: Sequence[TokenizedText | None], dtype: type[np.unsignedinteger]
+) -> dict[str, Any]:
+    """The content of a shard file, without documents that have no target tokens."""
+    triples = zip(texts, shard.documents, shard.sources, strict=True)
+    usable = [(tokens, document, source) for tokens, document, source in triples if tokens is not None]
     arrays: dict[str, Any] = {
-        "tokens": np.concatenate([np.zeros(0, dtype), *(tokens.ids.astype(dtype) for tokens, _, _ in kept)]),
-        "lengths": np.array([len(tokens.ids) for tokens, _, _ in kept], np.int64),
-        "sources": np.array([source for _, _, source in kept], np.int64),
-        "num_bytes": sum(document.num_bytes for _, document, _ in kept),
-        "left_out": len(found) - len(kept),
+        "tokens": np.concatenate([np.zeros(0, dtype), *(tokens.ids.astype(dtype) for tokens, _, _ in usable)]),
+        "lengths": np.array([len(tokens.ids) for tokens, _, _ in usable], np.int64),
+        "sources": np.array([source for _, _, source in usable], np.int64),
+        "num_bytes": sum(document.num_bytes for _, document, _ in usable),
+        "left_out": len(texts) - len(usable),
     }
-    masks = [tokens.targets for tokens, _, _ in kept if tokens.targets is not None]
+    masks = [tokens.target_mask for tokens, _, _ in usable if tokens.target_mask is not None]
     if masks:
         arrays["targets"] = np.concatenate(masks).astype(np.uint8)
     return arrays
@@ -132,17 +134,17 @@ def _arrays(shard: _Shard, found: Sequence[TokenizedText | None], dtype: type[np
 def _tokenized(
     shards: Iterator[_Shard], building: Path, encoder: Encoder, workers: Workers
 ) -> Iterator[tuple[_Shard, list[TokenizedText | None] | None]]:
-    """Shards in their order, each with its documents' tokens; None where it has been written before."""
-    ahead: deque[tuple[_Shard, Future[list[TokenizedText | None]] | None]] = deque()
+    """The shards in order, each with its tokenized documents; None for a shard that has been written before."""
+    in_flight: deque[tuple[_Shard, Future[list[TokenizedText | None]] | None]] = deque()
     with workers.encoding(encoder) as pool:
         for number, shard in enumerate(shards):
-            is_there = _read_shard(_shard_path(building, number)) is not None
-            contents = [document.what for document in shard.documents]
-            ahead.append((shard, None if is_there else pool.submit(contents)))
-            if len(ahead) > pool.at_once:
-                yield _result(*ahead.popleft())
-        while ahead:
-            yield _result(*ahead.popleft())
+            is_written = _read_shard(_shard_path(building, number)) is not None
+            contents = [document.content for document in shard.documents]
+            in_flight.append((shard, None if is_written else pool.submit(contents)))
+            if len(in_flight) > pool.max_in_flight:
+                yield _result(*in_flight.popleft())
+        while in_flight:
+            yield _result(*in_flight.popleft())
 
 
 def _result(
@@ -156,11 +158,11 @@ def _shard_path(building: Path, number: int) -> Path:
 
 
 def _check_unchanged(files: Sequence[TextFile], made_from: CacheKey) -> None:
-    now = content_of(files)
+    now = file_digests(files)
     changed = sorted(name for name, digest in made_from["files"].items() if now[name] != digest)
     if changed:
         raise ConfigError(
-            f"{len(changed)} file(s) changed while they were tokenized: {', '.join(changed[:5])}. Start again"
+            f"{len(changed)} file(s) changed while they were being tokenized: {', '.join(changed[:5])}. Start again"
         )
 
 
@@ -173,7 +175,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def _read_shard(path: Path) -> dict[str, np.ndarray] | None:
-    """What was written; None where there is no such shard, or it is damaged."""
+    """The arrays of a shard; None if the shard does not exist or is damaged."""
     raw = path.read_bytes() if path.is_file() else b""
     archive, checksum = raw[:-4], raw[-4:]
     if not archive or zlib.crc32(archive).to_bytes(4, "little") != checksum:
@@ -201,7 +203,7 @@ def _shards_of(files: Sequence[TextFile], encoder: Encoder) -> Iterator[_Shard]:
 
 
 def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey, log: Log) -> None:
-    """Writes `finished/` from all shards, `cache.json` last."""
+    """Concatenates all shards into `finished/`; `cache.json` is written last."""
     finished = building / "finished"
     finished.mkdir()
     shards = sorted(building.glob("shard-*.npz"))
@@ -211,12 +213,12 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
         with atomic_file(finished / TARGETS) as path, open(path, "wb") as file:
             joined["crc32"][TARGETS] = _append_targets(shards, file)
     if not joined["lengths"]:
-        raise ConfigError("the data holds no text at all: no record of its files has any")
+        raise ConfigError("the data contains no text: every record of its files is empty")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
     with atomic_file(finished / OFFSETS) as path:
-        path.write_bytes(offsets.data)  # `tofile` does not say that the disk is full
+        path.write_bytes(offsets.data)  # `tofile` does not report a full disk
     num_tokens, num_documents, num_bytes = int(offsets[-1]), len(offsets) - 1, joined["num_bytes"]
-    about = {
+    metadata = {
         "made_from": dict(made_from),
         "dtype": joined["dtype"],
         "num_tokens": num_tokens,
@@ -225,20 +227,20 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
         "documents_of_files": np.bincount(np.concatenate(joined["sources"]), minlength=len(files)).tolist(),
         "crc32": {**joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
     }
-    with atomic_file(finished / ABOUT) as path:
-        write_about(path, about)
+    with atomic_file(finished / METADATA) as path:
+        write_metadata(path, metadata)
     fsync(finished)
     log(f"{building.stem}: {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
     if joined["left_out"]:
-        log(f"{building.stem}: {joined['left_out']:,} documents are left out: there is nothing to learn from them")
+        log(f"{building.stem}: {joined['left_out']:,} documents left out: they have no token to compute the loss on")
 
 
 def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
-    """Writes the tokens of all shards; returns what belongs to them."""
+    """Writes the tokens of all shards to `file`; returns their counts and checksum."""
     joined: dict[str, Any] = {"lengths": [], "sources": [], "num_bytes": 0, "left_out": 0, "has_targets": False}
     crc32 = 0
     for path in shards:
-        shard = _whole_shard(path)
+        shard = _read_complete_shard(path)
         joined["lengths"].append(shard["lengths"])
         joined["sources"].append(shard["sources"])
         joined["num_bytes"] += int(shard["num_bytes"])
@@ -251,45 +253,45 @@ def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
 
 
 def _append_targets(shards: Sequence[Path], file: BinaryIO) -> int:
-    """Writes which tokens of all shards are targets; returns their checksum."""
+    """Writes the target mask of all shards to `file`; returns its checksum."""
     crc32 = 0
     for path in shards:
-        shard = _whole_shard(path)
-        targets = shard.get("targets", np.zeros(0, np.uint8))
-        assert len(targets) == len(shard["tokens"]), f"{path} has other targets than tokens"
-        crc32 = zlib.crc32(targets.data, crc32)
-        file.write(targets.data)
+        shard = _read_complete_shard(path)
+        target_mask = shard.get("targets", np.zeros(0, np.uint8))
+        assert len(target_mask) == len(shard["tokens"]), f"{path}: target mask and tokens differ in length"
+        crc32 = zlib.crc32(target_mask.data, crc32)
+        file.write(target_mask.data)
     return crc32
 
 
-def _whole_shard(path: Path) -> dict[str, np.ndarray]:
+def _read_complete_shard(path: Path) -> dict[str, np.ndarray]:
     shard = _read_shard(path)
-    assert shard is not None, f"{path} was whole a moment ago"
+    assert shard is not None, f"{path} is missing or damaged after it was written"
     return shard
 
 
 class _Progress:
-    """A line every two seconds: bytes of the files, and the pace of what this process has tokenized itself."""
+    """Logs progress every two seconds: the share of bytes read, and tokens/s without the skipped shards."""
 
     def __init__(self, name: str, total_bytes: int, log: Log):
-        self._name, self._total_bytes, self._show = name, total_bytes, log
+        self._name, self._total_bytes, self._log = name, total_bytes, log
         self._bytes = self._documents = self._tokens = 0
-        self._began = self._shown = time.monotonic()
+        self._started_at = self._logged_at = time.monotonic()
 
     def skip(self, bytes_read: int) -> None:
-        """What an interrupted start had done already; so many bytes are done by now."""
+        """Records a shard written by an earlier, interrupted build. Args: bytes_read: total so far."""
         self._bytes = bytes_read
 
     def add(self, bytes_read: int, num_documents: int, num_tokens: int) -> None:
-        """What has just been done; so many bytes are done by now."""
+        """Records a shard tokenized just now. Args: bytes_read: total so far."""
         self._bytes = bytes_read
         self._documents += num_documents
         self._tokens += num_tokens
         now = time.monotonic()
-        if now - self._shown > _SHOW_EVERY_S:
-            self._shown = now
-            pace = self._tokens / (now - self._began)
-            self._show(
+        if now - self._logged_at > _LOG_INTERVAL_S:
+            self._logged_at = now
+            pace = self._tokens / (now - self._started_at)
+            self._log(
                 f"{self._name}: tokenizing, {self._bytes / self._total_bytes:.0%} of {self._total_bytes / 1e6:.1f} MB,"
                 f" {self._documents:,} documents, {self._tokens:,} tokens, {pace:,.0f} tokens/s"
             )

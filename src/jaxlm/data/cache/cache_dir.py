@@ -1,4 +1,4 @@
-"""Writing so that a file or folder is either complete or not there, whatever kills the process."""
+"""Errors about `data.cache_dir`: folders that are not writable, disks that are full."""
 
 import contextlib
 import os
@@ -10,26 +10,28 @@ from jaxlm.core.errors import ConfigError
 
 
 def writable_folder(folder: Path) -> Path:
-    """A folder that exists and can be written.
+    """Creates `folder` if necessary and returns it.
 
     Raises:
-        ConfigError: it cannot; `data.cache_dir` is what put it there.
+        ConfigError: the folder cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"data.cache_dir: {folder} cannot be made: {error.strerror}. Choose another") from error
+        raise ConfigError(
+            f"data.cache_dir: {folder} cannot be created: {error.strerror}. Choose another folder"
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"data.cache_dir: {folder} cannot be written. Choose another, or change its permissions")
+        raise ConfigError(f"data.cache_dir: {folder} is not writable. Choose another folder, or change its permissions")
     return folder
 
 
 @contextlib.contextmanager
 def disk_full_errors(folder: Path) -> Iterator[None]:
-    """Around what writes to `folder`.
+    """Converts errors of a full disk, raised while writing to `folder`, to `ConfigError`.
 
     Raises:
-        ConfigError: the disk, or what this user may have of it, is full.
+        ConfigError: the disk is full, or the user's quota is exhausted.
     """
     try:
         yield
@@ -37,5 +39,5 @@ def disk_full_errors(folder: Path) -> Iterator[None]:
         if error.errno not in DISK_FULL_ERRNOS:
             raise
         raise ConfigError(
-            f"data.cache_dir: no space left for {folder}. What is finished stays: make room and start again"
+            f"data.cache_dir: no space left for {folder}. Free some space and start again; finished work is kept"
         ) from error

@@ -1,4 +1,4 @@
-"""What a token cache or a tokenizer was made from: everything that decides about its content, and nothing else."""
+"""Cache keys: everything that determines the content of a token cache or a trained tokenizer, and nothing else."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +15,13 @@ _NAMES_SHOWN = 5
 
 
 def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos: bool) -> CacheKey:
-    """Of a token cache."""
+    """The part of a token cache's key that does not depend on the format."""
     made_from = {
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "enforce_bos": bos,
         "enforce_eos": eos,
-        "files": content_of(files),
+        "files": file_digests(files),
     }
     if any(file.has_records for file in files):
         made_from["text_key"] = files[0].text_key
@@ -29,42 +29,47 @@ def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos
 
 
 def tokenizer_key(files: Sequence[TextFile], vocab_size: int) -> dict[str, Any]:
-    """Of a tokenizer that is trained here."""
-    made_from = {"vocab_size": vocab_size, "files": content_of(files)}
+    """The key of a tokenizer trained on `files`."""
+    made_from = {"vocab_size": vocab_size, "files": file_digests(files)}
     if any(file.has_records for file in files):
         made_from["text_key"] = files[0].text_key
     return made_from
 
 
-def content_of(files: Sequence[TextFile]) -> dict[str, str]:
-    """SHA-256 of each file's content, by its name."""
+def file_digests(files: Sequence[TextFile]) -> dict[str, str]:
+    """File name -> SHA-256 of the file's content."""
     with ThreadPoolExecutor() as pool:
         return dict(zip([f.name for f in files], pool.map(lambda file: file.digest, files), strict=True))
 
 
 def _same(before: CacheKey, now: CacheKey) -> bool:
-    """Whether both give the same, byte for byte. The order of files counts."""
+    """Whether both keys stand for the same bytes. The order of the files matters."""
     return before == now and list(before["files"]) == list(now["files"])
 
 
-def check_same(what: str, folder: Path, before: CacheKey, now: CacheKey) -> None:
-    """Raises `ConfigError` that says what has changed, unless nothing has.
+def check_cache_key(kind: str, folder: Path, before: CacheKey, now: CacheKey) -> None:
+    """Compares the key of an existing cache with the current one.
 
     Args:
-        what: was made (`token cache`), for the message.
+        kind: what was built (`token cache`), for the message.
+        before: key of what is in `folder`.
+        now: key that the configuration gives.
+
+    Raises:
+        ConfigError: the keys differ. The message lists the changes.
     """
     if _same(before, now):
         return
     changes = [
-        f"{key}: {_short(before.get(key))} then, {_short(now.get(key))} now"
+        f"{key}: was {_short(before.get(key))}, is now {_short(now.get(key))}"
         for key in dict.fromkeys([*before, *now])
         if key != "files" and before.get(key) != now.get(key)
     ]
     changes += _file_changes(before["files"], now["files"])
     raise ConfigError(
-        f"the {what} {folder} was made from something else:\n  "
+        f"the {kind} {folder} was built from other inputs:\n  "
         + "\n  ".join(changes)
-        + "\nChoose another data.cache_dir, or delete this one to build it anew"
+        + "\nChoose another data.cache_dir, or delete this folder to rebuild it"
     )
 
 

@@ -1,6 +1,6 @@
-"""Tokenizing on a Ray cluster: each part of a cache is a task, which Ray gives to another worker where one dies.
+"""Tokenizes on a Ray cluster. Each shard of a cache is a task; if a worker dies, Ray reruns the task on another one.
 
-Reading and writing stay with process 0, so only the cache's text and tokens travel, and no machine needs the files.
+Process 0 does all reading and writing. Only text and tokens are sent over the network, so workers need no access to files.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _CONNECT_S = 10
 _STOP_S = 20
-_RETRIES = 5  # of a part whose workers die; more is no accident
+_RETRIES = 5  # of a task whose worker dies; more deaths are not by accident
 _ADDRESS, _TOKEN = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
-# One thread a task, as many tasks as cores.
+# One thread per task, and as many tasks as cores.
 _IN_WORKERS = {"RAYON_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
@@ -43,7 +43,7 @@ class ClusterAddress(NamedTuple):
 
     Attributes:
         address: `host:port`.
-        token: that its members know each other by; empty where each has it from elsewhere.
+        token: authentication token of the cluster; empty if the members have it already.
     """
 
     address: str
@@ -55,10 +55,10 @@ class RayConfig:
     """A Ray cluster to tokenize on. jaxlm must be installed on its machines.
 
     Attributes:
-        address: `host:port` of a cluster that is running; null takes the environment's RAY_ADDRESS, or starts one.
-        start_workers: let the machines of the run's other processes join the cluster while it tokenizes.
-        auto_start_cluster: start a cluster on process 0's machine where there is no address; false tokenizes in process 0
-            then.
+        address: `host:port` of a running cluster; null uses the environment variable RAY_ADDRESS if it is set.
+        start_workers: let the machines of the run's other processes join the cluster during tokenization.
+        auto_start_cluster: start a cluster on process 0's machine if there is no address; `false` tokenizes in process 0
+            instead.
     """
 
     address: str | None = None
@@ -67,42 +67,42 @@ class RayConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is a cluster to tokenize on, or may be one."""
-        return self._running is not None or self.auto_start_cluster
+        """Whether to tokenize on a cluster, running or to be started."""
+        return self._running_address is not None or self.auto_start_cluster
 
     @contextlib.contextmanager
     def cluster(self, log: Log, *, shared: bool) -> Iterator["RayWorkers"]:
-        """The cluster, started where none is running, and then stopped again.
+        """Connects to the running cluster, or starts one and stops it at the end of the block.
 
         Args:
-            shared: whether other machines are to join.
+            shared: whether other machines will join.
 
         Raises:
-            ConfigError: it cannot be reached or started.
+            ConfigError: the cluster cannot be reached or started.
         """
-        running = self._running
-        with _said_of(running):
+        running = self._running_address
+        with _connection_errors(running):
             if running is not None:
-                _knock(running)
+                _check_reachable(running)
             import ray
             import ray.exceptions
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of a change to come
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a deprecation warning
         token = ""
         if shared and running is None:
             token = os.environ.setdefault(_TOKEN, secrets.token_hex(32))
         before = signal.getsignal(signal.SIGTERM)
         try:
-            with _said_of(running, ray.exceptions.RayError), warnings.catch_warnings():
-                # Ray forks only to start its own programs at once, which is safe beside jax's threads.
+            with _connection_errors(running, ray.exceptions.RayError), warnings.catch_warnings():
+                # Ray only forks to exec its own programs right away, which is safe despite JAX's threads.
                 warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-                # Of the workers' output nothing is wanted here: what fails comes back as an exception.
-                where: dict[str, Any] = {"address": running}
+                # Workers' output is not forwarded: failures arrive as exceptions.
+                init_options: dict[str, Any] = {"address": running}
                 if running is None:
-                    where = {"address": "local", "include_dashboard": False}
+                    init_options = {"address": "local", "include_dashboard": False}
                 ray.init(
-                    **where,
+                    **init_options,
                     runtime_env={"env_vars": _IN_WORKERS},
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -110,70 +110,73 @@ class RayConfig:
                 )
             cores = int(ray.cluster_resources().get("CPU", 0))
             address = ray.get_runtime_context().gcs_address
-            log(f"ray: tokenizing on {address} ({'started' if running is None else 'found'}), {cores} cores")
+            log(f"ray: tokenizing on {address} ({'started' if running is None else 'already running'}), {cores} cores")
             yield RayWorkers(ClusterAddress(address, token))
         finally:
             ray.shutdown()
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
+                signal.signal(signal.SIGTERM, before)  # Ray replaces the handler
 
     @property
-    def _running(self) -> str | None:
+    def _running_address(self) -> str | None:
         return self.address or os.environ.get(_ADDRESS)
 
 
 @contextlib.contextmanager
-def _said_of(address: str | None, *kinds: type[Exception]) -> Iterator[None]:
-    """Around what connects: its failures, and these kinds of them, as a message."""
+def _connection_errors(address: str | None, *kinds: type[Exception]) -> Iterator[None]:
+    """Converts failures to connect, and exceptions of `kinds`, to `ConfigError`."""
     try:
         yield
     except (ImportError, OSError, RuntimeError, ValueError, *kinds) as error:
-        what = (
+        problem = (
             "trainer.ray: a cluster cannot be started"
             if address is None
             else f"trainer.ray.address: '{address}' cannot be reached"
         )
         raise ConfigError(
-            f"{what} ({type(error).__name__}: {error}). Leave trainer.ray out to tokenize in this process"
+            f"{problem} ({type(error).__name__}: {error}). Remove trainer.ray to tokenize in this process"
         ) from error
 
 
-def _knock(address: str) -> None:
-    """Raises `OSError` soon where nobody is there: Ray itself would ask for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raises `OSError` quickly if nothing listens at the address; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 class RayWorkers(Workers):
-    """The workers of a cluster that this process is connected to."""
+    """The workers of a cluster that this process is connected to.
 
-    def __init__(self, meeting: ClusterAddress):
-        """Args: meeting: what others need to join it."""
-        self.meeting = meeting
+    Attributes:
+        cluster_address: what other machines need to join the cluster.
+    """
+
+    def __init__(self, cluster_address: ClusterAddress):
+        self.cluster_address = cluster_address
 
     @contextlib.contextmanager
     def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
         import ray
         import ray.exceptions
 
-        shared = ray.put(encoder)
+        encoder_ref = ray.put(encoder)
         task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_encode)
-        at_once = 1 + int(ray.cluster_resources().get("CPU", 1))
+        max_in_flight = 1 + int(ray.cluster_resources().get("CPU", 1))
 
-        def ask(contents: Sequence[Any]) -> list[TokenizedText | None]:
+        def run_task(contents: Sequence[Any]) -> list[TokenizedText | None]:
             try:
-                return ray.get(task.remote(shared, contents))
+                return ray.get(task.remote(encoder_ref, contents))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise ConfigError(
-                    f"trainer.ray: the cluster could not tokenize a part of the data in {_RETRIES + 1} attempts:"
-                    f" {type(error).__name__}: {error}. What is finished stays: start again, or leave trainer.ray out"
+                    f"trainer.ray: the cluster failed to tokenize a shard in {_RETRIES + 1} attempts:"
+                    f" {type(error).__name__}: {error}. Start again, or remove trainer.ray; finished shards are kept"
                 ) from error
 
-        with ThreadPoolExecutor(at_once) as waiting:
-            yield EncodingPool(lambda contents: waiting.submit(ask, contents), at_once)
+        with ThreadPoolExecutor(max_in_flight) as waiting:
+            yield EncodingPool(lambda contents: waiting.submit(run_task, contents), max_in_flight)
 
 
 def _encode(encoder: Encoder, contents: Sequence[Any]) -> list[TokenizedText | None]:
@@ -181,14 +184,14 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> list[TokenizedText | N
 
 
 @contextlib.contextmanager
-def join_cluster(meeting: ClusterAddress) -> Iterator[subprocess.Popen[bytes]]:
-    """Has this machine's cores work for a cluster until the block ends."""
+def join_cluster(cluster_address: ClusterAddress) -> Iterator[subprocess.Popen[bytes]]:
+    """Adds this machine to a cluster until the block ends."""
     environment = dict(os.environ)
-    if meeting.token:
-        environment[_TOKEN] = meeting.token
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", meeting.address, "--block"]
-    none = subprocess.DEVNULL
-    node = subprocess.Popen(command, env=environment, stdin=none, stdout=none, stderr=none)
+    if cluster_address.token:
+        environment[_TOKEN] = cluster_address.token
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", cluster_address.address, "--block"]
+    devnull = subprocess.DEVNULL
+    node = subprocess.Popen(command, env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
     try:
         yield node
     finally:
@@ -200,16 +203,16 @@ def join_cluster(meeting: ClusterAddress) -> Iterator[subprocess.Popen[bytes]]:
             node.wait()
 
 
-_MEETING_BYTES = 512
+_BROADCAST_BYTES = 512
 
 
 def tokenize_on_ray(
     ray: RayConfig | None, sections: Sequence[DataConfig], tokenizer: Tokenizer, seq_len: int, log: Log
 ) -> None:
-    """Makes the caches that are not there. Without a cluster nothing: they are then made where they are opened.
+    """Builds the missing caches on the cluster. Without a cluster it does nothing: caches are then built when opened.
 
     Raises:
-        ConfigError: the cluster cannot be had, or the data cannot be tokenized.
+        ConfigError: the cluster cannot be reached or started, or the data cannot be tokenized.
     """
     if ray is None or not ray.is_wanted:
         return
@@ -219,20 +222,20 @@ def tokenize_on_ray(
     with contextlib.ExitStack() as stack:
         cluster = main_only(lambda: stack.enter_context(ray.cluster(log, shared=shared)))
         if shared:
-            meeting = _broadcast_address(None if cluster is None else cluster.meeting)
+            cluster_address = _broadcast_address(None if cluster is None else cluster.cluster_address)
             if cluster is None:
-                stack.enter_context(join_cluster(meeting))
+                stack.enter_context(join_cluster(cluster_address))
 
-        def make() -> None:
-            assert cluster is not None, "only process 0 has it, and only that one makes caches"
+        def build_caches() -> None:
+            assert cluster is not None, "only process 0 connects to the cluster, and only process 0 builds caches"
             for section in sections:
                 section.open(tokenizer, seq_len, log, cluster)
 
-        main_only(make)
+        main_only(build_caches)
 
 
-def _broadcast_address(meeting: ClusterAddress | None) -> ClusterAddress:
-    """Process 0's meeting, on every process."""
-    text = json.dumps(meeting).encode() if meeting is not None else b""
-    news = np.frombuffer(text.ljust(_MEETING_BYTES), np.uint8)
-    return ClusterAddress(*json.loads(broadcast_from_main(news).tobytes()))
+def _broadcast_address(cluster_address: ClusterAddress | None) -> ClusterAddress:
+    """Process 0's cluster address, on every process."""
+    text = json.dumps(cluster_address).encode() if cluster_address is not None else b""
+    buffer = np.frombuffer(text.ljust(_BROADCAST_BYTES), np.uint8)
+    return ClusterAddress(*json.loads(broadcast_from_main(buffer).tobytes()))

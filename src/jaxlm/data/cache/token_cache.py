@@ -1,9 +1,9 @@
-"""Tokens on disk: one long array mapped into memory, the offset of each document in it, and the URL each token came from.
+"""Token caches on disk: one memory-mapped array of tokens, the offset of each document, and the provenance of each token.
 
 <cache_dir>/<split>/tokens.bin     uint16, or uint32 for vocabularies above 65,536
                     offsets.bin    int64 [documents + 1]
-                    targets.bin    uint8: 1 for each token that is asked for; no such file where all are
-                    cache.json     what it was made from, and checksums, its own among them
+                    targets.bin    uint8: target mask: 1 if the loss is computed on the token; no file means all tokens
+                    cache.json     the cache key, counts, and checksums, including its own
 """
 
 import json
@@ -16,29 +16,29 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache.cache_key import CacheKey, check_same
+from jaxlm.data.cache.cache_key import CacheKey, check_cache_key
 
-TOKENS, OFFSETS, TARGETS, ABOUT = "tokens.bin", "offsets.bin", "targets.bin", "cache.json"
+TOKENS, OFFSETS, TARGETS, METADATA = "tokens.bin", "offsets.bin", "targets.bin", "cache.json"
 _SEAL = "seal"
 
 
 class DamagedCacheError(ConfigError):
-    """The files of a token cache are not what was written."""
+    """The files of a token cache were changed or truncated after they were written."""
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """An open cache.
+    """An open token cache.
 
     Attributes:
-        folder: where it is.
-        tokens: [num_tokens], mapped into memory.
-        offsets: int64 [documents + 1]: where each document begins, and where the last one ends.
-        vocab_size: ids are below this.
-        num_bytes: of the documents' text.
-        fingerprint: CRC-32 of tokens and offsets: equal for equal data.
-        documents_of: how many documents each file gave, in their order.
-        targets: uint8 [num_tokens], 1 for each token that is asked for; None where all are.
+        folder: folder of the cache.
+        tokens: [num_tokens], memory-mapped.
+        offsets: int64 [documents + 1]: the first token of each document, then the total number of tokens.
+        vocab_size: all ids are below this.
+        num_bytes: bytes of the documents' text.
+        fingerprint: CRC-32 of the content; equal for equal data.
+        documents_of: file name -> number of documents from that file, in order.
+        target_mask: uint8 [num_tokens], 1 where the loss is computed on a token; None means all tokens.
     """
 
     folder: Path
@@ -48,150 +48,150 @@ class TokenCache:
     num_bytes: int
     fingerprint: str
     documents_of: Mapping[str, int]
-    targets: np.ndarray | None = None
+    target_mask: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Special tokens included."""
+        """Number of tokens, including special tokens."""
         return len(self.tokens)
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """int32 [len(starts), length]: the tokens from each start on, 0 beyond the last one.
+        """int32 [len(starts), length]: `length` tokens from each start on; 0 past the end of the cache.
 
         Raises:
-            DamagedCacheError: an id that the vocabulary does not have; names cache file, place, and source.
+            DamagedCacheError: an id is outside the vocabulary. The message names the cache file, the token, and its source.
         """
         ids = np.zeros((len(starts), length), np.int32)
         for row, start in zip(ids, starts.tolist(), strict=True):
-            found = self.tokens[start : start + length]
-            row[: len(found)] = found
+            available = self.tokens[start : start + length]
+            row[: len(available)] = available
         if ids.max(initial=0) >= self.vocab_size:
             row, column = np.unravel_index(int(ids.argmax()), ids.shape)
-            place = int(starts[row] + column)
+            position = int(starts[row] + column)
             raise DamagedCacheError(
-                f"{self.folder / TOKENS}: token {place} ({self.source_of(place)}) is {ids[row, column]},"
+                f"{self.folder / TOKENS}: token {position} ({self.source_of(position)}) is {ids[row, column]},"
                 f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.folder} and start again"
             )
         return ids
 
-    def read_targets(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """bool [len(starts), length]: whether the tokens from each start on are asked for."""
-        if self.targets is None:
+    def read_target_mask(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """bool [len(starts), length]: whether the loss is computed on each token, for `length` tokens from each start on."""
+        if self.target_mask is None:
             return np.ones((len(starts), length), bool)
-        asked = np.zeros((len(starts), length), bool)
-        for row, start in zip(asked, starts.tolist(), strict=True):
-            found = self.targets[start : start + length]
-            row[: len(found)] = found
-        return asked
+        target_mask = np.zeros((len(starts), length), bool)
+        for row, start in zip(target_mask, starts.tolist(), strict=True):
+            available = self.target_mask[start : start + length]
+            row[: len(available)] = available
+        return target_mask
 
-    def source_of(self, place: int) -> str:
-        """The file and the document in it that a token came from, for messages."""
-        document = int(np.searchsorted(self.offsets, place, side="right")) - 1
+    def source_of(self, position: int) -> str:
+        """The document and file that a token came from, for messages."""
+        document = int(np.searchsorted(self.offsets, position, side="right")) - 1
         for name, number in self.documents_of.items():
             if document < number:
                 return f"document {document + 1} of {name}"
             document -= number
-        raise AssertionError(f"no source has token {place}")
+        raise AssertionError(f"no source has token {position}")
 
 
 def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
-    """An existing cache, its files checked.
+    """Opens an existing cache and verifies its checksums.
 
     Raises:
-        ConfigError: it was made from something else than `made_from`.
-        DamagedCacheError: a file is missing, or is not what was written.
+        ConfigError: the cache was not built from `made_from`.
+        DamagedCacheError: a file is missing or damaged.
     """
-    about = read_about(folder)
+    metadata = read_metadata(folder)
     if made_from is not None:
-        check_same("token cache", folder, about["made_from"], made_from)
-    dtype = np.dtype(about["dtype"])
-    # A plain view: slices of `memmap` itself are slow to make.
-    tokens = np.asarray(np.memmap(_sized(folder / TOKENS, about["num_tokens"] * dtype.itemsize), dtype, mode="r"))
-    _check_sum(folder / TOKENS, tokens, about["crc32"][TOKENS])
-    offsets = np.fromfile(_sized(folder / OFFSETS, (about["num_documents"] + 1) * 8), np.int64)
-    _check_sum(folder / OFFSETS, offsets, about["crc32"][OFFSETS])
-    targets = None
-    if TARGETS in about["crc32"]:
-        targets = np.asarray(np.memmap(_sized(folder / TARGETS, about["num_tokens"]), np.uint8, mode="r"))
-        _check_sum(folder / TARGETS, targets, about["crc32"][TARGETS])
+        check_cache_key("token cache", folder, metadata["made_from"], made_from)
+    dtype = np.dtype(metadata["dtype"])
+    # As a plain array: slicing a `memmap` is slow.
+    tokens = np.asarray(np.memmap(_sized(folder / TOKENS, metadata["num_tokens"] * dtype.itemsize), dtype, mode="r"))
+    _check_sum(folder / TOKENS, tokens, metadata["crc32"][TOKENS])
+    offsets = np.fromfile(_sized(folder / OFFSETS, (metadata["num_documents"] + 1) * 8), np.int64)
+    _check_sum(folder / OFFSETS, offsets, metadata["crc32"][OFFSETS])
+    target_mask = None
+    if TARGETS in metadata["crc32"]:
+        target_mask = np.asarray(np.memmap(_sized(folder / TARGETS, metadata["num_tokens"]), np.uint8, mode="r"))
+        _check_sum(folder / TARGETS, target_mask, metadata["crc32"][TARGETS])
     return TokenCache(
         folder,
         tokens,
         offsets,
-        targets=targets,
-        vocab_size=about["made_from"]["vocab_size"],
-        num_bytes=about["num_bytes"],
+        target_mask=target_mask,
+        vocab_size=metadata["made_from"]["vocab_size"],
+        num_bytes=metadata["num_bytes"],
         fingerprint="".join(
-            f"{about['crc32'][name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in about["crc32"]
+            f"{metadata['crc32'][name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in metadata["crc32"]
         ),
-        documents_of=dict(zip(about["made_from"]["files"], about["documents_of_files"], strict=True)),
+        documents_of=dict(zip(metadata["made_from"]["files"], metadata["documents_of_files"], strict=True)),
     )
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """What `cache.json` says of a finished cache: `made_from`, counts, checksums."""
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """Reads `cache.json` of a complete cache: `made_from` (the cache key), counts, checksums."""
     try:
-        about = json.loads((folder / ABOUT).read_text())
+        metadata = json.loads((folder / METADATA).read_text())
     except FileNotFoundError:
-        raise _damaged(folder / ABOUT, "the file is missing") from None
+        raise _damaged(folder / METADATA, "the file is missing") from None
     except ValueError as error:
-        raise _damaged(folder / ABOUT, f"not JSON ({error})") from error
+        raise _damaged(folder / METADATA, f"not JSON ({error})") from error
     expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
-    if not isinstance(about, dict) or about.keys() != expected | {_SEAL}:
-        raise _damaged(folder / ABOUT, "other keys than this version of jaxlm writes")
-    if about.pop(_SEAL) != _seal(about):
-        raise _damaged(folder / ABOUT, "its content is not what was written")
-    return about
+    if not isinstance(metadata, dict) or metadata.keys() != expected | {_SEAL}:
+        raise _damaged(folder / METADATA, "its keys are not those that this version of jaxlm writes")
+    if metadata.pop(_SEAL) != _seal(metadata):
+        raise _damaged(folder / METADATA, "its checksum does not match its content")
+    return metadata
 
 
-def write_about(path: Path, about: Mapping[str, Any]) -> None:
-    """Writes what `read_about` reads, with a checksum of itself."""
-    path.write_text(json.dumps({**about, _SEAL: _seal(about)}))
+def write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Writes `cache.json`, with a checksum of its own content."""
+    path.write_text(json.dumps({**metadata, _SEAL: _seal(metadata)}))
 
 
-def _seal(about: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about).encode())
+def _seal(metadata: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(metadata).encode())
 
 
 def _sized(path: Path, size: int) -> Path:
-    """The path of a file that is there and has so many bytes."""
+    """Returns `path` after checking that the file exists and has `size` bytes."""
     if not path.is_file():
         raise _damaged(path, "the file is missing")
     if path.stat().st_size != size:
-        raise _damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
+        raise _damaged(path, f"its size is {path.stat().st_size:,} bytes instead of {size:,}")
     return path
 
 
 def _check_sum(path: Path, content: np.ndarray, crc32: int) -> None:
     if zlib.crc32(content.data) != crc32:
-        raise _damaged(path, "its content is not what was written")
+        raise _damaged(path, "its checksum does not match its content")
 
 
 def _damaged(path: Path, problem: str) -> DamagedCacheError:
     return DamagedCacheError(
-        f"the token cache is damaged: {path}: {problem}. Delete the folder {path.parent}; it will be built again"
+        f"the token cache is damaged: {path}: {problem}. Delete the folder {path.parent} to rebuild it"
     )
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """URLs, and the stretches of a cache that they fill one after another.
+    """Which URL each token of a cache came from. Each URL fills one contiguous range of tokens.
 
     Attributes:
-        urls: in the order of the configuration.
-        ends: int64 [urls], the place of the first token behind each.
+        urls: URLs in configuration order.
+        ends: int64 [urls], end (exclusive) of each URL's range of tokens.
     """
 
     urls: tuple[str, ...]
     ends: np.ndarray
 
-    def of(self, places: np.ndarray) -> np.ndarray:
-        """int32, the number of the URL that each token is from; the last one's beyond the end."""
-        numbers = np.searchsorted(self.ends, places, side="right")
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """int32: the index of the URL of each token; the last URL for positions past the end."""
+        numbers = np.searchsorted(self.ends, positions, side="right")
         return np.minimum(numbers, len(self.urls) - 1).astype(np.int32)
 
 
 def make_provenance(cache: TokenCache, urls: Sequence[str], files_until: Sequence[int]) -> Provenance:
-    """Args: files_until: how many of the cache's files come from each URL and those before it."""
+    """Args: files_until: cumulative number of the cache's files up to and including each URL."""
     documents = np.concatenate([[0], np.cumsum(list(cache.documents_of.values()))]).astype(np.int64)
     return Provenance(tuple(urls), cache.offsets[documents[np.asarray(files_until)]])

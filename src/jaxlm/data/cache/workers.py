@@ -1,4 +1,4 @@
-"""Who tokenizes the parts of a cache."""
+"""The interface of workers that tokenize a cache, and the local implementation."""
 
 import abc
 import contextlib
@@ -10,33 +10,33 @@ from jaxlm.data.formats.base import Encoder, TokenizedText
 
 
 class EncodingPool(NamedTuple):
-    """Workers that know an encoder.
+    """Workers bound to an encoder.
 
     Attributes:
-        submit: documents -> what `Encoder.encode` makes of them, in time.
-        at_once: how many parts they should have in hand.
+        submit: tokenizes a list of documents with `Encoder.encode` and returns a future.
+        max_in_flight: how many submitted calls keep all workers busy.
     """
 
     submit: Callable[[Sequence[Any]], Future[list[TokenizedText | None]]]
-    at_once: int
+    max_in_flight: int
 
 
 class Workers(abc.ABC):
-    """Tokenize what they are given; the result does not depend on who they are, or how many."""
+    """Workers that tokenize documents. The result must not depend on their kind or number."""
 
     @abc.abstractmethod
     def encoding(self, encoder: Encoder) -> contextlib.AbstractContextManager[EncodingPool]:
-        """Hands them an encoder, until the block ends."""
+        """Makes the encoder available to the workers until the block ends."""
 
 
 class LocalWorkers(Workers):
-    """Threads of this process: the tokenizer's own work is done outside of Python, on all cores."""
+    """Threads in this process. The tokenizer itself runs outside Python and uses all cores."""
 
     @contextlib.contextmanager
     def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
-        # Two, so that no core waits for the last long document of one part, or for reading and writing.
+        # Two calls in flight, so no core idles during the last long document of a call, or during file I/O.
         with ThreadPoolExecutor(2) as pool:
-            yield EncodingPool(lambda contents: pool.submit(encoder.encode, contents), at_once=2)
+            yield EncodingPool(lambda contents: pool.submit(encoder.encode, contents), max_in_flight=2)
 
 
 LOCAL_WORKERS = LocalWorkers()

@@ -1,4 +1,4 @@
-"""What a format is: records of files into tokens, and which of them are asked for."""
+"""The interface of formats: how the records of files become tokens and a loss mask."""
 
 import abc
 from collections.abc import Iterator, Sequence
@@ -15,55 +15,55 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 
 class RawContent(NamedTuple):
-    """A document that is read and not yet tokenized.
+    """A document before tokenization.
 
     Attributes:
-        what: its format's own form of it.
-        size: about as many characters.
-        num_bytes: of its text.
-        position: bytes of its file that are read by then.
+        content: the document in whatever form the format's encoder expects.
+        size: approximate number of characters.
+        num_bytes: bytes of its text.
+        position: how many bytes of the file have been read after this document.
     """
 
-    what: Any
+    content: Any
     size: int
     num_bytes: int
     position: int
 
 
 class TokenizedText(NamedTuple):
-    """A document.
+    """A tokenized document.
 
     Attributes:
         ids: int32 [tokens].
-        targets: bool [tokens], which are asked for; None where all are.
+        target_mask: bool [tokens], true where the loss is computed on a token; None means all tokens.
     """
 
     ids: np.ndarray
-    targets: np.ndarray | None = None
+    target_mask: np.ndarray | None = None
 
 
 class Encoder(abc.ABC):
-    """A format that knows its tokenizer."""
+    """A format bound to a tokenizer."""
 
     @abc.abstractmethod
     def read(self, file: TextFile) -> Iterator[RawContent]:
         """The documents of a file.
 
         Raises:
-            ConfigError: what cannot be read; names the file and its line, record or row.
+            ConfigError: a record cannot be read. The message names the file and the line, record or row.
         """
 
     @abc.abstractmethod
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        """Each document's tokens; None for one that has nothing to learn from. Called from several threads."""
+        """Tokenizes documents; None for a document without target tokens. Must be thread-safe."""
 
     @abc.abstractmethod
     def cache_key(self) -> dict[str, Any]:
-        """What else than format and tokenizer decides about the tokens: plain JSON."""
+        """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
 
     @abc.abstractmethod
     def no_targets_message(self) -> str:
-        """What to say, and to advise, where not one of the first documents has a target."""
+        """The error message if none of the first documents has a target token, with advice."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,12 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """Text."""
         return "text"
 
     @property
     @abc.abstractmethod
     def has_loss_mask(self) -> bool:
-        """Whether some tokens are read and not asked for; a cache then holds which."""
+        """Whether the loss is computed on some tokens only; the cache then stores a target mask."""
 
     @property
     @abc.abstractmethod
@@ -88,40 +87,43 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     @property
     @abc.abstractmethod
     def documents_per_sequence(self) -> int | None:
-        """1, or as many as fit (0), where documents are never cut in two; None where they are."""
+        """Maximum documents per sequence (0: as many as fit) if documents are never split; None if they may be."""
 
     @abc.abstractmethod
     def can_read(self, name: str) -> bool:
-        """Whether a file of this name may hold such records."""
+        """Whether a file with this name may hold records of this format."""
 
     @abc.abstractmethod
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
-        """Args: key: where it is configured (`data.format`), for messages.
+        """Binds the format to a tokenizer.
+
+        Args:
+            key: config path of the format (`data.format`), for messages.
 
         Raises:
-            ConfigError: the tokenizer lacks what the format needs.
+            ConfigError: the tokenizer lacks something the format needs.
         """
 
     @abc.abstractmethod
     def texts(self, file: TextFile) -> Iterator[str]:
-        """The plain text in a file, to train a tokenizer on and to compress.
+        """The plain text in a file, for training a tokenizer and for compression baselines.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the file has no text.
         """
 
     def cache_key(self) -> dict[str, Any]:
-        """What decides about the tokens, without the tokenizer: plain JSON; {} for text, whose key the files tell."""
-        kept = {name: value for name, value in encode(self).items() if name != "pack"}
-        return {} if kept["type"] == "text" else {"format": kept}
+        """The options that determine the tokens, as plain JSON; {} for text, whose `text_key` is part of the files' key."""
+        options = {name: value for name, value in encode(self).items() if name != "pack"}
+        return {} if options["type"] == "text" else {"format": options}
 
 
 @dataclass(frozen=True)
 class MaskedFormat(FormatConfig):
-    """What formats share whose records are asked for in part: they have keys, and none is cut in two.
+    """Base of formats with a loss mask. Their documents are records, and are never split across sequences.
 
     Attributes:
-        pack: as many of them as fit into a window; false gives each a window of its own.
+        pack: pack as many documents into each sequence as fit; false gives each document a sequence of its own.
     """
 
     pack: bool = field(default=True, kw_only=True)

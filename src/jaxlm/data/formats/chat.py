@@ -1,4 +1,4 @@
-"""Conversations: rendered by a chat template, and what the assistant says is asked for."""
+"""Conversations, rendered by a chat template; the loss is computed on the assistant's messages."""
 
 import hashlib
 import json
@@ -20,14 +20,15 @@ Messages = list[dict[str, Any]]
 @FormatConfig.register_subclass("chat")
 @dataclass(frozen=True)
 class ChatFormat(MaskedFormat):
-    """Records of messages, each with a `role` and a `content`. The template decides about every token: nothing is put
-    before or behind what it renders, and the special tokens that it writes are those of the tokenizer.
+    """Records with a list of messages, each with a `role` and a `content`. The chat template determines every token: no BOS
+    or EOS is added, and special tokens written by the template are the tokenizer's.
 
     Attributes:
-        messages_field: the key of the list of messages.
-        chat_template: a template (jinja), or the path of a file that ends in .jinja; null takes the tokenizer's.
-        mask_user_turns: ask for what the assistant says only: what the template has inside of `{% generation %}`, or, if it
-            has no such block, what each of the assistant's messages adds to the conversation before it. False asks for all.
+        messages_field: key of the list of messages.
+        chat_template: a Jinja template, or the path of a .jinja file; null uses the tokenizer's chat template.
+        mask_user_turns: compute the loss only on the assistant's text: what the template puts inside `{% generation %}`, or,
+            without such a block, what each assistant message adds to the conversation before it. `false` computes the loss
+            on every token.
     """
 
     messages_field: str = "messages"
@@ -49,21 +50,21 @@ class ChatFormat(MaskedFormat):
             yield "\n".join(str(message.get("content") or "") for message in messages)
 
     def conversations(self, file: TextFile) -> Iterator[tuple[str, Messages, int]]:
-        """Where each is, its messages, and the position in the file."""
+        """For each conversation: its location (for messages), its messages, and the position in the file."""
         for record in file.records((self.messages_field,)):
             messages = record.values.get(self.messages_field)
             if not _are_messages(messages):
                 raise ConfigError(
-                    f"{record.where}: no messages under '{self.messages_field}': a list expected, each with a 'role' and a"
-                    f" 'content', {messages!r:.80} given. Keys: {', '.join(record.values) or 'none'}"
+                    f"{record.where}: no messages under '{self.messages_field}': expected a list of messages, each with a"
+                    f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
                 )
-            # Tables fill keys that only some messages have with nulls.
+            # Tables have nulls for keys that only some messages have.
             yield record.where, [{k: v for k, v in m.items() if v is not None} for m in messages], record.position
 
 
 @dataclass(frozen=True)
 class ChatEncoder(Encoder):
-    """Conversations into tokens."""
+    """Renders and tokenizes conversations."""
 
     config: ChatFormat
     template: ChatTemplate
@@ -79,33 +80,32 @@ class ChatEncoder(Encoder):
         encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])
         tokens = []
         for rendered, (ids, begins, ends) in zip(contents, encoded, strict=True):
-            asked = np.zeros(len(ids), bool)
-            for begin, end in rendered.asked:
-                asked |= (begins < end) & (ends > begin)
-            # The first token is nobody's target.
-            tokens.append(TokenizedText(ids, asked) if asked[1:].any() else None)
+            target_mask = np.zeros(len(ids), bool)
+            for begin, end in rendered.target_spans:
+                target_mask |= (begins < end) & (ends > begin)
+            # The first token of a document is never a target.
+            tokens.append(TokenizedText(ids, target_mask) if target_mask[1:].any() else None)
         return tokens
 
     def cache_key(self) -> dict[str, Any]:
-        """See `Encoder.recipe`: the template, which may be the tokenizer's, and the names that it is given."""
         template = json.dumps([self.template.text, dict(self.template.names)])
         return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
 
     def no_targets_message(self) -> str:
         if self.template.has_generation:
-            why = "its {% generation %} block marks nothing in them. Mend it, or take the block out: then whatever the"
-            why += " assistant's messages add to a conversation is asked for"
+            why = "its {% generation %} block is empty in all of them. Fix the block, or remove it: the loss is then"
+            why += " computed on what each assistant message adds to the conversation"
         else:
             why = "none of their messages has the role 'assistant' and text that the template renders"
         return (
-            f"{self.key}: the chat template ({self.template.origin}) gives no assistant tokens at all for the first"
-            f" conversations: {why}. Or set mask_user_turns to false, to ask for every token"
+            f"{self.key}: the chat template ({self.template.origin}) marks no assistant tokens in the first"
+            f" conversations: {why}. Or set mask_user_turns to false to compute the loss on every token"
         )
 
 
-def _are_messages(found: Any) -> TypeGuard[Messages]:
+def _are_messages(value: Any) -> TypeGuard[Messages]:
     return (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in found)
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
     )

@@ -1,4 +1,4 @@
-"""Token ids that somebody has made already."""
+"""Documents that are token ids already."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 @FormatConfig.register_subclass("pretokenized")
 @dataclass(frozen=True)
 class PretokenizedFormat(FormatConfig):
-    """Token ids of `data.tokenizer`, taken as they are: nothing is put before or behind them. A .npy file of one dimension
-    is one document, and of two, one a row; other files hold lists of ids under a key.
+    """Token ids made with `data.tokenizer`, used as they are: no BOS or EOS is added. A 1-D .npy file is one document; a 2-D
+    .npy file has one document per row. Other files hold lists of ids under a key.
 
     Attributes:
-        input_ids_key: the key, or column, of the ids; .npy files have none.
+        input_ids_key: key, or column, of the token ids; not used for .npy files.
     """
 
     input_ids_key: str = "input_ids"
@@ -46,13 +46,14 @@ class PretokenizedFormat(FormatConfig):
 
     def texts(self, file: TextFile) -> Iterator[str]:
         raise ConfigError(
-            f"data.tokenizer: {file.name} holds token ids and no text to train one on. Name the tokenizer that made them"
+            f"data.tokenizer: {file.name} holds token ids, so there is no text to train a tokenizer on. Set data.tokenizer to"
+            " the tokenizer that made them"
         )
 
 
 @dataclass(frozen=True)
 class PretokenizedEncoder(Encoder):
-    """Checks ids and hands them on."""
+    """Validates token ids and passes them through."""
 
     input_ids_key: str
     tokenizer: Tokenizer
@@ -60,19 +61,19 @@ class PretokenizedEncoder(Encoder):
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
         token_bytes = self.tokenizer.token_bytes()
-        for where, found, position in self._arrays(file):
-            ids = np.asarray(found)
+        for where, values, position in self._arrays(file):
+            ids = np.asarray(values)
             if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
                 raise ConfigError(
-                    f"{where}: token ids expected, a list of whole numbers; {ids.dtype} {ids.shape} given"
+                    f"{where}: expected token ids (a list of integers), got an array of {ids.dtype} {ids.shape}"
                 )
             if not len(ids):
                 continue
             if ids.min() < 0 or ids.max() >= self.tokenizer.vocab_size:
                 wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)][0]
                 raise ConfigError(
-                    f"{where}: the token id {wrong}, but the tokenizer has {self.tokenizer.vocab_size}. Name the one that"
-                    " made them under data.tokenizer"
+                    f"{where}: token id {wrong} given, but the tokenizer has {self.tokenizer.vocab_size} tokens. Set"
+                    " data.tokenizer to the tokenizer that made them"
                 )
             yield RawContent(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
 
@@ -93,7 +94,7 @@ class PretokenizedEncoder(Encoder):
         try:
             array = np.load(file.path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:
-            raise ConfigError(f"{file.path}: not an array that numpy.save has written ({error})") from error
+            raise ConfigError(f"{file.path}: not an array written by numpy.save ({error})") from error
         rows = array if array.ndim == 2 else array[None]
         for number, row in enumerate(rows, start=1):
             yield f"{file.path}: row {number}", row, file.size * number // len(rows)

@@ -1,4 +1,4 @@
-"""A prompt and its completion: the completion alone is asked for."""
+"""Prompts with completions; the loss is computed on the completions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
 
 @FormatConfig.register_subclass("supervised")
 @dataclass(frozen=True)
 class SupervisedFormat(MaskedFormat):
-    """Records of a prompt and a completion. Each is tokenized for itself, so that the prompt has the tokens that it has
-    when a model is asked; the token that ends the document is asked for.
+    """Records with a prompt and a completion. Prompt and completion are tokenized separately, so the prompt's tokens are the
+    same as at inference. The loss is also computed on the EOS token.
 
     Attributes:
-        input_field: the key of the prompt.
-        output_field: the key of the completion.
-        separate_with: text between the two, which belongs to the prompt; null means none.
-        mask_inputs: ask for the completion only; false asks for the prompt too.
+        input_field: key of the prompt.
+        output_field: key of the completion.
+        separate_with: text inserted between prompt and completion, as part of the prompt; null inserts nothing.
+        mask_inputs: compute the loss on the completion only; `false` computes it on the prompt too.
     """
 
     input_field: str = "prompt"
@@ -36,13 +36,13 @@ class SupervisedFormat(MaskedFormat):
         return True
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
-        return SupervisedEncoder(self, key, tokenizer, *document_ends(tokenizer, bos=bos, eos=eos))
+        return SupervisedEncoder(self, key, tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))
 
     def texts(self, file: TextFile) -> Iterator[str]:
         return (prompt + completion for (prompt, completion), _ in self.pairs(file))
 
     def pairs(self, file: TextFile) -> Iterator[tuple[tuple[str, str], int]]:
-        """Prompt, with what separates it, and completion; and the position in the file."""
+        """For each record: (prompt including `separate_with`, completion), and the position in the file."""
         keys = (self.input_field, self.output_field)
         for record in file.records(keys):
             prompt, completion = (_text(record, key) for key in keys)
@@ -52,14 +52,16 @@ class SupervisedFormat(MaskedFormat):
 def _text(record: Record, key: str) -> str:
     value = record.values.get(key)
     if not isinstance(value, str):
-        found = f"it is {value!r:.80}" if key in record.values else f"its keys: {', '.join(record.values)}"
-        raise ConfigError(f"{record.where}: no text under '{key}': {found}")
+        given = (
+            f"it is {value!r:.80}" if key in record.values else f"the record has the keys {', '.join(record.values)}"
+        )
+        raise ConfigError(f"{record.where}: no text under '{key}': {given}")
     return value
 
 
 @dataclass(frozen=True)
 class SupervisedEncoder(Encoder):
-    """Prompts and completions into tokens."""
+    """Tokenizes prompts and completions, with the ids `before` the prompt and `after` the completion."""
 
     config: SupervisedFormat
     key: str
@@ -79,11 +81,11 @@ class SupervisedEncoder(Encoder):
         return {}
 
     def no_targets_message(self) -> str:
-        return f"{self.key}: every completion under '{self.config.output_field}' is empty: there is nothing to learn"
+        return f"{self.key}: every completion under '{self.config.output_field}' is empty: no tokens to compute the loss on"
 
     def _tokens(self, prompt: np.ndarray, completion: np.ndarray) -> TokenizedText | None:
         if not len(completion):
             return None
         prompt, completion = np.concatenate([self.before, prompt]), np.concatenate([completion, self.after])
-        asked = np.arange(len(prompt) + len(completion)) >= (len(prompt) if self.config.mask_inputs else 0)
-        return TokenizedText(np.concatenate([prompt, completion]), asked)
+        target_mask = np.arange(len(prompt) + len(completion)) >= (len(prompt) if self.config.mask_inputs else 0)
+        return TokenizedText(np.concatenate([prompt, completion]), target_mask)

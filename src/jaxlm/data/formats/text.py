@@ -1,4 +1,4 @@
-"""Plain text: every token is asked for."""
+"""Plain text; the loss is computed on every token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import format_of
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, document_ends
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
 
 @FormatConfig.register_subclass("text")
 @dataclass(frozen=True)
 class TextFormat(FormatConfig):
-    """Documents of text, cut into windows wherever those end.
+    """Plain text. Documents are concatenated and may be split across sequences.
 
     Attributes:
-        text_key: the key of the text; null takes the source's `text_key`.
+        text_key: key, or column, of the text; null uses the `text_key` of the source.
     """
 
     text_key: str | None = None
@@ -40,7 +40,7 @@ class TextFormat(FormatConfig):
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         del key
-        return TextEncoder(tokenizer, *document_ends(tokenizer, bos=bos, eos=eos))
+        return TextEncoder(tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))
 
     def texts(self, file: TextFile) -> Iterator[str]:
         return file.documents()
@@ -48,7 +48,7 @@ class TextFormat(FormatConfig):
 
 @dataclass(frozen=True)
 class TextEncoder(Encoder):
-    """Texts between the ids that begin and end a document; as ids, with no text in between."""
+    """Tokenizes texts, with the ids `before` and `after` around each."""
 
     tokenizer: Tokenizer
     before: np.ndarray
@@ -68,4 +68,4 @@ class TextEncoder(Encoder):
         return {}
 
     def no_targets_message(self) -> str:
-        return "the data holds no text at all"
+        return "the data contains no text"

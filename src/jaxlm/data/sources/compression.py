@@ -1,4 +1,4 @@
-"""Files that may be compressed, decompressed while they are read."""
+"""Reads files, decompressing them on the fly."""
 
 import contextlib
 import io
@@ -15,31 +15,31 @@ _CHUNK = 1 << 16
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """A file's content as a binary stream, and how many bytes of the file itself have been read for it so far."""
+def open_decompressed(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
+    """The decompressed content as a binary stream, and a function for the position in the (compressed) file."""
     with open(path, "rb") as file, _content(file, path.suffix) as stream:
         yield stream, file.tell
 
 
 @contextlib.contextmanager
-def damage_named(path: Path, place: Callable[[], str], *kinds: type[Exception]) -> Iterator[None]:
-    """Around what reads a file.
+def damaged_file_errors(path: Path, position: Callable[[], str], *kinds: type[Exception]) -> Iterator[None]:
+    """Converts errors of a damaged file, raised while reading it, to `ConfigError`.
 
     Args:
-        place: how far reading has come, for the message: `line 3`.
-        kinds: what else its format raises for damage.
+        position: describes the current position in the file, for the message (`line 3`).
+        kinds: further exceptions that the file's format raises for damage.
 
     Raises:
-        ConfigError: the file is truncated, or is not what its name says.
+        ConfigError: the file is truncated, damaged, or not of the type that its name says.
     """
     try:
         yield
     except (EOFError, OSError, lzma.LZMAError, zlib.error, *kinds) as error:
         if isinstance(error, ConfigError) or getattr(error, "errno", None) is not None:
-            raise  # the operating system's: the file may be whole
+            raise  # an error of the operating system; the file itself may be fine
         raise ConfigError(
-            f"{path}: {place()}: the file is truncated, damaged, or not what its name says: {error}."
-            " Replace the file, or leave it out of the URLs"
+            f"{path}: {position()}: the file is truncated, damaged, or not of the type that its name says: {error}."
+            " Replace the file, or remove it from the URLs"
         ) from error
 
 
@@ -57,6 +57,6 @@ def _content(file: BinaryIO, suffix: str) -> contextlib.AbstractContextManager[A
     if suffix == ".zst":
         import pyarrow as pa
 
-        # Unlike the usual binding, this one notices where a frame is cut off.
+        # Unlike the package zstandard, Arrow detects truncated frames.
         return io.BufferedReader(pa.CompressedInputStream(file, "zstd"), _CHUNK)  # pyright: ignore[reportArgumentType]
     return contextlib.nullcontext(file)

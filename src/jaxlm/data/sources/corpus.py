@@ -1,7 +1,7 @@
-"""Records that a program makes, instead of files: `data.source`, for a class of one's own package.
+"""Generated records instead of files: `data.source` names a class in your own package.
 
-They are written once, into <cache_dir>/mirror/<hash of what makes them>/<split>.jsonl, and read from there like any file: so
-formats, tokenizing, kills and resumption are the same as for files.
+The records are written once to <cache_dir>/mirror/<hash of config and version>/<split>.jsonl and then read like any other
+file, so formats, tokenization, interruption and resumption work the same way.
 """
 
 import abc
@@ -18,40 +18,40 @@ from jaxlm.core.atomic_io import atomic_file, remove_leftovers
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
-from jaxlm.data.sources.mirror import MirroredSource, folder_of
+from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
 
 
 @dataclass(frozen=True)
 class CorpusConfig(draccus.ChoiceRegistry, abc.ABC):
-    """A source of records of one's own: `type: my_package.my_module:MyCorpus`, or a name that a plugin registers."""
+    """A class that generates records: `type: my_package.my_module:MyCorpus`, or a name registered by a plugin."""
 
     @property
     @abc.abstractmethod
     def splits(self) -> Sequence[str]:
-        """Which of `train` and `validation` it has."""
+        """The splits the corpus has: `train`, `validation`, or both."""
 
     @property
     @abc.abstractmethod
     def version(self) -> str:
-        """What is different when the records are, beside the keys of this section: they are made anew then."""
+        """Must change whenever the records change for the same config keys; the records are then generated again."""
 
     @abc.abstractmethod
     def records(self, split: str) -> Iterator[Mapping[str, Any]]:
-        """The records of a split, one after another, in an order that never changes: values of JSON by key.
+        """The records of a split, as JSON-serializable mappings, in deterministic order.
 
         Raises:
-            OSError, ConfigError: they cannot be had.
+            OSError, ConfigError: the records cannot be generated.
         """
 
 
 @dataclass(frozen=True)
 class CorpusSource(MirroredSource):
-    """A split of such a source.
+    """A split of a `CorpusConfig`.
 
     Attributes:
-        corpus: what makes the records.
+        corpus: generates the records.
         split: `train` or `validation`.
-        key: of its section, for messages.
+        key: config path of the corpus, for messages.
     """
 
     corpus: CorpusConfig
@@ -62,23 +62,23 @@ class CorpusSource(MirroredSource):
     def name(self) -> str:
         return f"{self.split}.jsonl"
 
-    def _place(self, mirror: Path) -> Path:
-        made_by = json.dumps({**encode(self.corpus), "version": self.corpus.version}, sort_keys=True)
-        return mirror / folder_of(made_by) / self.name
+    def _copy_path(self, mirror: Path) -> Path:
+        identity = json.dumps({**encode(self.corpus), "version": self.corpus.version}, sort_keys=True)
+        return mirror / copy_folder_name(identity) / self.name
 
-    def _make(self, place: Path, log: Log) -> None:
-        remove_leftovers(place)
+    def _make_copy(self, copy: Path, log: Log) -> None:
+        remove_leftovers(copy)
         number = 0
-        with disk_full_errors(place), atomic_file(place) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        with disk_full_errors(copy), atomic_file(copy) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
             for number, record in enumerate(self.corpus.records(self.split), start=1):
                 file.write(f"{self._line(record, number)}\n")
-        log(f"mirror: {self.key}: {number:,} records of {self.split}, kept in {place}")
+        log(f"mirror: {self.key}: wrote {number:,} records of {self.split} to {copy}")
 
     def _line(self, record: Mapping[str, Any], number: int) -> str:
         try:
             return json.dumps(dict(record), ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.key}: record {number} of {self.split} is {record!r:.80}; keys with values that JSON has are"
-                f" expected ({error})"
+                f"{self.key}: record {number} of {self.split} is {record!r:.80}; expected a mapping of keys to JSON values"
+                f" ({error})"
             ) from error

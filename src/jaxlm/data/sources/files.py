@@ -1,7 +1,7 @@
-"""From URLs to files: local ones, remote ones through a mirror, Hugging Face's, and the standard library's.
+"""Resolves URLs to files: local, remote (copied to a mirror), Hugging Face, or Python's standard library.
 
-corpus/*.jsonl    a glob                  s3://bucket/x-{1..8}.jsonl.gz    anything with :// through fsspec
-corpus/           everything below        hf:openai/gsm8k?name=main        a dataset of the hub
+corpus/*.jsonl    a glob                  s3://bucket/x-{1..8}.jsonl.gz    any URL with ://, through fsspec
+corpus/           all files below it      hf:openai/gsm8k?name=main        a dataset on the Hugging Face Hub
 saved/            a saved dataset         stdlib:train, stdlib:validation  Python's standard library
 """
 
@@ -23,26 +23,26 @@ from jaxlm.data.sources.mirror import list_remote
 from jaxlm.data.sources.text_file import TextFile
 
 _NAMES_SHOWN = 5
-_COPIES_AT_ONCE = 8
-_USUAL_MIRROR = Path("cache/mirror")
-_HERE = ("file://", "local://")  # fsspec's names for this machine's own files
+_CONCURRENT_COPIES = 8
+_DEFAULT_MIRROR = Path("cache/mirror")
+_LOCAL_SCHEMES = ("file://", "local://")  # fsspec's schemes for local files
 
 
 @dataclass(frozen=True)
 class LocalFile(DataSource):
-    """A file that is here already.
+    """A local file.
 
     Attributes:
-        known_as: its name.
-        path: where it is.
+        relative_name: name of the file, relative to its URL.
+        path: local path.
     """
 
-    known_as: str
+    relative_name: str
     path: Path
 
     @property
     def name(self) -> str:
-        return self.known_as
+        return self.relative_name
 
     @property
     def num_bytes(self) -> int | None:
@@ -52,27 +52,27 @@ class LocalFile(DataSource):
     def has_records(self) -> bool:
         return has_records(self.path.name)
 
-    def is_here(self, mirror: Path) -> bool:
+    def is_local(self, mirror: Path) -> bool:
         del mirror
         return True
 
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
         del mirror, log
-        return [(self.known_as, self.path)]
+        return [(self.relative_name, self.path)]
 
 
 def list_sources(
-    urls: Sequence[str], key: str, mirror: Path = _USUAL_MIRROR, cache: Path | None = None
+    urls: Sequence[str], key: str, mirror: Path = _DEFAULT_MIRROR, cache: Path | None = None
 ) -> list[list[DataSource]]:
-    """What each URL means, sorted by name. Nothing is copied.
+    """The sources of each URL, sorted by name. Copies nothing.
 
     Args:
-        key: where URLs are configured (`data.train_urls`), for messages.
-        mirror: where copies of what is elsewhere are kept.
-        cache: a folder whose files are no text: left out where it lies in a folder that a URL means.
+        key: config path of the URLs (`data.train_urls`), for messages.
+        mirror: folder for copies of remote files.
+        cache: a folder whose files are not text; they are left out if it lies inside the folder of a URL.
 
     Raises:
-        ConfigError: a URL that matches nothing, or means the cache itself; says what there is nearby, or what to do.
+        ConfigError: a URL matches nothing, or is the cache folder itself.
     """
     return [_sources_of(url, f"{key}[{number}]", mirror, cache) for number, url in enumerate(urls)]
 
@@ -81,51 +81,51 @@ def find_files(
     urls: Sequence[str],
     key: str,
     text_key: str,
-    mirror: Path = _USUAL_MIRROR,
+    mirror: Path = _DEFAULT_MIRROR,
     log: Log = print,
     cache: Path | None = None,
 ) -> list[TextFile]:
-    """The files that URLs mean, each once: in the order of the URLs, and sorted by name within each.
+    """The files of all URLs without duplicates: in the order of the URLs, and sorted by name within each.
 
-    What is elsewhere is copied into `mirror` first. Files of the folder `cache` are left out, see `list_sources`.
+    Remote files are copied into `mirror` first. Files in the folder `cache` are left out, see `list_sources`.
 
     Raises:
-        ConfigError: as `list_sources`, or a copy that fails.
+        ConfigError: as for `list_sources`, or a file cannot be copied.
     """
     listed = list_sources(urls, key, mirror, cache)
-    return open_files([(f"{key}[{number}]", some) for number, some in enumerate(listed)], text_key, mirror, log)
+    return open_files([(f"{key}[{number}]", sources) for number, sources in enumerate(listed)], text_key, mirror, log)
 
 
 def open_files(
     listed: Sequence[tuple[str, Sequence[DataSource]]], text_key: str, mirror: Path, log: Log
 ) -> list[TextFile]:
-    """The files of sources, each once, in their order; copied first where they are not here.
+    """The files of sources in order, without duplicates. Remote files are copied first.
 
     Args:
-        listed: where each is configured (`data.train_urls[0]`), and the sources that this means.
+        listed: pairs of the config path of a URL (`data.train_urls[0]`) and its sources.
     """
-    found: dict[Path, TextFile] = {}
+    files: dict[Path, TextFile] = {}
     names: set[str] = set()
     _copy([source for _, sources in listed for source in sources], mirror, log)
     for where, sources in listed:
         for name, path in (file for source in sources for file in source.files(mirror, log)):
-            place = path.resolve()
-            if place in found:
+            resolved = path.resolve()
+            if resolved in files:
                 continue
-            # Files may have one name; the later ones say which URL they are of, and which file of it.
-            wanted = [name, f"{name} ({where})"]
-            name = next((w for w in wanted if w not in names), f"{wanted[1]} {len(found)}")
+            # Names must be unique: append the URL, and then a number, to names that are taken.
+            candidates = [name, f"{name} ({where})"]
+            name = next((c for c in candidates if c not in names), f"{candidates[1]} {len(files)}")
             names.add(name)
-            found[place] = TextFile(path, name, text_key)
-    return list(found.values())
+            files[resolved] = TextFile(path, name, text_key)
+    return list(files.values())
 
 
 def _copy(sources: Sequence[DataSource], mirror: Path, log: Log) -> None:
-    """Copies what is not here, several at once."""
-    away = [source for source in sources if not source.is_here(mirror)]
-    if away:
-        with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-            list(pool.map(lambda source: source.files(mirror, log), away))
+    """Copies remote files into the mirror, several at a time."""
+    remote = [source for source in sources if not source.is_local(mirror)]
+    if remote:
+        with ThreadPoolExecutor(_CONCURRENT_COPIES) as pool:
+            list(pool.map(lambda source: source.files(mirror, log), remote))
 
 
 def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[DataSource]:
@@ -134,18 +134,18 @@ def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[Da
     if "://" in url:
         return _remote_files(url, key, cache)
     if url.startswith(hugging_face.SCHEME):
-        dataset = hugging_face.hub_dataset(url, key)
+        dataset = hugging_face.parse_hub_url(url, key)
         dataset.check(mirror)
         return [dataset]
     return _local_files(url, key, cache)
 
 
 def _remote_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
-    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_CONCURRENT_COPIES) as pool:
         listed = list(pool.map(lambda one: list_remote(one, key), expand_braces(url, key)))
     root = common_folder([folder for folder, _ in listed])
-    files = list({file.url: file for _, some in listed for file in some}.values())
-    if cache is not None and url.startswith(_HERE):
+    files = list({file.url: file for _, group in listed for file in group}.values())
+    if cache is not None and url.startswith(_LOCAL_SCHEMES):
         text = set(_without_cache([_path_of(file.url) for file in files], Path(root), cache, url, key))
         files = [file for file in files if _path_of(file.url) in text]
     _check_suffixes((file.url.partition("?")[0] for file in files), key)
@@ -155,7 +155,7 @@ def _remote_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
 
 
 def _path_of(url: str) -> Path:
-    """Of a URL that begins with one of `_HERE`."""
+    """The path of a URL with one of `_LOCAL_SCHEMES`."""
     return Path(url.partition("://")[2])
 
 
@@ -166,24 +166,26 @@ def _local_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
         root, paths = listed[0]
     else:
         root = Path(common_folder([os.path.abspath(folder) for folder, _ in listed]) or "/")
-        paths = list(dict.fromkeys(Path(os.path.abspath(path)) for _, some in listed for path in some))
+        paths = list(dict.fromkeys(Path(os.path.abspath(path)) for _, group in listed for path in group))
     if cache is not None:
         paths = _without_cache(paths, root, cache, url, key)
     _check_suffixes(paths, key)
     for path in paths:
         if not os.access(path, os.R_OK):
-            raise ConfigError(f"{key}: '{path}' may not be read. Change its permissions, or leave it out")
+            raise ConfigError(f"{key}: '{path}' is not readable. Change its permissions, or remove it from the URLs")
     _check_some_text([path.stat().st_size for path in paths], url, key)
     return [LocalFile(*file) for file in sorted((path.relative_to(root).as_posix(), path) for path in paths)]
 
 
 def _matches(url: str, key: str) -> tuple[Path, list[Path]]:
-    """The folder that names are relative to, and the files of one pattern."""
+    """The folder that names are relative to, and the files that match one pattern."""
     path = Path(url).expanduser()
     if path.is_dir():
         paths = _below(path, key)
         if not paths:
-            raise ConfigError(f"{key}: the folder '{url}' holds no file that ends in {allowed_suffixes()}")
+            raise ConfigError(
+                f"{key}: the folder '{url}' contains no file with one of the suffixes {allowed_suffixes()}"
+            )
         return path, paths
     if path.is_file():
         return path.parent, [path]
@@ -194,26 +196,28 @@ def _matches(url: str, key: str) -> tuple[Path, list[Path]]:
 
 
 def _without_cache(paths: Sequence[Path], root: Path, cache: Path, url: str, key: str) -> list[Path]:
-    """The paths of a URL that do not lie in the cache.
+    """The paths of a URL that are not in the cache folder.
 
     Args:
-        root: the folder that the URL means, or what its pattern has before its wildcards.
+        root: the URL's folder, or the part of its pattern before the first wildcard.
 
     Raises:
-        ConfigError: that is the cache itself, so that text and what is made of it cannot be told apart; or nothing is left.
+        ConfigError: `root` is the cache folder itself, so text and cache files are indistinguishable; or no path is left.
     """
     root, cache = root.resolve(), cache.resolve()
-    place = os.path.expanduser(url.partition("://")[2] or url)
-    if root == cache and (os.path.isdir(place) or any(c in os.path.dirname(place) for c in "*?[")):
+    pattern = os.path.expanduser(url.partition("://")[2] or url)
+    if root == cache and (os.path.isdir(pattern) or any(c in os.path.dirname(pattern) for c in "*?[")):
         raise ConfigError(
-            f"{key}: '{url}' means the folder of data.cache_dir, in which the caches' own files would be read as text."
+            f"{key}: '{url}' is the folder data.cache_dir, so the files of the caches would be read as text."
             " Choose another data.cache_dir, or put the text into a folder of its own"
         )
     if root not in cache.parents:
         return list(paths)
     text = [path for path in paths if cache not in path.resolve().parents]
     if not text:
-        raise ConfigError(f"{key}: '{url}' holds no text but what lies in data.cache_dir ({cache}), which is left out")
+        raise ConfigError(
+            f"{key}: '{url}' contains no files outside data.cache_dir ({cache}), which is not read as text"
+        )
     return text
 
 
@@ -221,26 +225,26 @@ def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:
     for path in map(Path, paths):
         if format_of(path.name) is None and path.suffix != ARRAYS:
             ending = "".join(path.suffixes[-2:]) if path.suffix in COMPRESSIONS else path.suffix
-            raise ConfigError(f"{key}: '{path}' ends in '{ending}'. Allowed: {allowed_suffixes()}")
+            raise ConfigError(f"{key}: '{path}' has the suffix '{ending}'. Allowed: {allowed_suffixes()}")
 
 
 def _check_some_text(sizes: Sequence[int | None], url: str, key: str) -> None:
     if all(size == 0 for size in sizes):
-        raise ConfigError(f"{key}: '{url}' holds no text: {len(sizes)} file(s), all of them empty")
+        raise ConfigError(f"{key}: '{url}' contains no text: {len(sizes)} file(s), all empty")
 
 
 def _below(folder: Path, key: str) -> list[Path]:
-    """All files of a folder and the folders in it that can be read; hidden ones are not meant."""
-    found = []
+    """All readable files of a folder and its subfolders, except hidden ones."""
+    paths = []
     for parent, folders, names in os.walk(folder):
         hugging_face.check_no_splits(Path(parent), key)
         if hugging_face.is_saved_dataset(Path(parent)):
             folders.clear()
-            found += hugging_face.saved_files(Path(parent), key)
+            paths += hugging_face.saved_files(Path(parent), key)
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".") and format_of(name)]
-    return found
+        paths += [Path(parent, name) for name in names if not name.startswith(".") and format_of(name)]
+    return paths
 
 
 def _nearby(path: Path) -> str:
@@ -249,4 +253,4 @@ def _nearby(path: Path) -> str:
         folder = folder.parent
     names = sorted(p.name for p in folder.iterdir())
     near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN, cutoff=0.3) or names[:_NAMES_SHOWN]
-    return f" (looked in {folder.resolve()}, which holds {', '.join(near) if near else 'nothing'})"
+    return f" (looked in {folder.resolve()}, which contains {', '.join(near) if near else 'nothing'})"

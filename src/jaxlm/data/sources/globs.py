@@ -1,4 +1,4 @@
-"""Braces and wildcards in URLs, the same for local and remote ones."""
+"""Brace and wildcard patterns in URLs, for both local and remote files."""
 
 import glob
 import re
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from jaxlm.core.errors import ConfigError
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_MOST = 100_000  # files of one pattern; more is a slip of the keyboard
+_MAX_FILES = 100_000  # per pattern; more is most likely a typo
 
 
 def expand_braces(pattern: str, key: str) -> list[str]:
-    """`x-{1..3}.txt` and `{a,b}/x.txt` written out, in order; `{01..10}` keeps its zeros. Braces may be nested.
+    """Expands `x-{1..3}.txt` and `{a,b}/x.txt`, in order. `{01..10}` keeps leading zeros. Braces may be nested.
 
     Args:
-        key: where the pattern is configured, for messages.
+        key: config path of the pattern, for messages.
 
     Raises:
-        ConfigError: more than 100,000 of them.
+        ConfigError: the pattern expands to more than 100,000 files.
     """
     start = pattern.find("{")
     while start != -1:
@@ -33,7 +33,7 @@ def expand_braces(pattern: str, key: str) -> list[str]:
 
 
 def before_wildcards(parts: Sequence[str], has_wildcard=glob.has_magic) -> Sequence[str]:
-    """The folders of a path in front of its first wildcard; the last part is never among them."""
+    """The parts of a path before its first wildcard, never including the last part."""
     for number, part in enumerate(parts[:-1]):
         if has_wildcard(part):
             return parts[:number]
@@ -41,7 +41,7 @@ def before_wildcards(parts: Sequence[str], has_wildcard=glob.has_magic) -> Seque
 
 
 def common_folder(folders: Sequence[str]) -> str:
-    """The innermost folder that all of them are in, or are; "" where they share none."""
+    """The innermost common folder; "" if there is none."""
     shared = folders[0].rstrip("/").split("/")
     for folder in folders[1:]:
         parts = folder.rstrip("/").split("/")
@@ -52,15 +52,15 @@ def common_folder(folders: Sequence[str]) -> str:
 
 def _closing(pattern: str, start: int) -> int | None:
     depth = 0
-    for place in range(start, len(pattern)):
-        depth += {"{": 1, "}": -1}.get(pattern[place], 0)
+    for position in range(start, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[position], 0)
         if depth == 0:
-            return place
+            return position
     return None
 
 
 def _choices(inside: str, key: str) -> list[str]:
-    """What braces offer; nothing where they are no more than braces in a name."""
+    """The alternatives inside braces; empty if the braces are literal characters."""
     numbers = _RANGE.fullmatch(inside)
     if numbers is None:
         choices = _split(inside)
@@ -69,12 +69,12 @@ def _choices(inside: str, key: str) -> list[str]:
     _check_number(abs(last - first) + 1, f"{{{inside}}}", key)
     padded = any(len(text) > 1 and text.startswith("0") for text in numbers.groups())
     width = max(map(len, numbers.groups())) if padded else 0
-    way = 1 if last >= first else -1
-    return [f"{number:0{width}}" for number in range(first, last + way, way)]
+    step = 1 if last >= first else -1
+    return [f"{number:0{width}}" for number in range(first, last + step, step)]
 
 
 def _split(inside: str) -> list[str]:
-    """At the commas that are in no further braces."""
+    """Splits at the commas outside nested braces."""
     choices, depth = [""], 0
     for character in inside:
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -86,5 +86,5 @@ def _split(inside: str) -> list[str]:
 
 
 def _check_number(number: int, pattern: str, key: str) -> None:
-    if number > _MOST:
-        raise ConfigError(f"{key}: '{pattern}' stands for {number:,} files; at most {_MOST:,} can be written so")
+    if number > _MAX_FILES:
+        raise ConfigError(f"{key}: '{pattern}' expands to {number:,} files; at most {_MAX_FILES:,} are allowed")

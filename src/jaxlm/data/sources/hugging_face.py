@@ -1,9 +1,9 @@
-"""Datasets of Hugging Face: folders that `Dataset.save_to_disk` has written, and those of the hub by their id.
+"""Hugging Face datasets: folders written by `Dataset.save_to_disk`, and datasets on the Hub.
 
 hf:openai/gsm8k?name=main&split=train&revision=...     or data: {id: openai/gsm8k, name: main, split: train}
 
-Of the hub's, a copy is kept as such a folder, in <cache_dir>/mirror/<hash of the URL>/. It is read from then on, without
-asking the hub again; name a revision, or delete the copy, for another state.
+A dataset from the Hub is saved once to <cache_dir>/mirror/<hash of the URL>/ and read from there, without asking the Hub
+again. To get another version, set a revision or delete the copy.
 """
 
 import contextlib
@@ -18,42 +18,44 @@ from jaxlm.core.atomic_io import atomic_folder
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
-from jaxlm.data.sources.mirror import MirroredSource, folder_of
+from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEME = "hf:"
-_ROWS = 1000  # that are streamed at once
+_ROWS = 1000  # rows per batch when streaming
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _OPTIONS = ("name", "split", "revision")
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `Dataset.save_to_disk` has written this folder."""
+    """Whether the folder was written by `Dataset.save_to_disk`."""
     return (folder / _STATE).is_file() and (folder / _INFO).is_file()
 
 
 def saved_files(folder: Path, key: str) -> list[Path]:
-    """The files of a saved dataset, in its order.
+    """The files of a saved dataset, in order.
 
     Raises:
-        ConfigError: it cannot be read, or files are missing.
+        ConfigError: the list of files cannot be read, or files are missing.
     """
     try:
         paths = [folder / entry["filename"] for entry in json.loads((folder / _STATE).read_text())["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{key}: {folder / _STATE} does not name the dataset's files. Save the dataset anew"
+            f"{key}: {folder / _STATE} does not list the dataset's files. Save the dataset again"
         ) from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise ConfigError(f"{key}: the dataset in {folder} is not whole: {', '.join(missing)} is missing")
+        raise ConfigError(
+            f"{key}: the dataset in {folder} is incomplete: {', '.join(missing)} missing. Save the dataset again"
+        )
     return paths
 
 
 def write_rows(tables: Iterable["pa.Table"], folder: Path) -> int:
-    """Makes `folder` a saved dataset of one file. Returns the number of rows."""
+    """Writes a saved dataset with a single file to `folder`. Returns the number of rows."""
     import pyarrow as pa
 
     folder.mkdir()
@@ -70,35 +72,35 @@ def write_rows(tables: Iterable["pa.Table"], folder: Path) -> int:
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Of a folder that `DatasetDict.save_to_disk` has written; none of any other."""
+    """The splits in a folder written by `DatasetDict.save_to_disk`; empty for other folders."""
     if not (folder / _SPLITS).is_file():
         return []
     return sorted(path.name for path in folder.iterdir() if is_saved_dataset(path))
 
 
 def saved_split(folder: Path) -> str | None:
-    """Which split a saved dataset is, where it says so."""
+    """The split that a saved dataset contains; None if it was saved without one."""
     return json.loads((folder / _STATE).read_text()).get("_split")
 
 
 def check_no_splits(folder: Path, key: str) -> None:
-    """Raises `ConfigError` for a folder of several splits (a saved `DatasetDict`): one must be named."""
+    """Raises `ConfigError` if the folder is a saved `DatasetDict`: the URL must name one of its splits."""
     if splits := saved_splits(folder):
         raise ConfigError(
-            f"{key}: {folder} holds a dataset of several splits. Name one: {folder}/{' or /'.join(splits)}"
+            f"{key}: {folder} contains a dataset with several splits. Choose one: {folder}/{' or /'.join(splits)}"
         )
 
 
 @dataclass(frozen=True)
 class HubDataset(MirroredSource):
-    """A dataset of the hub.
+    """A dataset on the Hub.
 
     Attributes:
-        url: as it is configured.
-        key: where, for messages.
-        id: the hub's name for it.
-        options: `name` (of the configuration), `split`, `revision`.
-        stream: whether its rows are read one after another, and kept here alone.
+        url: the URL as configured.
+        key: config path of the URL, for messages.
+        id: id of the dataset on the Hub.
+        options: `name` (configuration), `split`, `revision`.
+        stream: whether to stream rows into the mirror, without a copy in the cache of the library `datasets`.
     """
 
     url: str
@@ -112,41 +114,40 @@ class HubDataset(MirroredSource):
         return self.url
 
     def check(self, mirror: Path) -> list[str]:
-        """Asks the hub about it, unless a copy is here. Returns its splits, none where nobody says.
+        """Looks up the dataset on the Hub unless it is mirrored. Returns its splits; empty if unknown.
 
         Raises:
-            ConfigError: `datasets` is not installed, or the hub has no such dataset or does not answer.
+            ConfigError: `datasets` is not installed, the dataset does not exist, or the Hub does not respond.
         """
-        if self.is_here(mirror):
+        if self.is_local(mirror):
             return []
         builder = self._call("load_dataset_builder", **{k: v for k, v in self.options if k != "split"})
         return sorted(builder.info.splits or ())
 
-    def is_here(self, mirror: Path) -> bool:
-        return is_saved_dataset(self._place(mirror))
+    def is_local(self, mirror: Path) -> bool:
+        return is_saved_dataset(self._copy_path(mirror))
 
-    def _parts(self, place: Path) -> list[tuple[str, Path]]:
-        return [(f"{self.url}/{path.name}", path) for path in saved_files(place, self.key)]
+    def _copied_files(self, copy: Path) -> list[tuple[str, Path]]:
+        return [(f"{self.url}/{path.name}", path) for path in saved_files(copy, self.key)]
 
-    def _place(self, mirror: Path) -> Path:
-        return mirror / folder_of(self.url)
+    def _copy_path(self, mirror: Path) -> Path:
+        return mirror / copy_folder_name(self.url)
 
-    def _make(self, place: Path, log: Log) -> None:
-        how = "streaming" if self.stream else "loading"
-        log(f"mirror: {self.url}: {how} through the library datasets ...")
-        with disk_full_errors(place), atomic_folder(place) as unfinished:
+    def _make_copy(self, copy: Path, log: Log) -> None:
+        action = "streaming" if self.stream else "loading"
+        log(f"mirror: {self.url}: {action} with the library datasets ...")
+        with disk_full_errors(copy), atomic_folder(copy) as unfinished:
             if self.stream:
                 rows = self._call("load_dataset", **dict(self.options), streaming=True)
-                num_rows = write_rows(self._answered(rows.with_format("arrow").iter(_ROWS)), unfinished)
+                num_rows = write_rows(self._with_load_errors(rows.with_format("arrow").iter(_ROWS)), unfinished)
             else:
                 dataset = self._call("load_dataset", **dict(self.options))
                 dataset.save_to_disk(str(unfinished))
                 num_rows = dataset.num_rows
-        log(f"mirror: {self.url}: {num_rows:,} rows, kept in {place}")
+        log(f"mirror: {self.url}: {num_rows:,} rows written to {copy}")
 
-    def _answered(self, tables: Iterator[Any]) -> Iterator[Any]:
-        """The same, with what fails on the way said as `_call` says it."""
-        with self._failing():
+    def _with_load_errors(self, tables: Iterator[Any]) -> Iterator[Any]:
+        with self._load_errors():
             yield from tables
 
     def _call(self, function: str, **options: Any) -> Any:
@@ -154,40 +155,41 @@ class HubDataset(MirroredSource):
             import datasets  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
-                f"{self.key}: '{self.url}' needs the library datasets, which is not installed: pip install"
+                f"{self.key}: '{self.url}' needs the library datasets, which is not installed. Run: pip install"
                 " 'jaxlm[hf]' (or datasets)"
             ) from error
-        with self._failing():
+        with self._load_errors():
             return getattr(datasets, function)(self.id, **options)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _load_errors(self) -> Iterator[None]:
+        """Converts errors of the library `datasets` to `ConfigError`."""
         from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]
 
-        # No such dataset, name or split; no network; a dataset that is a script; one that breaks while it is read.
+        # Unknown dataset, name or split; no network; a dataset script; an error while reading.
         failures = (OSError, ValueError, RuntimeError, DatasetsError)
         try:
             yield
         except failures as error:
             raise ConfigError(
-                f"{self.key}: '{self.url}' cannot be loaded: {type(error).__name__}: {error}\nWithout a network: save it"
-                f" where there is one, datasets.load_dataset('{self.id}').save_to_disk('FOLDER'), copy that here, and name"
-                f" FOLDER in {self.key} instead"
+                f"{self.key}: '{self.url}' cannot be loaded: {type(error).__name__}: {error}\nWithout network access:"
+                f" run datasets.load_dataset('{self.id}').save_to_disk('FOLDER') on a machine with network access, copy"
+                f" FOLDER to this machine, and set {self.key} to its path"
             ) from error
 
 
-def hub_dataset(url: str, key: str) -> HubDataset:
-    """What a URL that begins with `hf:` means.
+def parse_hub_url(url: str, key: str) -> HubDataset:
+    """Parses a URL that starts with `hf:`.
 
     Raises:
-        ConfigError: no id, or an option that there is not.
+        ConfigError: the id is missing, or an option is unknown.
     """
     name, _, query = url.removeprefix(SCHEME).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = [option for option in options if option not in _OPTIONS]
     if not name or unknown or (query and not options):
         raise ConfigError(
-            f"{key}: '{url}' given; 'hf:ID' expected, and after a '?' any of {', '.join(_OPTIONS)}, as in"
+            f"{key}: '{url}' given; expected 'hf:ID', optionally followed by '?' and any of {', '.join(_OPTIONS)}, such as"
             " 'hf:openai/gsm8k?name=main&split=train'"
         )
     return HubDataset(url, key, name, tuple(({"split": "train"} | options).items()))

@@ -1,8 +1,8 @@
-"""Sources whose text is not on the local disk: each is copied once, to the folder `mirror` beside the caches.
+"""Sources that are not on the local disk. Each is copied once, to the mirror in the cache folder.
 
 <cache_dir>/mirror/<hash of URL and version>/<name>
 
-The version is what the other side says: size, and ETag, checksum or time. As long as that is the same, the copy is read.
+The version is what the server reports: the size, and an ETag, checksum or time. As long as it is unchanged, the copy is used.
 """
 
 import abc
@@ -25,17 +25,17 @@ from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.sources.document_files import format_of, has_records
 from jaxlm.data.sources.globs import before_wildcards
 
-# What the implementations call it, the surest first.
-_VERSIONS = (
+# Names of version fields in fsspec implementations, the most reliable first.
+_VERSION_FIELDS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "content_md5"),
     *("mtime", "Last-Modified", "LastModified", "last_modified", "updated", "modified", "created"),
 )
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
-_SHOW_EVERY_S = 2.0
+_LOG_INTERVAL_S = 2.0
 
 
 class MirroredSource(DataSource):
-    """A source that is read through a copy of its own. Several processes that want it at once make it once."""
+    """A source that is read through a local copy. Concurrent processes make the copy only once."""
 
     @property
     def num_bytes(self) -> int | None:
@@ -46,27 +46,27 @@ class MirroredSource(DataSource):
         return True
 
     @abc.abstractmethod
-    def _place(self, mirror: Path) -> Path:
-        """The copy: a file, or a folder."""
+    def _copy_path(self, mirror: Path) -> Path:
+        """Path of the copy, a file or a folder."""
 
     @abc.abstractmethod
-    def _make(self, place: Path, log: Log) -> None:
-        """Makes the copy, which appears at once and whole."""
+    def _make_copy(self, copy: Path, log: Log) -> None:
+        """Makes the copy atomically."""
 
-    def _parts(self, place: Path) -> list[tuple[str, Path]]:
-        """What `files` returns of a copy."""
-        return [(self.name, place)]
+    def _copied_files(self, copy: Path) -> list[tuple[str, Path]]:
+        """Names and paths of the files in the copy."""
+        return [(self.name, copy)]
 
-    def is_here(self, mirror: Path) -> bool:
-        return self._place(mirror).is_file()
+    def is_local(self, mirror: Path) -> bool:
+        return self._copy_path(mirror).is_file()
 
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
-        place = self._place(mirror)
-        if not self.is_here(mirror):
-            with folder_lock(writable_folder(place.parent), log):
-                if not self.is_here(mirror):  # another process may have been faster
-                    self._make(place, log)
-        return self._parts(place)
+        copy = self._copy_path(mirror)
+        if not self.is_local(mirror):
+            with folder_lock(writable_folder(copy.parent), log):
+                if not self.is_local(mirror):  # another process may have copied it meanwhile
+                    self._make_copy(copy, log)
+        return self._copied_files(copy)
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ class RemoteFile(MirroredSource):
     """A file that fsspec can read.
 
     Attributes:
-        url: where it is.
-        key: where it is configured, for messages.
-        known_as: its name.
-        size: in bytes; None where the other side does not say.
-        version: what is different when its content is.
+        url: URL of the file.
+        key: config path of the URL, for messages.
+        relative_name: name of the file, relative to its URL.
+        size: bytes; None if the server does not report it.
+        version: changes when the content changes (ETag, checksum or time).
     """
 
     url: str
     key: str
-    known_as: str
+    relative_name: str
     size: int | None
     version: str
 
     @property
     def name(self) -> str:
-        return self.known_as
+        return self.relative_name
 
     @property
     def num_bytes(self) -> int | None:
@@ -101,55 +101,55 @@ class RemoteFile(MirroredSource):
 
     def renamed(self, name: str) -> "RemoteFile":
         """The same file under another name."""
-        return replace(self, known_as=name)
+        return replace(self, relative_name=name)
 
     @property
     def _basename(self) -> str:
         return _basename(self.url)
 
-    def _place(self, mirror: Path) -> Path:
-        return mirror / folder_of(f"{self.url} {self.size} {self.version}") / self._basename
+    def _copy_path(self, mirror: Path) -> Path:
+        return mirror / copy_folder_name(f"{self.url} {self.size} {self.version}") / self._basename
 
-    def _make(self, place: Path, log: Log) -> None:
+    def _make_copy(self, copy: Path, log: Log) -> None:
         fs, path = _filesystem(self.url, self.key)
-        remove_leftovers(place)
-        with disk_full_errors(place), atomic_file(place) as unfinished:
-            with _reading(self.url, self.key, local=place.parent):
-                fs.get_file(path, str(unfinished), callback=_copying(self, log))
+        remove_leftovers(copy)
+        with disk_full_errors(copy), atomic_file(copy) as unfinished:
+            with _read_errors(self.url, self.key, local=copy.parent):
+                fs.get_file(path, str(unfinished), callback=_progress_callback(self, log))
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:
                 raise ConfigError(
-                    f"{self.key}: {self.url}: {size:,} bytes came instead of {self.size:,}: the connection broke, or the"
-                    " file is being changed. Start again"
+                    f"{self.key}: {self.url}: received {size:,} bytes instead of {self.size:,}: the connection broke, or"
+                    " the file changed during the copy. Start again"
                 )
-        log(f"mirror: {self.url}: {size / 1e6:.1f} MB copied to {place}")
+        log(f"mirror: {self.url}: {size / 1e6:.1f} MB copied to {copy}")
 
 
-@functools.cache  # asked once a process: all its parts then see the same files
+@functools.cache  # one listing per process, so all callers see the same files
 def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
-    """The folder that names are relative to, and the files that a URL (a file, a folder or a glob) means, by their path.
+    """The folder that names are relative to, and the files that a URL (a file, a folder or a glob) matches, sorted by path.
 
     Raises:
-        ConfigError: nothing there, no answer, or no fsspec implementation for it; says what to do.
+        ConfigError: nothing matches, the server does not respond, or the URL's scheme has no fsspec implementation.
     """
     fs, path = _filesystem(url, key)
     has_wildcard = _has_wildcard_http if url.startswith("http") else _has_wildcard
-    with _reading(url, key):
+    with _read_errors(url, key):
         info = None if has_wildcard(path) or url.endswith("/") else fs.info(path)
         if has_wildcard(path):
-            root, found = "/".join(before_wildcards(path.split("/"), has_wildcard)), fs.glob(path, detail=True)
-            found = {place: info for place, info in found.items() if info["type"] == "file"}
+            root, listing = "/".join(before_wildcards(path.split("/"), has_wildcard)), fs.glob(path, detail=True)
+            listing = {name: info for name, info in listing.items() if info["type"] == "file"}
         elif info is None or info["type"] == "directory":
-            root, found = path.rstrip("/"), fs.find(path, detail=True)
-            found = {place: info for place, info in found.items() if format_of(_basename(place))}
+            root, listing = path.rstrip("/"), fs.find(path, detail=True)
+            listing = {name: info for name, info in listing.items() if format_of(_basename(name))}
         else:
-            root, found = posixpath.dirname(path), {path: info}
-        infos = {place: _informed(fs, place, info) for place, info in sorted(found.items())}
+            root, listing = posixpath.dirname(path), {path: info}
+        infos = {name: _complete_info(fs, name, info) for name, info in sorted(listing.items())}
     if not infos:
-        raise ConfigError(f"{key}: '{url}' matches no file that can be read. Look for slips, or list its folder")
+        raise ConfigError(f"{key}: '{url}' matches no readable file. Check the spelling, or list the folder")
     files = [
-        RemoteFile(fs.unstrip_protocol(place), key, place, info.get("size"), _version(info))
-        for place, info in infos.items()
+        RemoteFile(fs.unstrip_protocol(name), key, name, info.get("size"), _version(info))
+        for name, info in infos.items()
     ]
     return root, tuple(files)
 
@@ -164,19 +164,21 @@ def _filesystem(url: str, key: str) -> tuple[Any, str]:
     except ImportError as error:
         module = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
         package = _PACKAGES.get(protocol, module)
-        raise ConfigError(f"{key}: '{url}': {protocol}:// needs a package: pip install {package} ({error})") from error
+        raise ConfigError(
+            f"{key}: '{url}': {protocol}:// needs a package. Run: pip install {package} ({error})"
+        ) from error
     except ValueError as error:
         known = ", ".join(sorted(known_implementations))
-        raise ConfigError(f"{key}: '{url}': fsspec does not know {protocol}://. It knows: {known}") from error
+        raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
 
 
-def _informed(fs: Any, path: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a listing says, or what the file itself says where a listing says too little."""
+def _complete_info(fs: Any, path: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The info from a listing, or from the file itself if the listing lacks size or version."""
     return info if info.get("size") is not None and _version(info) else fs.info(path)
 
 
 def _version(info: Mapping[str, Any]) -> str:
-    return next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
+    return next((f"{name} {info[name]}" for name in _VERSION_FIELDS if info.get(name)), "")
 
 
 def _basename(path: str) -> str:
@@ -188,34 +190,34 @@ def _has_wildcard(path: str) -> bool:
 
 
 def _has_wildcard_http(path: str) -> bool:
-    return "*" in path  # the others are usual in addresses
+    return "*" in path  # `?` and `[` are common in web addresses
 
 
-def _copying(file: RemoteFile, log: Log) -> Any:
-    """Shows every two seconds how much of a file has been copied."""
+def _progress_callback(file: RemoteFile, log: Log) -> Any:
+    """An fsspec callback that logs the progress of a copy every two seconds."""
     from fsspec.callbacks import Callback
 
-    class Copying(Callback):
-        shown = time.monotonic()
+    class ProgressCallback(Callback):
+        logged_at = time.monotonic()
 
         def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
             now = time.monotonic()
-            if now - self.shown > _SHOW_EVERY_S:
-                self.shown = now
+            if now - self.logged_at > _LOG_INTERVAL_S:
+                self.logged_at = now
                 total = "" if file.size is None else f" of {file.size / 1e6:.1f}"
                 log(f"mirror: {file.url}: copying, {self.value / 1e6:.1f}{total} MB")
 
-    return Copying()
+    return ProgressCallback()
 
 
-def _reading(url: str, key: str, local: Path | None = None) -> AbstractContextManager[None]:
-    """Says what the other side's failure means; what fails `here`, on the local disk, is raised as it is."""
-    advice = "Check the address, the network and your credentials; or copy the files here and name their folder"
+def _read_errors(url: str, key: str, local: Path | None = None) -> AbstractContextManager[None]:
+    """Converts errors of the remote side to `ConfigError`. Errors on the local disk, below `local`, are raised unchanged."""
+    advice = "Check the address, the network and your credentials; or copy the files to a local folder and use that"
     return storage_errors(
         lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason}). {advice}"), local=local
     )
 
 
-def folder_of(identity: str) -> str:
-    """The name of a copy's folder: another one when what identifies the source is another."""
+def copy_folder_name(identity: str) -> str:
+    """The name of a copy's folder in the mirror: a hash of what identifies the source."""
     return hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A dataset that is named by `id`, `name` and `split`: of the Hugging Face hub, or a folder on this machine."""
+"""A dataset given by `id`, `name` and `split`: on the Hugging Face Hub, or saved in a local folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class NamedDataset:
     """One split of a dataset.
 
     Attributes:
-        id: the hub's name for it, or a folder.
-        name: of its configuration.
-        split: which of its splits.
+        id: id on the Hub, or a folder.
+        name: configuration of the dataset.
+        split: the split.
         stream: see `HubDataset.stream`.
-        key: of the section that names it (`data`), for messages.
-        split_key: of the split (`data.validation_split`), for messages.
+        key: config path of the section with the id (`data`), for messages.
+        split_key: config path of the split (`data.validation_split`), for messages.
     """
 
     id: str
@@ -31,10 +31,10 @@ class NamedDataset:
     split_key: str
 
     def sources(self, mirror: Path) -> Sequence[DataSource]:
-        """What is to be read; the hub is asked about what is not here.
+        """The sources to read. Asks the Hub unless the dataset is local or mirrored.
 
         Raises:
-            ConfigError: there is no such dataset or split, or the hub does not answer; says what to do.
+            ConfigError: the dataset or split does not exist, or the Hub does not respond.
         """
         folder = Path(self.id).expanduser()
         splits = saved_splits(folder)
@@ -44,22 +44,25 @@ class NamedDataset:
         given = {name: value for name, value in options.items() if value is not None}
         url = f"hf:{self.id}?{'&'.join(f'{name}={value}' for name, value in given.items())}"
         dataset = HubDataset(url, f"{self.key}.id", self.id, tuple(given.items()), self.stream)
-        there = dataset.check(mirror)
-        if there and self.split not in there:
-            raise self._no_split(there)
+        available = dataset.check(mirror)
+        if available and self.split not in available:
+            raise self._unknown_split(available)
         return [dataset]
 
     def _saved(self, folder: Path, splits: Sequence[str]) -> Sequence[DataSource]:
         if self.name is not None:
-            raise ConfigError(f"{self.key}.name: has no effect on {folder}, a dataset that is saved without it")
-        there = splits or [saved_split(folder) or "train"]
-        if self.split not in there:
-            raise self._no_split(there)
+            raise ConfigError(
+                f"{self.key}.name: has no effect on {folder}: a saved dataset has a single configuration. Remove it"
+            )
+        available = splits or [saved_split(folder) or "train"]
+        if self.split not in available:
+            raise self._unknown_split(available)
         place = folder / self.split if splits else folder
         return [LocalFile(path.name, path) for path in saved_files(place, f"{self.key}.id")]
 
-    def _no_split(self, there: Sequence[str]) -> ConfigError:
-        advice = "; null evaluates on none" if self.split_key.endswith("validation_split") else ""
+    def _unknown_split(self, available: Sequence[str]) -> ConfigError:
+        advice = ", or null for no validation data" if self.split_key.endswith("validation_split") else ""
         return ConfigError(
-            f"{self.split_key}: '{self.split}' given, and {self.id} has no such split. It has: {', '.join(there)}{advice}"
+            f"{self.split_key}: '{self.split}' given, but {self.id} has no such split. Choose one of:"
+            f" {', '.join(available)}{advice}"
         )

@@ -1,4 +1,4 @@
-"""The text that every machine has: the source files of the running Python's standard library."""
+"""A corpus available on every machine: the source files of Python's standard library."""
 
 import functools
 import hashlib
@@ -10,29 +10,29 @@ from jaxlm.core.errors import ConfigError
 
 SCHEME = "stdlib:"
 TRAIN, VALIDATION = "train", "validation"
-_HELD_OUT_OF = 20  # one file in so many is for validation
+_VALIDATION_EVERY = 20  # about one file in 20 is held out for validation
 _NOT_LIBRARY = frozenset(("site-packages", "dist-packages", "__pycache__"))
 
 
 def library_files(split: str, key: str) -> list[tuple[str, Path]]:
-    """Name and path of the files of `train` or `validation`, sorted by name.
+    """Names and paths of the files of `train` or `validation`, sorted by name.
 
-    Whole files are held out, by a hash of their name, so that each stays on its side when others come and go. Of
-    several files with one content only the first is kept, so none is on both sides. Left out: installed packages, empty
-    files, and the few that are not UTF-8 (they are there to test other encodings).
+    The split is by a hash of the file's name, so a file stays in its split when other files come and go. Of files with equal
+    content only the first is used, so no content is in both splits. Installed packages, empty files, and the few files that
+    are not UTF-8 (they test other encodings) are left out.
 
     Args:
-        key: where the split is configured, for messages.
+        key: config path of the URL, for messages.
 
     Raises:
-        ConfigError: an unknown split, or a Python without source files.
+        ConfigError: unknown split, or this Python has no source files.
     """
     if split not in (TRAIN, VALIDATION):
         raise ConfigError(f"{key}: '{SCHEME}{split}' given. Allowed: {SCHEME}{TRAIN}, {SCHEME}{VALIDATION}")
     root = Path(sysconfig.get_path("stdlib"))
     names = [name for name in _distinct_files(root) if _is_held_out(name) == (split == VALIDATION)]
     if not names:
-        raise ConfigError(f"{key}: this Python has no source files of its standard library in {root}")
+        raise ConfigError(f"{key}: no source files of Python's standard library in {root}. Use other training text")
     return [(f"{SCHEME}{name}", root / name) for name in names]
 
 
@@ -47,7 +47,7 @@ def _distinct_files(root: Path) -> tuple[str, ...]:
 
 
 def _python_files(root: Path) -> list[str]:
-    found = []
+    found: list[str] = []
     for parent, folders, names in os.walk(root):
         folders[:] = [folder for folder in folders if folder not in _NOT_LIBRARY]
         paths = [Path(parent, name) for name in names if name.endswith(".py")]
@@ -64,4 +64,4 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _is_held_out(name: str) -> bool:
-    return hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_OF == 0
+    return hashlib.sha256(name.encode()).digest()[0] % _VALIDATION_EVERY == 0

@@ -15,9 +15,9 @@ class TextFile:
     """A file of documents.
 
     Attributes:
-        path: where it is.
-        name: how it is known in fingerprints: relative to its URL, so that data may move to another folder or machine.
-        text_key: the key of the text in a record, or its column in a table.
+        path: local path.
+        name: name used in fingerprints: relative to the URL, so the data may move to another folder or machine.
+        text_key: key of the text in a record, or column of the text in a table.
     """
 
     path: Path
@@ -26,7 +26,7 @@ class TextFile:
 
     @property
     def has_records(self) -> bool:
-        """Whether its text is found by `text_key`."""
+        """Whether the file holds records, with the text under `text_key`."""
         return has_records(self.path.name)
 
     @property
@@ -36,29 +36,29 @@ class TextFile:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its content."""
+        """SHA-256 of the content."""
         stat = self.path.stat()
         return _digest(self.path.resolve(), stat.st_size, stat.st_mtime_ns)
 
     def read(self) -> Iterator[Document]:
-        """Its documents, empty ones left out, and how far into the file each reaches.
+        """The non-empty documents, and the position in the file after each.
 
         Raises:
-            ConfigError: what cannot be read; names the file and its byte, line, record or row.
+            ConfigError: the file cannot be read. The message names the file and the byte, line, record or row.
         """
         return (document for document in read_documents(self.path, self.text_key) if document.text)
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """Its records; of a table, these columns. Raises as `read` does."""
+        """The records; of a table, only the columns `keys`. Raises like `read`."""
         return read_records(self.path, keys)
 
     def documents(self) -> Iterator[str]:
-        """The texts alone. Raises as `read` does."""
+        """The text of the documents. Raises like `read`."""
         return (document.text for document in self.read())
 
 
 @functools.cache
 def _digest(path: Path, size: int, mtime_ns: int) -> str:
-    # Size and time are no part of the answer: they only tell this process when to look again.
+    # Size and mtime are only cache keys: the file is read again if they change.
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,8 @@
-"""Chat templates: conversations into text, as the library transformers renders them, and which part the assistant says.
+"""Chat templates: render conversations the way transformers does, and find the assistant's text in the result.
 
-Jinja2 in its sandbox, with `trim_blocks` and `lstrip_blocks`, `break` and `continue`, `raise_exception`, `tojson` without
-escapes, and the block `{% generation %}`. Not there: the date (`strftime_now`), which would give other tokens tomorrow.
+Templates run in the Jinja2 sandbox with `trim_blocks`, `lstrip_blocks`, `break` and `continue`, `raise_exception`, `tojson`
+without HTML escapes, and the block `{% generation %}`. The date (`strftime_now`) is not supported: with it, the same data
+would give different tokens every day.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
-# Noncharacters of Unicode: no text may contain them.
+# Unicode noncharacters, which text must not contain. They mark where `{% generation %}` blocks begin and end.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"([{_BEGIN}{_END}])")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -23,20 +24,20 @@ _ASSISTANT = "assistant"
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the stretches of it (first character, the one behind the last) that are asked for."""
+    """A rendered conversation, and the character ranges (begin, end) that the loss is computed on."""
 
     text: str
-    asked: tuple[tuple[int, int], ...]
+    target_spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the names that it is given.
+    """A chat template and the variables passed to it.
 
     Attributes:
-        text: of the template.
-        origin: where it is from, for messages.
-        names: the tokenizer's special tokens (`bos_token`, ...).
+        text: the Jinja template.
+        origin: where the template comes from, for messages.
+        names: variables for the tokenizer's special tokens (`bos_token`, ...).
     """
 
     text: str
@@ -45,10 +46,13 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, given: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
-        """The template that a key gives, or else the tokenizer's.
+        """Loads the given template (text, or the path of a .jinja file); None loads the tokenizer's.
+
+        Args:
+            key: config path, for messages.
 
         Raises:
-            ConfigError: there is none, or it is no template.
+            ConfigError: there is no template, or it is invalid.
         """
         text, origin = given, key
         if given is not None and given.endswith(".jinja"):
@@ -60,7 +64,7 @@ class ChatTemplate:
             text, origin = tokenizer.chat_template, "the tokenizer's"
         if text is None:
             raise ConfigError(
-                f"{key}: null, and the tokenizer brings no chat template. Give one, as text or as the path of a .jinja file"
+                f"{key}: null, but the tokenizer has no chat template. Give one, as text or as the path of a .jinja file"
             )
         template = cls(text, origin, tokenizer.template_names)
         template.compiled()
@@ -68,51 +72,54 @@ class ChatTemplate:
 
     @property
     def has_generation(self) -> bool:
-        """Whether it says itself what the assistant says."""
+        """Whether the template marks the assistant's text with `{% generation %}`."""
         return _GENERATION.search(self.text) is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], where: str, *, mark: bool) -> Rendered:
-        """A conversation's text; all of it is asked for, unless `mark`.
+        """Renders a conversation.
 
         Args:
-            where: the conversation is found, for messages.
+            where: location of the conversation, for messages.
+            mark: restrict the target spans to the assistant's text; otherwise the loss is computed on all text.
 
         Raises:
-            ConfigError: the template does not take these messages, or what the assistant says cannot be told.
+            ConfigError: the template rejects the messages, or the assistant's text cannot be located.
         """
         marked = self._text(messages, where)
         if not mark:
             text = _MARKS.sub("", marked)
             return Rendered(text, ((0, len(text)),))
         if self.has_generation:
-            return _unmarked(marked)
-        return Rendered(marked, tuple(self._differences(messages, marked, where)))
+            return _split_marked(marked)
+        return Rendered(marked, tuple(self._assistant_spans(messages, marked, where)))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-        """A conversation's text, with what the template writes before the assistant's next message. See `render`."""
+        """Renders a conversation followed by the header of the assistant's next message."""
         return _MARKS.sub("", self._text(messages, where, add_generation_prompt=True))
 
-    def _differences(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> list[tuple[int, int]]:
-        """What each of the assistant's messages adds to the conversation up to it, its header left out."""
-        found = []
+    def _assistant_spans(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> list[tuple[int, int]]:
+        """The span that each assistant message adds to the conversation before it, without the message's header."""
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] == _ASSISTANT:
                 before = self._text(messages[:number], where, add_generation_prompt=True)
                 until = self._text(messages[: number + 1], where)
                 if not (until.startswith(before) and whole.startswith(until)):
                     raise ConfigError(
-                        f"{where}: what the assistant says in message {number + 1} cannot be told: this chat template"
-                        f" ({self.origin}) renders the beginning of a conversation otherwise than the whole of it. Give one"
-                        " with {% generation %} around it, or set mask_user_turns to false"
+                        f"{where}: the assistant's text in message {number + 1} cannot be located: the chat template"
+                        f" ({self.origin}) renders the start of a conversation differently from the whole of it. Use a"
+                        " template with {% generation %} around the assistant's text, or set mask_user_turns to false"
                     )
-                found.append((len(before), len(until)))
-        return found
+                spans.append((len(before), len(until)))
+        return spans
 
     def _text(self, messages: Sequence[Mapping[str, Any]], where: str, *, add_generation_prompt: bool = False) -> str:
         import jinja2
 
         if _MARKS.search(json.dumps(messages, ensure_ascii=False, default=str)):
-            raise ConfigError(f"{where}: the text holds U+FDD0 or U+FDD1, which are no characters")
+            raise ConfigError(
+                f"{where}: the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
+            )
         options = {
             "messages": messages,
             "tools": None,
@@ -123,11 +130,11 @@ class ChatTemplate:
             return self.compiled().render(**options, **self.names)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"{where}: the chat template ({self.origin}) does not take this conversation: {type(error).__name__}: {error}"
+                f"{where}: the chat template ({self.origin}) rejects this conversation: {type(error).__name__}: {error}"
             ) from error
 
     def compiled(self) -> Any:
-        """As Jinja has it; a `ConfigError` where it is no template."""
+        """The compiled Jinja template. Raises `ConfigError` if it is invalid."""
         import jinja2
 
         try:
@@ -136,19 +143,19 @@ class ChatTemplate:
             raise ConfigError(f"the chat template ({self.origin}), line {error.lineno}: {error.message}") from error
 
 
-def _unmarked(marked: str) -> Rendered:
-    """Text without the marks around what is generated, and where that is."""
-    parts, asked, size, begin = [], [], 0, None
+def _split_marked(marked: str) -> Rendered:
+    """Removes the marks around generated text, and returns the spans between them."""
+    parts, spans, size, begin = [], [], 0, None
     for part in _MARKS.split(marked):
         if part == _BEGIN:
             begin = size
         elif part == _END:
-            assert begin is not None, "blocks end where they have begun"
-            asked.append((begin, size))
+            assert begin is not None, "a block ends only after it begins"
+            spans.append((begin, size))
         else:
             parts.append(part)
             size += len(part)
-    return Rendered("".join(parts), tuple(asked))
+    return Rendered("".join(parts), tuple(spans))
 
 
 @functools.cache
@@ -164,7 +171,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}`: what is inside, between marks."""
+        """`{% generation %} ... {% endgeneration %}`: puts marks around its content."""
 
         tags = {"generation"}  # noqa: RUF012  (Jinja reads a plain attribute)
 

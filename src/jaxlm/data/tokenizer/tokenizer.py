@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 import functools
 import hashlib
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
-# Names of the tokens that begin and end a document, for tokenizers whose settings do not tell.
-_USUAL_NAMES = {
+# Common names of the BOS and EOS tokens, for tokenizers without settings.
+_COMMON_NAMES = {
     "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>"),
     "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
 }
 _SETTINGS = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
-# What a Hugging Face folder may hold for those who use the tokenizer in other ways.
-_BESIDE = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json")
-_LONG_TEXT = 1 << 20  # characters; longer texts are cut, so that all cores work on one, and in bounded memory
-_ENCODED_AT_ONCE = 1 << 23  # characters
+# Further files of a Hugging Face tokenizer folder, copied for other programs.
+_EXTRA_FILES = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json")
+_LONG_TEXT = 1 << 20  # characters; longer texts are split, to use all cores and bounded memory
+_CHARACTERS_PER_CALL = 1 << 23
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer and its special tokens. Text that looks like a special token is still text.
+    """A tokenizer of the library `tokenizers`, and its special tokens. Text that looks like a special token stays text.
 
     Attributes:
-        vocab_size: ids run from 0 to this, exclusive.
-        bos_id, eos_id: of the tokens that begin and end a document; None where there is none.
+        vocab_size: all ids are below this.
+        bos_id, eos_id: ids of the tokens that begin and end a document; None if the tokenizer has none.
     """
 
     def __init__(
@@ -45,73 +45,73 @@ class Tokenizer:
         backend: "tokenizers.Tokenizer",
         bos_id: int | None,
         eos_id: int | None,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
     ):
-        """Args: beside: the files that stood beside it (chat template, ...), which are kept for other programs."""
+        """Args: extra_files: name -> content of files saved with the tokenizer (settings, chat template, ...)."""
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # as the text that they are
+        backend.encode_special_tokens = True  # as plain text
         self._backend = backend
-        self._cuts_lines = _begins_tokens_at_lines(backend)
+        self._can_split_at_lines = _can_split_at_lines(backend)
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.bos_id = bos_id
         self.eos_id = eos_id
-        self._beside = dict(beside or {})
+        self._extra_files = dict(extra_files or {})
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens around it. Uses all cores."""
+        """Ids of each text, without added special tokens. Uses all cores."""
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `encode_batch`, each text as int32 [tokens]: for much text."""
-        parts = [self._parts(text) for text in texts]
-        encoded = self._encode(itertools.chain.from_iterable(parts))
-        return [np.concatenate(list(itertools.islice(encoded, len(own)))) for own in parts]
+        """Like `encode_batch`, but returns int32 arrays [tokens]: for large amounts of text."""
+        pieces = [self._split_long_text(text) for text in texts]
+        encoded = self._encode(itertools.chain.from_iterable(pieces))
+        return [np.concatenate(list(itertools.islice(encoded, len(of_text)))) for of_text in pieces]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Ids of each text, and the characters at which each token begins and ends: int32 [tokens] each.
+        """For each text: ids, and the begin and end character of each token; int32 [tokens] each.
 
-        Here, text that looks like a special token is one: chat templates write them so.
+        Unlike in `encode_batch`, text that looks like a special token becomes that token, as chat templates need.
         """
-        encoded = self._marking.encode_batch(texts, add_special_tokens=False)
+        encoded = self._backend_with_offsets.encode_batch(texts, add_special_tokens=False)
         pairs = [np.array(e.offsets, np.int32).reshape(-1, 2) for e in encoded]
         return [(np.asarray(e.ids, np.int32), p[:, 0], p[:, 1]) for e, p in zip(encoded, pairs, strict=True)]
 
-    def encode_as_file_says(self, text: str, *, around: bool) -> list[int]:
-        """Ids of a text as other programs get them from `tokenizer.json`: what looks like a special token is one.
+    def encode_like_transformers(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a text as transformers encodes it: text that looks like a special token becomes that token.
 
         Args:
-            around: with the special tokens that the file's post-processor puts around a text, if it has one.
+            add_special_tokens: add the special tokens of the post-processor in `tokenizer.json`, if it has one.
         """
-        return self._as_file_says.encode(text, add_special_tokens=around).ids
+        return self._unmodified_backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     @functools.cached_property
-    def _as_file_says(self) -> "tokenizers.Tokenizer":
+    def _unmodified_backend(self) -> "tokenizers.Tokenizer":
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(self._json())
 
     @functools.cached_property
-    def _marking(self) -> "tokenizers.Tokenizer":
+    def _backend_with_offsets(self) -> "tokenizers.Tokenizer":
         import tokenizers
 
-        # A post-processor would take white space out of the offsets.
-        made = json.loads(self._json()) | {"post_processor": None}
-        return tokenizers.Tokenizer.from_str(json.dumps(made))
+        # A post-processor may exclude white space from the offsets.
+        content = json.loads(self._json()) | {"post_processor": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
 
     @property
     def chat_template(self) -> str | None:
-        """Of `chat_template.jinja` beside it, or of its settings; of several, the one named default; None without any."""
-        if _CHAT_TEMPLATE in self._beside:
-            return self._beside[_CHAT_TEMPLATE].decode("utf-8")
-        found = self._settings.get("chat_template")
-        if isinstance(found, list):
-            found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-        return found
+        """The template in `chat_template.jinja` or in the settings; of several, the one named `default`; None without any."""
+        if _CHAT_TEMPLATE in self._extra_files:
+            return self._extra_files[_CHAT_TEMPLATE].decode("utf-8")
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):
+            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        return template
 
     @property
     def template_names(self) -> dict[str, str]:
-        """What a chat template calls the special tokens -> how they are written."""
+        """Variables of chat templates for special tokens (`bos_token`, ...) -> the text of the token."""
         settings = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._settings.items()}
         named = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
@@ -120,44 +120,44 @@ class Tokenizer:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return json.loads(self._beside.get(_SETTINGS, b"{}"))
+        return json.loads(self._extra_files.get(_SETTINGS, b"{}"))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; special tokens are left out unless `special`."""
+        """The text of ids. Args: special: keep special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def token_bytes(self) -> np.ndarray:
-        """int32 [vocab]: bytes of text that each token stands for; 0 for special tokens.
+        """int32 [vocab]: number of bytes of text of each token; 0 for special tokens.
 
-        Counted on raw bytes: a token may be half a character, which no decoder could show.
+        Counted on raw bytes, because a token may be part of a character, which cannot be decoded.
 
         Raises:
-            ConfigError: the tokens are neither byte-level nor SentencePiece's, so that their bytes cannot be told.
+            ConfigError: the tokenizer is neither byte-level nor SentencePiece, so the bytes of its tokens are unknown.
         """
         counts = np.zeros(self.vocab_size, np.int32)
-        length = self._length_rule()
+        num_bytes = self._token_length_function()
         for token, number in self._backend.get_vocab(with_added_tokens=False).items():
-            counts[number] = length(token)
-        for number, token in self._backend.get_added_tokens_decoder().items():  # these are matched as they stand
+            counts[number] = num_bytes(token)
+        for number, token in self._backend.get_added_tokens_decoder().items():  # stored as plain text
             counts[number] = 0 if token.special else len(token.content.encode())
         return counts
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides about ids."""
+        """SHA-256 of everything that determines the ids."""
         return hashlib.sha256(f"{self._json()} {self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, as Hugging Face folders hold them, and what was beside."""
+        """Writes `tokenizer.json`, `tokenizer_config.json` and the extra files, in the layout of Hugging Face folders."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in {**self._beside, **self._own_files({})}.items():
+        for name, content in {**self._extra_files, **self._own_files({})}.items():
             (folder / name).write_bytes(content)
 
-    def files(self, *, most_tokens: int) -> dict[str, bytes]:
-        """What `save` writes, with settings that transformers needs to open a tokenizer of any origin."""
-        needed = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": most_tokens}
-        return {**self._beside, **self._own_files(needed)}
+    def files(self, *, max_length: int) -> dict[str, bytes]:
+        """The files that `save` writes, plus the settings that transformers needs to open them."""
+        defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+        return {**self._extra_files, **self._own_files(defaults)}
 
     def _own_files(self, defaults: Mapping[str, Any]) -> dict[str, bytes]:
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
@@ -168,47 +168,49 @@ class Tokenizer:
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)
 
-    def _parts(self, text: str) -> list[str]:
-        """A long text, cut only where the tokenizer ends one token and begins another.
+    def _split_long_text(self, text: str) -> list[str]:
+        """Splits a long text, only at positions where the tokenizer always starts a new token.
 
-        That is between a line that ends in a letter or digit and one that begins with one: the newline between them is
-        a piece of its own for GPT-2, cl100k and `train_bpe` alike. For a tokenizer that does otherwise nothing is cut.
+        That is between a line ending in a letter or digit and one starting with a letter or digit: GPT-2, cl100k and
+        `train_bpe` all treat the newline between them as a separate piece. Other tokenizers get the text unsplit.
         """
-        parts, start = [], 0
-        while self._cuts_lines and len(text) - start > _LONG_TEXT:
-            found = _LINE_ENDS.search(text, start + _LONG_TEXT)
-            if found is None:
+        pieces, start = [], 0
+        while self._can_split_at_lines and len(text) - start > _LONG_TEXT:
+            line_end = _LINE_ENDS.search(text, start + _LONG_TEXT)
+            if line_end is None:
                 break
-            parts.append(text[start : found.start()])
-            start = found.start()
-        return [*parts, text[start:]]
+            pieces.append(text[start : line_end.start()])
+            start = line_end.start()
+        return [*pieces, text[start:]]
 
     def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        for group in _grouped(texts, _ENCODED_AT_ONCE):
+        for group in _grouped(texts, _CHARACTERS_PER_CALL):
             for encoding in self._backend.encode_batch_fast(group, add_special_tokens=False):
                 yield np.asarray(encoding.ids, np.int32)
 
-    def _length_rule(self):
-        made = json.loads(self._json())
-        kinds = json.dumps([made["pre_tokenizer"], made["decoder"], made["normalizer"]])
-        if '"ByteLevel"' in kinds:
-            return len  # one character stands for one byte
-        if "\u2581" in json.dumps(made, ensure_ascii=False) and not made["model"].get("continuing_subword_prefix"):
+    def _token_length_function(self):
+        content = json.loads(self._json())
+        stages = json.dumps([content["pre_tokenizer"], content["decoder"], content["normalizer"]])
+        if '"ByteLevel"' in stages:
+            return len  # one character per byte
+        if "\u2581" in json.dumps(content, ensure_ascii=False) and not content["model"].get(
+            "continuing_subword_prefix"
+        ):
             return lambda token: 1 if _BYTE_TOKEN.fullmatch(token) else len(token.replace("\u2581", " ").encode())
         raise ConfigError(
-            "data.tokenizer: bits per byte need to know how many bytes each token stands for, and this tokenizer is"
-            f" neither byte-level nor SentencePiece's (its model is {made['model']['type']}). Use one that is"
+            "data.tokenizer: bits per byte needs the number of bytes of each token, but this tokenizer is neither byte-level"
+            f" nor SentencePiece (its model is {content['model']['type']}). Use a byte-level or SentencePiece tokenizer"
         )
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
+    """Loads the tokenizer from a `tokenizer.json`, or from a folder that contains one.
 
-    The tokens that begin and end a document are the `bos_token` and `eos_token` of `tokenizer_config.json` beside it,
-    else `bos_token_id` and `eos_token_id` of `config.json`, else tokens with the usual names.
+    BOS and EOS are `bos_token` and `eos_token` of `tokenizer_config.json` in the same folder, else `bos_token_id` and
+    `eos_token_id` of `config.json`, else tokens with common names (`<s>`, `<|endoftext|>`, ...).
 
     Raises:
-        ConfigError: no such file, or not a tokenizer.
+        ConfigError: the file does not exist or is not a tokenizer.
     """
     import tokenizers
 
@@ -216,31 +218,31 @@ def load_tokenizer(path: str) -> Tokenizer:
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
         raise ConfigError(
-            f"data.tokenizer: '{path}': no tokenizer.json there (looked for {file.resolve()})."
-            " Give a tokenizer.json, a folder with one, or 'bpe' to train one"
+            f"data.tokenizer: '{path}': no tokenizer.json found (looked for {file.resolve()})."
+            " Give a tokenizer.json, a folder that contains one, or 'bpe' to train one"
         )
     content = _read_json(file)
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
     backend = tokenizers.Tokenizer.from_file(str(file))
-    beside = {name: file.with_name(name).read_bytes() for name in _BESIDE if file.with_name(name).is_file()}
-    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), beside)
+    extra_files = {name: file.with_name(name).read_bytes() for name in _EXTRA_FILES if file.with_name(name).is_file()}
+    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), extra_files)
 
 
-def document_ends(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The ids in front of and behind every document.
+def boundary_ids(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The ids to put before and after every document: BOS and EOS, or nothing.
 
     Raises:
-        ConfigError: one is asked for that the tokenizer does not have.
+        ConfigError: the tokenizer does not have the token.
     """
-    ends = []
+    boundaries = []
     for name, number, enforced in (("bos", tokenizer.bos_id, bos), ("eos", tokenizer.eos_id, eos)):
         if enforced and number is None:
             raise ConfigError(
                 f"data.enforce_{name}: true, but the tokenizer has no {name.upper()} token. Set it to false"
             )
-        ends.append(np.array([number] if enforced else [], np.int32))
-    return ends[0], ends[1]
+        boundaries.append(np.array([number] if enforced else [], np.int32))
+    return boundaries[0], boundaries[1]
 
 
 def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:
@@ -250,18 +252,18 @@ def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int |
         name = token.get("content") if isinstance(token, dict) else token
         if name is not None and backend.token_to_id(name) is None:
             raise ConfigError(
-                f"data.tokenizer: {side}_token in tokenizer_config.json is '{name}', no token of '{file}'"
+                f"data.tokenizer: {side}_token in tokenizer_config.json is '{name}', which is not a token of '{file}'"
             )
         return None if name is None else backend.token_to_id(name)
     if f"{side}_token_id" in model:
         number = model[f"{side}_token_id"]
         return number[0] if isinstance(number, list) else number
-    numbers = (backend.token_to_id(name) for name in _USUAL_NAMES[side])
+    numbers = (backend.token_to_id(name) for name in _COMMON_NAMES[side])
     return next((number for number in numbers if number is not None), None)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """{} where there is no such file."""
+    """The JSON object in a file; {} if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -271,21 +273,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _begins_tokens_at_lines(backend: "tokenizers.Tokenizer") -> bool:
-    """Whether this is byte-level, splits newlines between words off, and adds nothing to the beginning of a text."""
-    text, newline = "a\nb\n1\n2", "\u010a"  # as byte-level tokens write it
+def _can_split_at_lines(backend: "tokenizers.Tokenizer") -> bool:
+    """Whether the tokenizer is byte-level, makes newlines between words separate pieces, and adds no prefix to a text."""
+    text, newline = "a\nb\n1\n2", "\u010a"  # a newline in byte-level tokens
     if backend.normalizer is not None and backend.normalizer.normalize_str(text) != text:
         return False
     pieces = [] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
     return [piece for piece, _ in pieces] == list(text.replace("\n", newline))
 
 
-def _grouped(texts: Iterable[str], most_characters: int) -> Iterator[list[str]]:
+def _grouped(texts: Iterable[str], min_characters: int) -> Iterator[list[str]]:
     group, size = [], 0
     for text in texts:
         group.append(text)
         size += len(text)
-        if size >= most_characters:
+        if size >= min_characters:
             yield group
             group, size = [], 0
     if group:

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on the run's own text."""
+"""Trains a byte-level BPE tokenizer on the run's training text."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
-from jaxlm.data.cache.cache_key import CacheKey, check_same, tokenizer_key
+from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, tokenizer_key
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
-SMALLEST_VOCABULARY = 257  # every byte and the end of text
+MIN_VOCAB_SIZE = 257  # every byte, and the end of text
 _MADE_FROM = "made_from.json"
-_MOST_CHARACTERS = 1 << 30  # of training text; more changes a vocabulary little and takes memory
+_MAX_CHARACTERS = 1 << 30  # of training text; more barely changes the vocabulary, and takes memory
 
-# Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the split of cl100k,
-# written out again for code, where indentation is most of the white space.
-_PIECES = "|".join(
+# Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the pattern of cl100k,
+# adapted to code, where most white space is indentation.
+_PIECE_PATTERN = "|".join(
     (
         r"'(?i:[sdmt]|ll|ve|re)",
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
@@ -32,7 +32,7 @@ _PIECES = "|".join(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` tokens, or fewer where the texts do not give so many.
+    """Trains a byte-level BPE of `vocab_size` tokens, or fewer if the texts do not have enough distinct pairs.
 
     Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1, over bytes as in GPT-2.
     """
@@ -40,7 +40,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     backend = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior="isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(_PIECE_PATTERN), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,7 +55,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, bos_id=end, eos_id=end)
 
 
-def trained_tokenizer(
+def load_or_train_tokenizer(
     folder: Path,
     files: Sequence[TextFile],
     texts: Callable[[], Iterable[str]],
@@ -63,22 +63,22 @@ def trained_tokenizer(
     log: Callable[[str], None],
     formats: Mapping[str, Any],
 ) -> Tokenizer:
-    """The tokenizer kept in `folder`, trained first where there is none.
+    """Loads the tokenizer in `folder`, and trains it first if it does not exist.
 
     Args:
-        files: that the texts are from.
-        formats: how the texts are made from them, where that is not by a text key: plain JSON.
+        files: the files that the texts come from.
+        formats: source name -> `FormatConfig.cache_key` of sources whose format is not plain text.
 
     Raises:
-        ConfigError: the one that is there was trained on something else; says on what.
+        ConfigError: the existing tokenizer was trained on something else. The message lists the differences.
     """
     made_from = tokenizer_key(files, vocab_size) | ({"formats": dict(formats)} if formats else {})
     if not folder.exists():
         with folder_lock(writable_folder(folder.parent), log):
-            if not folder.exists():  # another process may have been faster
+            if not folder.exists():  # another process may have trained it meanwhile
                 log(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
                 _train(folder, texts(), vocab_size, json.dumps(made_from), log)
-    check_same("tokenizer", folder, _made_from(folder), made_from)
+    check_cache_key("tokenizer", folder, _made_from(folder), made_from)
     return load_tokenizer(str(folder))
 
 
@@ -91,25 +91,25 @@ def _made_from(folder: Path) -> CacheKey:
     except (OSError, ValueError):
         pass
     raise ConfigError(
-        f"data.cache_dir: {folder} is not a tokenizer that was trained here, or is damaged: {path} is missing or not"
-        " readable. Choose another data.cache_dir, or delete this folder to train the tokenizer anew"
+        f"data.cache_dir: {folder} was not written by jaxlm, or is damaged: {path} is missing or unreadable."
+        " Choose another data.cache_dir, or delete this folder to train the tokenizer again"
     )
 
 
 def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, log: Callable[[str], None]) -> None:
-    tokenizer = train_bpe(_up_to(texts, _MOST_CHARACTERS, log), vocab_size)
+    tokenizer = train_bpe(_first_characters(texts, _MAX_CHARACTERS, log), vocab_size)
     if tokenizer.vocab_size < vocab_size:
-        log(f"the text gives no more than {tokenizer.vocab_size:,} different tokens: that is the vocabulary")
+        log(f"the training text yields only {tokenizer.vocab_size:,} tokens; the vocabulary has that size")
     with disk_full_errors(folder), atomic_folder(folder) as unfinished:
         tokenizer.save(unfinished)
         (unfinished / _MADE_FROM).write_text(made_from)
 
 
-def _up_to(texts: Iterable[str], most_characters: int, log: Callable[[str], None]) -> Iterator[str]:
+def _first_characters(texts: Iterable[str], max_characters: int, log: Callable[[str], None]) -> Iterator[str]:
     seen = 0
     for text in texts:
-        if seen > most_characters:
-            log(f"the tokenizer is trained on the first {seen:,} characters of the text")
+        if seen > max_characters:
+            log(f"the tokenizer is trained on the first {seen:,} characters of the text only")
             return
         yield text
         seen += len(text)
