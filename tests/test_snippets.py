@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import textwrap
 import tomllib
@@ -240,14 +241,15 @@ PYTHON = {page: [block for block in blocks(page) if block.language == "python"] 
 
 
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if PYTHON[page]], ids=lambda page: page.name)
-def test_python_in_the_documents_runs(page, trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    monkeypatch.setattr(sys, "argv", ["document"])
-    namespace: dict[str, Any] = {"__name__": "document"}
-    exec(textwrap.dedent(PRELUDES.get(page.name, "")), namespace)
-    for block in PYTHON[page]:
-        if block.reason is None:
-            exec(compile(block.text, str(page), "exec"), namespace)
+def test_python_in_the_documents_runs(page, trained):
+    """A page's blocks run one after another, in a process of their own: they may register classes."""
+    run = [block.text for block in PYTHON[page] if block.reason is None]
+    source = "\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(
+        [sys.executable, "-c", source], cwd=trained, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_json_in_the_documents_can_be_read():
