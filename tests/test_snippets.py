@@ -1,0 +1,264 @@
+"""The commands and the Python in README.md and docs/ work: commands pass the real parsers, Python is run.
+
+YAML is decoded by tests/test_guide.py. A block that cannot be checked has a reason above it: `<!-- not run: why -->`.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxlm.__main__ as command_line
+from jaxlm.config.load import decode_run
+from jaxlm.config.overrides import override, parse_arguments
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.forecast.topologies import parse_topology
+from jaxlm.run.load_model import check_effective
+from tests.test_guide import DOCUMENTS, ROOT, a_model_of_hugging_face, an_adapter_of_peft
+
+BLOCK = re.compile(r"(?:<!-- not run: *(?P<reason>.*?) *-->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+NEWCOMER = [ROOT / "README.md", *sorted((ROOT / "docs" / "start").glob("*.md"))]
+# What a page's Python needs that its reader has seen elsewhere: the names of base classes, and a command line.
+PRELUDES = {
+    "extend.md": """
+        import sys
+        from dataclasses import dataclass
+        from jaxlm.config.load import load_config
+        from jaxlm.config.run import RunConfig
+        from jaxlm.data.sources.corpus import CorpusConfig
+        from jaxlm.optim.base import OptimizerConfig
+        from jaxlm.train import train
+        sys.argv = ["program", "--config_path", "mine.yaml"]
+    """,
+}
+OTHER_PROGRAMS = {"echo", "gcloud", "export", "cd", "sleep", "venv"}
+TINY = """
+data: {train_urls: ["corpus.txt"], validation_urls: ["corpus.txt"], cache_dir: cache/mine, vocab_size: 300}
+model: {type: llama, seq_len: 32, hidden_dim: 32, intermediate_dim: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2}
+trainer: {num_train_steps: 2, train_batch_size: 8}
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `reason` says why it is not checked."""
+
+    page: Path
+    language: str
+    text: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text.strip().splitlines()[0]}"
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(page, m["language"], m["text"], m["reason"]) for m in BLOCK.finditer(page.read_text("utf-8"))]
+
+
+ALL = [block for page in DOCUMENTS for block in blocks(page)]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command of a shell block, one list per part of a pipe or a sequence."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word.strip("|;&"):
+                words.append(word)
+            else:
+                yield from [without_prefix(words)] if without_prefix(words) else []
+                words = []
+
+
+def without_prefix(words: list[str]) -> list[str]:
+    """A command without variables, `until` and `do` in front of it; nothing for what only steers a loop."""
+    while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] in ("until", "do", "srun")):
+        words = words[1:]
+    return [] if words and words[0] in ("[", "done", "break") else words
+
+
+def is_shell(block: Block) -> bool:
+    begins = r"\s*(\w+=\S+ )*(python3? |\.venv/bin/|jaxlm |make |pip |--trainer)"
+    return block.language == "sh" or (not block.language and re.match(begins, block.text) is not None)
+
+
+class Parsed(BaseException):
+    """Ends a command after it has read its command line. No `Exception`, so that nothing catches it."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder of a reader: the models and adapters that the documents speak of, and a `config` folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen-small", "model-folder"):
+        a_model_of_hugging_face(tmp_path / name)
+    an_adapter_of_peft(tmp_path / "adapter-folder")
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    return tmp_path
+
+
+def write_configs(folder: Path, page: Path) -> None:
+    """The YAML files that a page names (`# mine.yaml`), with those of README below them."""
+    for block in (*blocks(ROOT / "README.md"), *blocks(page)):
+        name = re.match(r"# (\w+\.yaml)\n", block.text)
+        if block.language == "yaml" and name:
+            (folder / name[1]).write_text(block.text)
+    if not (folder / "run.yaml").exists():
+        (folder / "run.yaml").write_text((folder / "mine.yaml").read_text())
+
+
+def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
+    """Raises, or fails, if a jaxlm command does not accept its arguments."""
+    if name not in command_line.COMMANDS:
+        assert command_line.main([name, *arguments]) == 0
+        return
+    module = importlib.import_module(f"jaxlm.{name}")
+
+    def stop_after(real):
+        def opened(first, *rest, **named):
+            if real is not None:
+                real(first, *rest, **named)
+            dotted = [word for word in arguments if re.match(r"--\w+\.", word)]
+            keys = parse_arguments([word for at in dotted for word in (at, arguments[arguments.index(at) + 1])]).options
+            decode_run(override(ConfigSource({}), keys), "document")
+            check_effective(next((keys for keys in rest if isinstance(keys, Mapping)), {}), also=named.get("also", ()))
+            raise Parsed
+
+        return opened
+
+    with monkeypatch.context() as patched:
+        for function in ("open_checkpoint", "open_model", "evaluate_tasks"):
+            if hasattr(module, function):
+                patched.setattr(module, function, stop_after(None))
+        if hasattr(module, "load_config"):
+            patched.setattr(module, "load_config", stop_after(module.load_config))
+        try:
+            code: Any = module.main(arguments)
+        except Parsed:
+            code = 0
+        except SystemExit as end:  # --help, or a parser's error
+            code = end.code
+    assert code == 0, f"`jaxlm {shlex.join([name, *arguments])}` ends with {code}"
+    if "--topology" in arguments:
+        for topology in arguments[arguments.index("--topology") + 1].split(","):
+            parse_topology(topology)
+
+
+def check_command(words: list[str], monkeypatch) -> None:
+    """Fails for a command that does not exist here, or does not accept its arguments."""
+    program, *rest = words
+    if Path(program).name.startswith("python") and rest[:1] == ["-m"]:
+        program, rest = rest[1], rest[2:]
+    program = program.removeprefix(".venv/bin/")
+    if program == "jaxlm":
+        check_jaxlm(rest[0], rest[1:], monkeypatch) if rest else None
+    elif program.startswith("jaxlm."):
+        check_jaxlm(program.removeprefix("jaxlm."), rest, monkeypatch)
+    elif program.startswith("--"):  # options alone, to be put behind `jaxlm train`
+        check_jaxlm("train", ["--config_path", "mine.yaml", *words], monkeypatch)
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= set(targets), words
+    elif program == "pip":
+        extras = re.findall(r"(?:jaxlm|\.)\[([\w,-]+)\]", " ".join(rest))
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert {extra for several in extras for extra in several.split(",")} <= known.keys(), words
+    elif program == "pytest":
+        assert all((ROOT / word.partition("::")[0]).exists() for word in rest if word.startswith("tests")), words
+    elif Path(program).name.startswith("python"):
+        assert rest[0] in ("-c", "-m", "-") or (ROOT / rest[0]).exists() or rest[0] == "examples", words
+    else:
+        assert program in OTHER_PROGRAMS, f"{words}: not known here. Say why above the block: <!-- not run: why -->"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_commands_in_the_documents_are_accepted(page, folder, monkeypatch, capsys):
+    write_configs(folder, page)
+    for block in blocks(page):
+        if is_shell(block) and block.reason is None:
+            for words in commands(block):
+                check_command(words, monkeypatch)
+
+
+def test_a_wrong_flag_in_a_document_is_found(folder, monkeypatch, capsys):
+    write_configs(folder, ROOT / "README.md")
+    for words in (
+        "jaxlm train --config_path mine.yaml --trainer.num_steps 4",
+        "python -m jaxlm.bench --config_path absent.yaml",
+        "jaxlm sample --checkpoint checkpoints/mine --promt Once",
+        "jaxlm evaluate --checkpoint checkpoints/mine --data.validation_url other/",
+        "jaxlm convert to-hf --checkpoint checkpoints/mine --output mine-hf --verify yes",
+        "jaxlm recipes nothing",
+        "jaxlm trian --config_path mine.yaml",
+        "make everything",
+        "pip install 'jaxlm[all]'",
+        "serve mine-hf",
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            check_command(shlex.split(words), monkeypatch)
+
+
+def test_blocks_say_what_they_are():
+    """A newcomer's pages leave no block without a language, and what is not run says why."""
+    languages = {"sh", "yaml", "python", "text", "json", "toml"}
+    assert [str(b) for b in ALL if b.page in NEWCOMER and b.language not in languages] == []
+    assert [str(b) for b in ALL if b.language not in {*languages, ""}] == []
+    assert [str(b) for b in ALL if b.reason is not None and len(b.reason) < 10] == []
+    unmatched = {page.name: page.read_text().count("<!-- not run") for page in DOCUMENTS}
+    reasons = {page.name: sum(b.reason is not None for b in blocks(page)) for page in DOCUMENTS}
+    assert unmatched == reasons, "a reason does not stand directly above its block"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a tiny run `mine` that is complete: mine.yaml, its text, its checkpoint and its logs."""
+    from jaxlm.train import main
+
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "corpus.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[:20000])
+    (folder / "mine.yaml").write_text(TINY)
+    with contextlib.chdir(folder):
+        assert main(["--config_path", "mine.yaml"]) == 0
+    return folder
+
+
+PYTHON = {page: [block for block in blocks(page) if block.language == "python"] for page in DOCUMENTS}
+
+
+@pytest.mark.parametrize("page", [page for page in DOCUMENTS if PYTHON[page]], ids=lambda page: page.name)
+def test_python_in_the_documents_runs(page, trained):
+    """A page's blocks run one after another, in a process of their own: they may register classes."""
+    run = [block.text for block in PYTHON[page] if block.reason is None]
+    source = "\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(
+        [sys.executable, "-c", source], cwd=trained, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_json_in_the_documents_can_be_read():
+    for block in ALL:
+        if block.language == "json":
+            assert [json.loads(line) for line in block.text.splitlines()]
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
