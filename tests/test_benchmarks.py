@@ -28,7 +28,7 @@ def test_the_gpu_benchmark_walks_through_all_of_itself(tmp_path):
     assert found["failures"] == []
     for answers in found["models"].values():
         assert [len(answers[peer]) for peer in ("jaxlm", "torch.compile")] == [2, 2]
-    assert all(case["blocks"]["errors"]["dq"] < 0.02 for case in found["kernels"]["attention"])
+    assert all(case["blockwise"]["errors"]["dq"] < 0.02 for case in found["kernels"]["attention"])
     assert all(case["errors"]["loss"] < 1e-3 for case in found["kernels"]["loss"])
     table = (tmp_path / "gpu.md").read_text().splitlines()
     assert table[2].startswith("| what | peer | measured |")

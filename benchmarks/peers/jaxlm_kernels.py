@@ -1,10 +1,11 @@
-"""jaxlm's kernels beside references on this device, in numbers and in time. Argument: one JSON object.
+"""jaxlm's kernels against references on this device: errors and time. Argument: one JSON object.
 
     {"attention": [{"rows": 16, "length": 4096, "heads": 32, "kv_heads": 8, "head_size": 64, "documents": 1}],
      "loss": [{"tokens": 65536, "embed": 2048, "vocab": 128256}], "repeats": 10}
 
-Errors are root mean squares relative to the reference: attention's is plain attention in float32 on one row, the loss's all
-logits at once in float32 on a part of the tokens. Seconds are medians of forward and backward together.
+Errors are root mean squares relative to the reference. The reference for attention is the `reference` backend in float32
+on one row. The reference for the loss is all logits at once in float32 on a part of the tokens. Seconds are medians of
+forward and backward together.
 """
 
 import json
@@ -30,7 +31,7 @@ TOKENS_OF_REFERENCE = 4096
 
 
 def seconds_of(fun, *args, repeats) -> float | None:
-    """The median; None where it does not fit into memory."""
+    """Median seconds; None if it does not fit into memory."""
     compiled = jax.jit(fun)
     found = []
     for _ in range(repeats + 2):
@@ -60,7 +61,7 @@ def attend(backend, q, k, v, segments):
 
 
 def both(fun, cotangent):
-    """The results of a function and its gradients by all its floating-point arguments."""
+    """A function that returns `fun`'s results and its gradients with respect to its first three arguments."""
 
     def run(*args):
         out, vjp = jax.vjp(lambda *some: fun(*some, *args[3:]), *args[:3])
@@ -89,12 +90,12 @@ def compare_attention(asked, repeats) -> dict:
     choice = choose_attention(task)
     with jax.default_matmul_precision("highest"):
         exact = [a[:1].astype(jnp.float32) for a in numbers]
-        plain = jax.jit(both(lambda *args: attend("plain", *args), d_out[:1]))(*exact, segments[:1])
+        reference = jax.jit(both(lambda *args: attend("reference", *args), d_out[:1]))(*exact, segments[:1])
     found = {"chosen": choice.name, "reason": choice.reason}
-    for name in dict.fromkeys((choice.name, "blocks")):
+    for name in dict.fromkeys((choice.name, "blockwise")):
         run = lambda *args, name=name: attend(name, *args)  # noqa: E731
         one = jax.jit(both(run, d_out[:1]))(*(a[:1] for a in numbers), segments[:1])
-        errors = [error_of(*pair) for pair in zip(one, plain, strict=True)]
+        errors = [error_of(*pair) for pair in zip(one, reference, strict=True)]
         whole = seconds_of(both(run, d_out), *numbers, segments, repeats=repeats)
         found[name] = {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "seconds": whole}
     return {**asked, **found}
