@@ -114,7 +114,11 @@ def _cudnn_obstacle(task: AttentionTask) -> str | None:
 
 # Best first, for each platform: (name, what it is, what keeps it from a task).
 _Backend = tuple[str, str, Callable[[AttentionTask], str | None]]
-_BLOCKWISE: _Backend = ("blockwise", "blocks of queries against the keys that they see; no [T, T] array", _blocks_obstacle)
+_BLOCKWISE: _Backend = (
+    "blockwise",
+    "blocks of queries against the keys that they see; no [T, T] array",
+    _blocks_obstacle,
+)
 _REFERENCE: _Backend = ("reference", "all scores at once", lambda task: None)
 _SPLASH: _Backend = ("splash", "jax's Pallas kernel; blocks that the mask hides are skipped", _splash_obstacle)
 _CUDNN: _Backend = ("cudnn", "cuDNN's fused kernel, for single and for packed documents", _cudnn_obstacle)
