@@ -41,7 +41,7 @@ def draw_pictures(plan: Plan, records: Records) -> list[tuple[str, str]]:
     loss_curve(records, loss, title)
     schedule_curve(plan.phases, schedule, title)
     rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
-    measured = step_times(records, left_out={phase.start + 1 for phase in plan.phases})
+    measured = step_times(records, exclude={phase.start + 1 for phase in plan.phases})
     if measured is not None:
         step_time_histogram(measured, times, title)
         rows.append(("step time", f"median {measured.median_ms:.1f} ms, 99 % within {measured.p99_ms:.1f} ms: {times}"))

@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again
     seal(run / "step-12")
     result = again.run(*RUN, "--model.intermediate_dim", "96", "--trainer.num_train_steps", "12")
     assert result.code == 2
-    assert "gate_proj.weight: saved float32[2, 64, 32], this model float32[2, 96, 32]" in result.err
+    assert "gate_proj.weight: checkpoint float32[2, 64, 32], this model float32[2, 96, 32]" in result.err
     assert "Traceback" not in result.err
 
 
@@ -145,7 +145,8 @@ def test_a_cache_of_another_tokenizer_is_refused(again):
 
 
 @pytest.mark.parametrize(
-    ("folder", "code", "said"), [("checkpoints", 1, "cannot be written to"), ("logs", 2, "trainer.log_dir")]
+    ("folder", "code", "said"),
+    [("checkpoints", 1, "cannot write to the checkpoint folder"), ("logs", 2, "trainer.log_dir")],
 )
 def test_a_folder_that_cannot_be_written_is_said_before_compiling(workplace, folder, code, said):
     place = workplace()

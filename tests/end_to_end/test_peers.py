@@ -34,5 +34,5 @@ def test_a_folder_that_process_0_cannot_write(workplace):
     ends = [(*process.communicate(timeout=300), process.returncode) for process in place.start_all(2, *RUN)]
     assert ends[0][2] == 1
     assert ends[1][2] != 0
-    assert "cannot be written to" in ends[0][1]
-    assert "process 0: SaveError: the checkpoint folder" in ends[1][1]
+    assert "cannot write to the checkpoint folder" in ends[0][1]
+    assert "process 0: SaveError: cannot write to the checkpoint folder" in ends[1][1]

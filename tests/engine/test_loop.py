@@ -16,7 +16,7 @@ from jaxlm.data.prefetch import Prefetch
 from jaxlm.engine.loop import Done, run_phase
 from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
 from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.step import Report
+from jaxlm.engine.step import StepReport
 from jaxlm.engine.sync import FlagSync
 from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
 
@@ -107,13 +107,13 @@ def test_only_the_oldest_of_the_steps_in_flight_is_waited_for():
     run = TinyRun(layout(), phase(end=12))
     dispatched, waited, behind = 0, [], []
 
-    def dispatch(state: Any, _: Any, flags: jax.Array) -> tuple[Any, Report]:
+    def dispatch(state: Any, _: Any, flags: jax.Array) -> tuple[Any, StepReport]:
         nonlocal dispatched
         behind.extend(dispatched - step for step in waited)
         waited.clear()
         dispatched += 1
         pending = lambda value: Pending(value, dispatched, waited)  # noqa: E731
-        return state, Report({"train/loss": pending(1.0)}, {}, pending(np.zeros_like(flags)))  # type: ignore[arg-type]
+        return state, StepReport({"train/loss": pending(1.0)}, {}, pending(np.zeros_like(flags)))  # type: ignore[arg-type]
 
     through_the_loop(run, dispatch, [None] * 12)
     assert behind

@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
-from jaxlm.engine.step import Report
+from jaxlm.engine.step import StepReport
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener
 from jaxlm.run.resources import totals_at
@@ -66,7 +66,7 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
     metrics = {name: jnp.float32(value) for name, value in values.items()}
     for step in range(phase.end - 2, phase.end + 1):
         now[0] += 2.0
-        reports.push(step, Report(metrics, {}, jnp.zeros(2, jnp.int32)), 0.0)
+        reports.push(step, StepReport(metrics, {}, jnp.zeros(2, jnp.int32)), 0.0)
     reports.drain()
     assert [info.metrics["throughput/duration"] for info in seen] == pytest.approx([2.0] * 3, rel=1e-5)
     assert sum(info.metrics["throughput/duration"] for info in seen) <= now[0] - 100
@@ -83,7 +83,7 @@ def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration
     with where.use():
         for step in (1, 2, 3):
             run.state, report = run._step(run.state, batch(arrays(step), where), run._blank)
-            assert isinstance(report, Report)
+            assert isinstance(report, StepReport)
             reports.push(step, report, 0.0)
             if step == 2:
                 reports.drain()

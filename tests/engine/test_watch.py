@@ -9,7 +9,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.phases import StateBuilder, enter_phase
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags
-from jaxlm.engine.watch import NUM_BINS, WatchConfig, arrived, batch_hash
+from jaxlm.engine.watch import NUM_BINS, WatchConfig, batch_hash, split_watched
 from tests.engine import helpers
 
 WATCH = WatchConfig(["grads", "params", "updates", "opt_state"], interval=2)
@@ -35,7 +35,7 @@ def watched():
 
 def test_norms_are_those_of_numpy_and_each_layer_has_its_own(watched):
     before, after, numbers, grad_norm = watched[1]
-    scalars, _ = arrived(numbers)
+    scalars, _ = split_watched(numbers)
     total = np.sqrt(sum(np.square(a.astype(np.float64)).sum() for a in before.values()))
     assert scalars["params/norm/total"] == pytest.approx(total, rel=1e-5)
     assert scalars["grad/norm/total"] == pytest.approx(grad_norm, rel=1e-5)
@@ -51,8 +51,8 @@ def test_norms_are_those_of_numpy_and_each_layer_has_its_own(watched):
 def test_histograms_are_those_of_numpy(watched):
     before = {path: array for path, array in watched[0][0].items() if path.startswith("tokens")}
     watch = WatchConfig(["params"], False, False, include_histograms=True, interval=1)
-    look = jax.jit(lambda arrays: watch.look(jax.numpy.ones((), jax.numpy.int32), {"params": arrays}, None))
-    scalars, histograms = arrived(jax.device_get(look(before)))
+    look = jax.jit(lambda arrays: watch.measure(jax.numpy.ones((), jax.numpy.int32), {"params": arrays}, None))
+    scalars, histograms = split_watched(jax.device_get(look(before)))
     assert scalars == {}
     ((name, found),) = histograms.items()
     ((path, array),) = before.items()

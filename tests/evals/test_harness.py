@@ -206,16 +206,16 @@ def harness_with(monkeypatch, **tasks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": []}, "needs at least one of tasks"),
-        ({"limit": 0}, "limit: 0 given, 1 or more expected"),
-        ({"batch_size": 0}, "batch_size: 0 given, 1 or more expected"),
-        ({"num_fewshot": -1}, "num_fewshot: -1 given, 0 or more expected"),
-        ({"tasks": ["written", "writen"]}, "knows none of the name writen. Is `task_folder` missing?"),
-        ({"tasks": ["writen"], "task_folder": "mine"}, "knows none of the name writen, nor are they in mine"),
-        ({"tasks": ["no/such.yaml"]}, "knows none of the name no/such.yaml"),
-        ({"seq_len": 12}, "tasks: written asks for 12 new tokens; the model reads 12 in all"),
-        ({"tasks": ["long"]}, "tasks: long asks for 256 new tokens; the model reads 48 in all"),
-        ({"tasks": ["code"]}, "tasks: code runs what the model writes"),
+        ({"tasks": []}, "needs at least one task. Set tasks"),
+        ({"limit": 0}, "limit: 0 given, must be at least 1"),
+        ({"batch_size": 0}, "batch_size: 0 given, must be at least 1"),
+        ({"num_fewshot": -1}, "num_fewshot: -1 given, must be at least 0"),
+        ({"tasks": ["written", "writen"]}, "has no tasks named writen. Do you need task_folder?"),
+        ({"tasks": ["writen"], "task_folder": "mine"}, "has no tasks named writen. They are not in mine either"),
+        ({"tasks": ["no/such.yaml"]}, "has no tasks named no/such.yaml"),
+        ({"seq_len": 12}, "tasks: written generates up to 12 tokens, but the model's maximum sequence length is 12"),
+        ({"tasks": ["long"]}, "tasks: long generates up to 256 tokens, but the model's maximum sequence length is 48"),
+        ({"tasks": ["code"]}, "tasks: code is not supported: it executes code that the model writes"),
     ],
     ids=str,
 )
@@ -235,7 +235,7 @@ def test_a_zero_on_the_command_line_is_no_default(monkeypatch, capsys, name):
     named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
     monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
     assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
-    assert f"{name}: 0 given, 1 or more expected" in capsys.readouterr().err
+    assert f"{name}: 0 given, must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

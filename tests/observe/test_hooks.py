@@ -43,6 +43,6 @@ def test_a_skipped_step_names_its_records_and_others_ask_for_none():
     listener(StepInfo(3, "train", {**usual, "train/objective": math.nan, "train/skipped_steps": 4.0}))
     assert asked == [2]
     assert (
-        "step 3: loss or gradient is not finite; its update was left out (4 so far). Its batch: windows of batch 2"
-        " (jaxlm.prepare --show_batch 2 prints them)"
+        "step 3: loss or gradient is not finite; update skipped (4 skipped so far). Batch: windows of batch 2"
+        " (to print it, run jaxlm.prepare --show_batch 2)"
     ) in shown.getvalue()

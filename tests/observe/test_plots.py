@@ -47,7 +47,7 @@ def test_step_times_leave_out_the_first_steps_and_what_has_none(drawn, tmp_path)
     seconds[0], seconds[100], seconds[150] = 30.0, 20.0, 9.0
     records = [{"step": i + 1, "throughput/duration": s} for i, s in enumerate(seconds)]
     records += [{"step": 200, "eval/loss": 3.0}]
-    times = step_times(records, left_out={1, 101})
+    times = step_times(records, exclude={1, 101})
     assert times is not None
     kept = np.delete(seconds, [0, 100]) * 1e3
     np.testing.assert_allclose(times.durations_ms, kept)
@@ -57,9 +57,9 @@ def test_step_times_leave_out_the_first_steps_and_what_has_none(drawn, tmp_path)
     assert is_png(tmp_path / "t.png")
     (axes,) = drawn
     assert sum(bar.get_height() for bar in axes.patches) == 197  # the one of 9 s is in the legend
-    assert any("1 beyond" in text.get_text() for text in axes.get_legend().get_texts())
-    assert step_times([{"step": 1, "throughput/duration": 1.0}], left_out={1}) is None
-    assert step_times([], left_out={1}) is None
+    assert any("1 above" in text.get_text() for text in axes.get_legend().get_texts())
+    assert step_times([{"step": 1, "throughput/duration": 1.0}], exclude={1}) is None
+    assert step_times([], exclude={1}) is None
 
 
 def test_the_loss_curve_takes_steps_without_a_number(tmp_path):

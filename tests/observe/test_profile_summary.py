@@ -14,7 +14,7 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
 from jaxlm.engine.loop import pause
 from jaxlm.forecast.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
-from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, sum_up
+from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase
 
@@ -32,7 +32,7 @@ def event(name: str, start: float, end: float, device: str = "d0", line: str = "
 
 
 def test_times_of_nested_and_parallel_operations_in_closed_form():
-    profile = sum_up(
+    profile = summarize(
         [
             event("while.1", 0, 100),  # a loop: only what is in it counts
             event("dot.1", 0, 40),
@@ -56,22 +56,22 @@ def test_times_of_nested_and_parallel_operations_in_closed_form():
     page = describe_profile(profile, "title")
     assert "| dot.1 | matrix products |" in page
     assert "58.3%" in page  # 70 of 120
-    assert sum_up([event("while.1", 0, 1)], {}, 1) is None
+    assert summarize([event("while.1", 0, 1)], {}, 1) is None
 
 
 def test_an_evaluation_between_steps_is_no_idle_time():
     steps = [event("dot.1", 0, 40), event("dot.1", 50, 90), event("dot.1", 500, 540), event("dot.1", 550, 590)]
     other = [event("dot.1", 0, 100, "d1"), event("dot.1", 480, 590, "d1")]
-    profile = sum_up([*steps, *other], OPERATIONS, 4, pauses=[(120, 470)])
+    profile = summarize([*steps, *other], OPERATIONS, 4, pauses=[(120, 470)])
     assert profile is not None
     assert profile.paused == pytest.approx(((500 - 90) + (480 - 100)) / 2 / 1e9)
     assert profile.seconds == pytest.approx(((590 - 410) + (590 - 380)) / 2 / 1e9)
     assert profile.idle == pytest.approx(20 / (180 + 210))  # the two gaps of ten on the first device
-    assert "Not among it: 0.000 s of evaluations and saves" in describe_profile(profile, "title")
-    plain = sum_up([*steps, *other], OPERATIONS, 4)
+    assert "Excluded: 0.000 s of evaluations and saves" in describe_profile(profile, "title")
+    plain = summarize([*steps, *other], OPERATIONS, 4)
     assert plain is not None
     assert plain.paused == 0
-    assert "Not among it" not in describe_profile(plain, "title")
+    assert "Excluded" not in describe_profile(plain, "title")
 
 
 def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
@@ -131,7 +131,7 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     hook.close()
     page = (tmp_path / "profile.md").read_text()
     assert f"3 steps on {layout().mesh.size} device(s)" in page
-    (paused,) = re.findall(r"Not among it: ([\d.]+) s of evaluations", page)
+    (paused,) = re.findall(r"Excluded: ([\d.]+) s of evaluations", page)
     assert 1.5 < float(paused) < 1.5 + 1.0
     (step_ms,) = re.findall(r"([\d.]+) ms a step,", page)
     assert float(step_ms) < 500
@@ -152,7 +152,7 @@ def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
             hook.run(step, None)  # type: ignore[arg-type]
     hook.close()
     (line,) = lines
-    assert "the run goes on without a profile" in line
+    assert "the run continues without a profile" in line
 
 
 def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
@@ -183,4 +183,4 @@ def test_a_recording_ends_where_batches_get_another_size(tmp_path):
         until = sizes.same_until(first + 5, phase().end)
         hook = hook_of(ProfilerConfig(5, 10), tmp_path, lines.append, first_step=first, until=until)
         assert [s for s in range(30) if hook.due(s)] == recorded
-    assert lines == ["profiler: records steps 6 to 9 only; then batches have another size"]
+    assert lines == ["profiler: recording only steps 6 to 9, because the batch size changes after them"]

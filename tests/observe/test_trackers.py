@@ -192,7 +192,7 @@ def test_a_tracker_that_fails_is_said_once_and_harms_nobody(where, tmp_path):
     for tracker in reversed(trackers):
         tracker.close()
     assert lines == [
-        f"tracker broken failed (RuntimeError: no {where} today); the run goes on without it. metrics.jsonl has everything"
+        f"tracker broken failed (RuntimeError: no {where} today); the run continues without it. metrics.jsonl has all metrics"
     ]
     assert len(other.records) == len(read_jsonl(tmp_path / "m.jsonl")) == 19
 
@@ -226,7 +226,7 @@ def test_a_queue_that_runs_full_ends_the_tracker():
     for step in range(100):
         tracker.log(step, {})
     tracker.close()
-    assert lines == ["tracker stuck is 5 records behind; the run goes on without it. metrics.jsonl has everything"]
+    assert lines == ["tracker stuck is 5 records behind; the run continues without it. metrics.jsonl has all metrics"]
     stuck.go_on.set()
 
 
@@ -241,7 +241,7 @@ def trackers_of(tmp_path: Path, text: str, *arguments: str) -> list[TrackerConfi
     [
         (
             [TensorboardConfig(), WandbConfig(), TensorboardConfig()],
-            "two of type tensorboard that write to the same place",
+            "two trackers of type tensorboard write to the same place",
         ),
         ([WandbConfig(id="a/b")], "id: 'a/b' given"),
     ],
@@ -383,14 +383,17 @@ def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
     assert handle.log.call_count == (0 if taken else 1)
     assert len(lines) == taken
     if taken:
-        assert "the id 'an-id' has 120 steps of an earlier run there, and this one begins anew" in lines[0]
-        assert "Name another (trainer.tracker.id), or delete that run" in lines[0]
+        assert (
+            "wandb already has 120 steps of another run with the ID 'an-id', but this run starts from scratch"
+            in lines[0]
+        )
+        assert "Set another trainer.tracker.id, or delete the wandb run" in lines[0]
 
 
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({}, "no key. Run `wandb login`"),
+        ({}, "no API key. Run `wandb login`"),
         pytest.param(
             {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "3"},
             "CommError",
@@ -453,7 +456,7 @@ def test_trackio_that_is_not_installed_is_said(monkeypatch):
     lines: list[str] = []
     BackgroundTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
     (line,) = lines
-    assert "it is not installed: pip install 'jaxlm[trackio]'" in line
+    assert "trackio is not installed. Install it with pip install 'jaxlm[trackio]'" in line
 
 
 def test_the_repository_of_the_main_script(tmp_path, monkeypatch):

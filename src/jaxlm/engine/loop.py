@@ -1,4 +1,4 @@
-"""The loop: batches through the compiled step, until the phase is done or somebody asks to stop."""
+"""The training loop: runs the compiled step on batches until the phase is done or the run is asked to stop."""
 
 import gc
 import time
@@ -19,15 +19,15 @@ from jaxlm.engine.sync import FlagSync, SyncFlags
 
 @dataclass(frozen=True)
 class Done:
-    """All steps of the phase are done."""
+    """The phase ran to its end."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A signal asked to stop; the state was saved first.
+    """A signal stopped the run after the state was saved.
 
     Attributes:
-        signal: its number; the process exits with 128 + this.
+        signal: signal number; the process exits with 128 + `signal`.
     """
 
     signal: int
@@ -37,14 +37,14 @@ Outcome = Done | Interrupted
 
 
 class Hook(Protocol):
-    """Something that looks at the state between two steps and cannot change it."""
+    """Runs between steps. A hook reads the state and never changes it."""
 
     def due(self, step: int) -> bool:
-        """Whether to run after this step; the same answer on every process."""
+        """Whether to run after this step. All processes must return the same."""
         ...
 
     def run(self, step: int, state: RunState) -> None:
-        """Looks. All steps up to this one have been logged."""
+        """Runs after `step`. All steps up to this one have been logged."""
         ...
 
 
@@ -52,7 +52,7 @@ PAUSE = "jaxlm.pause"
 
 
 def pause() -> jax.profiler.TraceAnnotation:
-    """Around what the loop stands still for, once the devices are done: a profile then tells it from idle time."""
+    """Marks time in which the loop waits for hooks and saves, so that profiles do not count it as idle time."""
     return jax.profiler.TraceAnnotation(PAUSE)
 
 
@@ -68,7 +68,7 @@ def run_phase(
     flag_sync: FlagSync,
     stop: StopRequest,
 ) -> tuple[RunState, Outcome]:
-    """Trains from where the state stands to the end of the phase.
+    """Trains from the state's step to the end of the phase.
 
     Returns:
         The state, and `Done`, or `Interrupted` after the state was saved.
@@ -76,12 +76,12 @@ def run_phase(
     step = int(state.step)
     first = True
     while step < phase.end:
-        waiting_since = time.perf_counter()
+        started = time.perf_counter()
         batch = next(batches)
-        loading_s = time.perf_counter() - waiting_since
+        loading_s = time.perf_counter() - started
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
         state, report = train_step(state, batch, flag_sync.to_devices(flags))
-        batches.read_ahead()  # while this thread waits for the devices
+        batches.read_ahead()  # loads the next batch while this thread waits for the devices
         step += 1
         metrics.push(step, report, loading_s)
         agreed = flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
@@ -95,12 +95,12 @@ def run_phase(
                     hook.run(step, state)
                 if saving:
                     saver.save(state, step, batches.state(), forced=ending)
-                    metrics.flags = None  # flags that were set before this save have been acted on
+                    metrics.flags = None  # this save satisfies the requests made before it
             metrics.skip_time()
         if first:
             first = False
             gc.collect()
-            gc.freeze()  # what lives now lives to the end; looking at it again would only stall a step
+            gc.freeze()  # these objects live to the end of the run; scanning them again would only stall steps
         if agreed.stop:
             return state, Interrupted(agreed.stop)
     return state, Done()

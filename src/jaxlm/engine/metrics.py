@@ -1,4 +1,4 @@
-"""What the steps report, fetched without making the devices wait."""
+"""Fetches the reports of training steps without making the devices wait."""
 
 import itertools
 import math
@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import Histogram, StepInfo
-from jaxlm.engine.step import Report
-from jaxlm.engine.watch import WatchConfig, arrived
+from jaxlm.engine.step import StepReport
+from jaxlm.engine.watch import WatchConfig, split_watched
 
-# Beyond a handful nothing gets faster, and on CPU meshes jax deadlocks when dozens of steps with collectives are queued.
+# More gains nothing, and on CPU meshes JAX deadlocks if dozens of steps with collectives are queued.
 MAX_IN_FLIGHT = 4
 
 Listener = Callable[[StepInfo], None]
@@ -23,12 +23,12 @@ Listener = Callable[[StepInfo], None]
 
 @dataclass(frozen=True)
 class Totals:
-    """What a run had done when this process took it up.
+    """Totals of a run at some step.
 
     Attributes:
         step: steps done.
-        tokens: trained on, padding included.
-        gflops: 1e9 operations of the model.
+        tokens: tokens trained on, including padding.
+        gflops: model FLOPs, in units of 1e9.
     """
 
     step: int = 0
@@ -38,15 +38,15 @@ class Totals:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the steps amount to, and how many there are.
+    """What is needed to compute progress and throughput.
 
     Attributes:
-        batches: sequences of each step, over all devices.
-        tokens: of a sequence.
-        flops: of a sequence (attention counted causally).
-        peak_flops: a second, of all devices together; None where it is not known.
-        num_steps: of the whole run.
-        before: what earlier processes of this run have done, perhaps with another batch size.
+        batches: global batch size of each step.
+        tokens: tokens per sequence.
+        flops: FLOPs per sequence (attention counted causally).
+        peak_flops: peak FLOP/s of all devices together; None if unknown.
+        num_steps: number of steps of the whole run.
+        previous: totals of earlier processes of this run, which may have used another batch size.
     """
 
     batches: BatchSchedule
@@ -54,20 +54,20 @@ class Workload:
     flops: float
     peak_flops: float | None
     num_steps: int
-    before: Totals = Totals()
+    previous: Totals = Totals()
 
     def progress(self, step: int) -> dict[str, float]:
-        """How far the run is after `step` steps of it."""
-        examples = self.batches.examples_between(self.before.step, step)
+        """Metrics for how far the run is after `step` steps."""
+        examples = self.batches.examples_between(self.previous.step, step)
         return {
             "global_step": step,
             "run_progress": step / self.num_steps,
-            "throughput/total_tokens": self.before.tokens + examples * self.tokens,
-            "throughput/total_gflops": self.before.gflops + examples * self.flops / 1e9,
+            "throughput/total_tokens": self.previous.tokens + examples * self.tokens,
+            "throughput/total_gflops": self.previous.gflops + examples * self.flops / 1e9,
         }
 
     def throughput(self, step: int, seconds: float) -> dict[str, float]:
-        """The rates of a step, counted from 1, that took so long."""
+        """Throughput metrics of a step (counted from 1) that took `seconds`."""
         rate = self.batches.at(step - 1).size / seconds
         numbers = {
             "throughput/duration": seconds,
@@ -82,29 +82,29 @@ class Workload:
 
 @dataclass
 class _PendingStep:
-    """A step that was dispatched.
+    """A step that was dispatched but not fetched.
 
     Attributes:
         loading_s: seconds that the host waited for its batch.
-        seconds: that it took, once that is known.
+        seconds: its duration; None until it is known.
     """
 
     step: int
-    report: Report
+    report: StepReport
     loading_s: float
     seconds: float | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether its report could be had without waiting."""
+        """Whether fetching its report would not block."""
         return self.report.flags.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AsyncMetrics:
-    """The steps in pending, oldest first.
+    """A queue of dispatched steps. Fetches their metrics in order and passes them to listeners.
 
     Attributes:
-        flags: the reduced flags of the newest step that was fetched; None before the first.
+        flags: reduced flags of the newest fetched step; None before the first.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class AsyncMetrics:
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Args:
-        watch: what the steps were compiled to look at.
-        clock: seconds.
+        watch: what the steps were compiled to measure.
+        clock: returns a time in seconds.
         """
         self.flags: np.ndarray | None = None
         self._phase = phase
@@ -127,11 +127,11 @@ class AsyncMetrics:
         self._watch = watch
         self._clock = clock
         self._pending: deque[_PendingStep] = deque()
-        self._last_arrival = clock()
+        self._last_done = clock()
         self._hooks_s = 0.0
 
-    def push(self, step: int, report: Report, loading_s: float) -> None:
-        """Adds a step that was just dispatched; waits for the oldest one where too many are in pending.
+    def push(self, step: int, report: StepReport, loading_s: float) -> None:
+        """Adds a step that was just dispatched; blocks on the oldest if too many are pending.
 
         Args:
             loading_s: seconds that the host waited for the step's batch.
@@ -143,27 +143,27 @@ class AsyncMetrics:
             self._fetch()
 
     def drain(self) -> None:
-        """Waits for every step in pending."""
+        """Fetches all pending steps."""
         while self._pending:
             self._fetch()
 
     def skip_time(self) -> None:
-        """Leaves out of the next step's duration what happened since the last one landed (an evaluation, a save).
+        """Excludes the time since the last step was done (an evaluation, a save) from the next step's duration.
 
         The next step reports it as `throughput/hook_time`.
         """
         now = self._clock()
-        self._hooks_s = now - self._last_arrival
-        self._last_arrival = now
+        self._hooks_s = now - self._last_done
+        self._last_done = now
 
     def _fetch(self) -> None:
         pending = self._pending.popleft()
-        seconds = self._arrived(pending) if pending.seconds is None else pending.seconds
+        seconds = self._wait_for(pending) if pending.seconds is None else pending.seconds
         step, report = pending.step, pending.report
         metrics = {name: float(value) for name, value in jax.device_get(report.metrics).items()}
         histograms: dict[str, Histogram] = {}
         if self._watch is not None and self._watch.due(step):
-            scalars, histograms = arrived(jax.device_get(report.watched))
+            scalars, histograms = split_watched(jax.device_get(report.watched))
             metrics |= scalars
         self.flags = np.asarray(report.flags)
         metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
@@ -172,27 +172,28 @@ class AsyncMetrics:
         for listener in self._listeners:
             listener(StepInfo(step, self._phase, metrics, histograms))
 
-    def _arrived(self, pending: _PendingStep) -> float:
-        """Waits for a step, and tells how long it took.
+    def _wait_for(self, pending: _PendingStep) -> float:
+        """Blocks until a step is done and returns its duration.
 
-        Steps that are found done together share the time since the one before them: when each of them was done, nobody saw.
+        If later steps are done by then, all of them share the elapsed time equally, since the time at which each finished
+        is unknown.
         """
         jax.block_until_ready(pending.report)
         now = self._clock()
-        together = [pending, *itertools.takewhile(lambda other: other.is_done, self._pending)]
-        seconds = (now - self._last_arrival) / len(together)
-        for one in together:
-            one.seconds = seconds
-        self._last_arrival = now
+        done = [pending, *itertools.takewhile(lambda other: other.is_done, self._pending)]
+        seconds = (now - self._last_done) / len(done)
+        for step in done:
+            step.seconds = seconds
+        self._last_done = now
         return seconds
 
 
 class NonFiniteError(Exception):
-    """A step's loss or gradient is not finite, and the configuration says to stop there."""
+    """A step's loss or gradient norm is not finite, and the configuration says to stop."""
 
 
 class CrashListener:
-    """Stops the run at the first number that it must not go on from. It hears of a step when its report has arrived."""
+    """Raises `NonFiniteError` for NaN or infinity. Later steps may already be dispatched when a step's report is fetched."""
 
     def __init__(self, *, on_nan: bool, on_inf: bool):
         self._on_nan = on_nan
@@ -204,5 +205,5 @@ class CrashListener:
             if (self._on_nan and math.isnan(value)) or (self._on_inf and math.isinf(value)):
                 raise NonFiniteError(
                     f"step {info.step}: {name} is {value} (trainer.crash_on_{'nan' if math.isnan(value) else 'inf'})."
-                    " The update was left out; the newest checkpoint is from before"
+                    " The update was skipped, and the newest checkpoint is from before this step"
                 )

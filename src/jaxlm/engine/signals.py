@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks to stop after the current step, the second stops at once."""
+"""SIGTERM and SIGINT: the first signal requests a stop after the current step, the second exits at once."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether a signal has arrived.
+    """Records the first signal received.
 
     Attributes:
-        signal: its number, or 0.
+        signal: signal number; 0 if none was received.
     """
 
     def __init__(self) -> None:
@@ -23,21 +23,24 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         if self.signal:
-            # Not sys.exit: a second signal means that waiting for anything, a save included, is no longer wanted.
+            # Not sys.exit: on a second signal, do not wait for anything, not even a save.
             os._exit(128 + number)
         self.signal = number
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Handles both signals inside the block, then puts the old handlers back. In other threads it handles nothing."""
+    """Handles both signals inside the block, then restores the previous handlers.
+
+    Outside the main thread, where Python allows no signal handlers, signals are not handled.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request.receive) for number in _HANDLED}
+    previous = {number: signal.signal(number, request.receive) for number in _HANDLED}
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The one thing that training changes."""
+"""The run's state: everything that training changes."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class UpdateCounts(eqx.Module):
-    """Counts of the finite guard.
+    """Counts of applied and skipped updates.
 
     Attributes:
-        updates: int32, updates applied in this phase: what the learning-rate schedule is read at.
-        skipped: int32, steps of the whole run whose update was not finite and was left out.
+        updates: int32, updates applied in this phase; the learning-rate schedule is evaluated at this count.
+        skipped: int32, steps of the whole run whose update was skipped.
     """
 
     updates: jax.Array
@@ -28,14 +28,14 @@ class UpdateCounts(eqx.Module):
 
 
 class RunState(eqx.Module):
-    """Everything that a step reads and writes, and all of it is checkpointed.
+    """Everything that a step reads and writes. All of it is checkpointed.
 
     Attributes:
-        step: int32, batches consumed: `step-N` holds N.
-        key: uint32[2], the run's root key. It never changes; a step folds its number in.
+        step: int32, batches consumed; the checkpoint `step-N` has N.
+        key: uint32[2], the run's root PRNG key. It never changes; each step folds in its step number.
         model: parameters, trainable and frozen.
-        opt_state: of the trainable leaves only.
-        guard: what the finite guard counted.
+        opt_state: optimizer state of the trainable leaves.
+        guard: counts of applied and skipped updates.
         slots: owner -> the state that the owner keeps between steps.
     """
 
@@ -48,12 +48,12 @@ class RunState(eqx.Module):
 
 
 def step_key(state: RunState) -> jax.Array:
-    """The randomness of the step that comes next: a function of the run's key and the step's number alone."""
+    """PRNG key of the next step. It depends only on the run's key and the step number."""
     return jax.random.fold_in(state.key, state.step)
 
 
 def shardings(tree: Any, layout: Layout) -> Any:
-    """Where each array of a state rests: named arrays by the parameter mapping, everything else on every device."""
+    """Sharding of each array of a state: named arrays by the parameter mapping, everything else replicated."""
 
     def place(leaf):
         if isinstance(leaf, hax.NamedArray):
@@ -63,24 +63,24 @@ def shardings(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
 
 
-def place_state(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> T:
-    """Runs `make(*args)` under jit so that every array is born where it rests, never whole on one device.
+def place_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any) -> T:
+    """Runs `make(*args)` under jit so that every array is created with its sharding, never whole on one device.
 
-    The buffers of `args` are given up to the result.
+    The buffers of `args` are donated.
 
     Args:
-        like: shapes and dtypes of what it makes.
+        abstract: shapes and dtypes of the result.
     """
-    return build_state(make, like, layout, *args)()
+    return build_state(make, abstract, layout, *args)()
 
 
-def build_state(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> Callable[[], T]:
-    """Like `place_state`, which is done when the result is called: until then, the program compiles in a thread."""
+def build_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any) -> Callable[[], T]:
+    """Compiles `make` in a thread and returns a function that waits for it and runs it; otherwise like `place_state`."""
     program = jax.jit(
         make,
-        out_shardings=shardings(like, layout),
+        out_shardings=shardings(abstract, layout),
         donate_argnums=tuple(range(len(args))),
-        # It runs once: compiling it well takes longer than running it badly.
+        # It runs once, so optimizing the program costs more than it saves.
         compiler_options={"xla_backend_optimization_level": 1},
     )
     thread = ThreadPoolExecutor(1)
@@ -90,5 +90,5 @@ def build_state(make: Callable[..., T], like: T, layout: Layout, *args: Any) -> 
 
 
 def initial_update_counts() -> UpdateCounts:
-    """Nothing counted yet. Traced, so that it is created on the mesh with the rest."""
+    """Zero counts. Traceable, so that they are created on the mesh with the rest of the state."""
     return UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))

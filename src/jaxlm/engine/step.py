@@ -1,9 +1,9 @@
 """The training step: one compiled function from (state, batch) to (state, report).
 
-    cast the parameters once -> terms and gradient of each micro-batch, added up -> finite? -> update
-                                                      (an optimizer may ask for second derivatives here)
+    cast parameters once -> sum loss terms and gradients over microbatches -> finite? -> update
+                                                     (an optimizer may request second derivatives here)
 
-Losses are sums until the end, so the result does not depend on how the batch is cut into micro-batches or spread over
+Losses stay sums until the end, so the result does not depend on how the batch is split into microbatches or sharded over
 devices (up to the order of float additions).
 """
 
@@ -32,12 +32,12 @@ from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 
 
-class Report(eqx.Module):
-    """What a step tells the host, still on the devices.
+class StepReport(eqx.Module):
+    """Results of a step for the host, still on the devices.
 
     Attributes:
         metrics: float32 scalars by name.
-        watched: what `WatchConfig.look` saw; empty where nothing is watched.
+        watched: measurements of `WatchConfig.measure`; empty if `trainer.watch` is not set.
         flags: int32 {flag}, reduced over all processes.
     """
 
@@ -47,7 +47,7 @@ class Report(eqx.Module):
 
 
 class _Sums(eqx.Module):
-    """One batch, added up."""
+    """Sums over the microbatches of a batch."""
 
     gradient: Any
     objective: jax.Array
@@ -58,27 +58,26 @@ class _Sums(eqx.Module):
 def make_train_step(
     phase: Phase, layout: Layout, precision: Precision, abstract: RunState, watch: WatchConfig | None = None
 ) -> jax.stages.Wrapped:
-    """The jitted step of a phase: (state, batch, flags) -> (state, `Report`). The state is donated.
+    """The jitted step of a phase: (state, batch, flags) -> (state, `StepReport`). The state is donated.
 
-    A step whose objective or gradient norm is not finite, or that a judge leaves out, changes nothing but `step`,
-    `guard.skipped` and what the judges remember: the choice is made inside the program, because the donated state could
-    not be had back outside of it.
+    If the objective or gradient norm is not finite, or a guard rejects the step, only `step`, `guard.skipped` and the
+    guards' slots change. The program itself makes this choice, because the donated input state is gone afterwards.
 
     Args:
-        abstract: the state's shapes and dtypes (`Recipe.abstract_state`).
-        watch: what to report beside the metrics. Parameters and optimizer state are those from before the update.
+        abstract: the state's shapes and dtypes (`StateBuilder.abstract_state`).
+        watch: what to measure in addition to the metrics. Parameters and optimizer state are those before the update.
     """
     optimizer = phase.transformation(abstract.model)
     schedule = phase.optimizer.schedule(phase.num_steps)
     guards = phase.guards(precision)
 
-    def train_step(state: RunState, batch: Any, flag_sync: jax.Array) -> tuple[RunState, Report]:
-        sums = _add_up(phase, layout, precision, state, batch)
+    def train_step(state: RunState, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
+        sums = _accumulate(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
         verdict = _apply_guards(guards, state.slots, StepStats(sums.objective, norm, finite))
         curvature = _curvature(phase, layout, precision, state, batch)
-        updated, updates = _updated(phase, optimizer, state, sums, curvature)
+        updated, updates = _apply_update(phase, optimizer, state, sums, curvature)
         after = jax.tree.map(lambda new, old: jnp.where(verdict.applies, new, old), updated, state)
         skipped = state.guard.skipped + jnp.where(verdict.applies, 0, 1)
         always = (state.step + 1, skipped, after.slots | verdict.slot)
@@ -90,41 +89,41 @@ def make_train_step(
             "optim/learning_rate": schedule(state.guard.updates),
             **verdict.metrics,
         }
-        seen: Numbers = {}
+        watched: Numbers = {}
         if watch is not None:
             trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
-            seen = watch.look(state.step + 1, trees, batch)
-        return after, Report(
-            {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, seen, reduce_flags(flag_sync)
+            watched = watch.measure(state.step + 1, trees, batch)
+        return after, StepReport(
+            {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, watched, reduce_flags(flags)
         )
 
-    placed = shardings(abstract, layout)
+    state_shardings = shardings(abstract, layout)
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(placed, None, None),
-        out_shardings=(placed, layout.replicated()),
+        in_shardings=(state_shardings, None, None),
+        out_shardings=(state_shardings, layout.replicated()),
     )
 
 
 def _apply_guards(guards: Sequence[StepGuard], slots: dict[str, Any], stats: StepStats) -> Verdict:
-    """What all judges together make of a step; the slot is theirs by name."""
-    judged = {judge.name: judge.judge(slots[judge.name], stats) for judge in guards}
+    """The combined verdict of all guards; its slot maps each guard's name to that guard's slot."""
+    verdicts = {guard.name: guard.judge(slots[guard.name], stats) for guard in guards}
     applies = stats.finite
-    for one in judged.values():
-        applies = applies & one.applies
-    metrics = {name: value for one in judged.values() for name, value in one.metrics.items()}
-    return Verdict(applies, {name: one.slot for name, one in judged.items()}, metrics)
+    for verdict in verdicts.values():
+        applies = applies & verdict.applies
+    metrics = {name: value for verdict in verdicts.values() for name, value in verdict.metrics.items()}
+    return Verdict(applies, {name: verdict.slot for name, verdict in verdicts.items()}, metrics)
 
 
-def _updated(
+def _apply_update(
     phase: Phase,
     optimizer: optax.GradientTransformationExtraArgs,
     state: RunState,
     sums: _Sums,
     curvature: Curvature,
 ) -> tuple[RunState, Any]:
-    """The state with the batch's update applied, whether it may be or not; and the update."""
+    """The state with the batch's update applied unconditionally, and the update."""
     trainable, frozen = phase.split(state.model)
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, curvature=curvature)
     trainable = optax.apply_updates(trainable, updates)
@@ -143,11 +142,11 @@ def _updated(
     return after, updates
 
 
-def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
-    """Gradient (in the parameters' dtype, at rest), objective and metrics of a batch, over all its micro-batches."""
+def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
+    """Sums gradient (in the parameters' dtype and sharding), objective and metrics over a batch's microbatches."""
     objective, loss_scale = phase.objective, precision.loss_scale
     trainable, frozen = phase.split(state.model)
-    # One cast a step, outside of the accumulation loop.
+    # Cast once per step, outside the accumulation loop.
     compute, frozen = precision.to_compute(trainable), precision.to_compute(frozen)
     denominators = _denominators(objective, batch)
     key = step_key(state)
@@ -160,20 +159,25 @@ def _add_up(phase: Phase, layout: Layout, precision: Precision, state: RunState,
 
     def one_micro_batch(carry: tuple[Any, Any], micro: Any, number: jax.Array):
         gradient, slot = carry
-        (_, (total, metrics, slot)), piece = jax.value_and_grad(value, has_aux=True)(compute, micro, slot, number)
-        gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, piece)
+        (_, (total, metrics, slot)), micro_gradient = jax.value_and_grad(value, has_aux=True)(
+            compute, micro, slot, number
+        )
+        gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, micro_gradient)
         return (at_rest(gradient, layout), slot), (total, metrics)
 
     Micro = _micro_axis(batch)
     carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
     (gradient, slot), (totals, metrics) = hax.scan(one_micro_batch, Micro)(carry, batch, jnp.arange(Micro.size))
-    add = lambda many: jax.tree.map(lambda x: jnp.sum(x, axis=0), many)  # noqa: E731
+    sum_first = lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)  # noqa: E731
     slots = state.slots if slot is None else {**state.slots, "objective": slot}
-    return _Sums(loss_scale.unscaled(gradient, state.slots), add(totals), add(metrics), slots)
+    return _Sums(loss_scale.unscaled(gradient, state.slots), sum_first(totals), sum_first(metrics), slots)
 
 
 def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> Curvature:
-    """The objective of the batch's first micro-batch around the trainable parameters. Nothing of it is computed here."""
+    """The objective on the first microbatch as a function of the trainable parameters, for second derivatives.
+
+    This only builds functions. Nothing is computed unless the optimizer calls them.
+    """
     objective, wide = phase.objective, precision.wide
 
     def value(trainable: Any) -> jax.Array:
@@ -200,6 +204,6 @@ def _total(terms: dict[str, Sum], denominators: dict[str, jax.Array]) -> jax.Arr
 
 
 def _micro_axis(batch: Any) -> hax.Axis:
-    """The micro-batch axis that every column of a training batch begins with."""
+    """The microbatch axis, the first axis of every column of a training batch."""
     column = next(leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf))
     return column.resolve_axis(MICROBATCH)

@@ -1,4 +1,4 @@
-"""How all processes take the same decision at the same step.
+"""Lets all processes make the same decision at the same step.
 
 A signal reaches one process, and only process 0 reads the clock, yet all processes must save and stop at the same step.
 Each process passes its flags into the compiled step, which reduces them over all devices. The result comes back with the
@@ -17,11 +17,11 @@ from jaxlm.core.sharding import Layout
 
 @dataclass(frozen=True)
 class SyncFlags:
-    """What a process requests.
+    """Requests of a process.
 
     Attributes:
-        stop: a signal's number, or 0.
-        save: whether a checkpoint is due by the clock.
+        stop: number of the signal that requests a stop; 0 means none.
+        save: whether a time-based checkpoint is due.
     """
 
     stop: int = 0
@@ -29,12 +29,12 @@ class SyncFlags:
 
 
 class FlagSync:
-    """Carries the flags of a process to the compiled step and back."""
+    """Passes a process's flags to the compiled step and reads back the flags that all processes agree on."""
 
     def __init__(self, layout: Layout):
         self._single_process = jax.process_count() == 1
-        self._like = FlagSync.abstract(layout)
-        self._unset = self._filled(SyncFlags())
+        self._abstract = FlagSync.abstract(layout)
+        self._unset = self._make_array(SyncFlags())
 
     @staticmethod
     def abstract(layout: Layout) -> jax.ShapeDtypeStruct:
@@ -43,25 +43,26 @@ class FlagSync:
         return jax.ShapeDtypeStruct((layout.mesh.size, 2), np.int32, sharding=sharding)
 
     def to_devices(self, flags: SyncFlags) -> jax.Array:
-        """int32 {device, flag}: every local device carries this process's flags."""
-        return self._unset if self._single_process or flags == SyncFlags() else self._filled(flags)
+        """int32 {device, flag}: every local device holds this process's flags."""
+        return self._unset if self._single_process or flags == SyncFlags() else self._make_array(flags)
 
     def agreed(self, flags: SyncFlags, reduced: np.ndarray | None) -> SyncFlags:
-        """The common decision.
+        """The flags that every process acts on after this step.
 
         Args:
-            flags: of this process, which decide where there is no other.
-            reduced: the newest result of `reduce_flags` that was fetched; None before the first.
+            flags: this process's flags, used directly if there is only one process.
+            reduced: newest fetched result of `reduce_flags`; None before the first.
         """
         if self._single_process:
             return flags
         return SyncFlags() if reduced is None else SyncFlags(stop=int(reduced[0]), save=bool(reduced[1]))
 
-    def _filled(self, flags: SyncFlags) -> jax.Array:
-        rows = np.broadcast_to(np.array([flags.stop, flags.save], np.int32), self._like.shape)
-        return jax.make_array_from_callback(self._like.shape, self._like.sharding, lambda index: rows[index])
+    def _make_array(self, flags: SyncFlags) -> jax.Array:
+        shape, sharding = self._abstract.shape, self._abstract.sharding
+        rows = np.broadcast_to(np.array([flags.stop, flags.save], np.int32), shape)
+        return jax.make_array_from_callback(shape, sharding, lambda index: rows[index])
 
 
 def reduce_flags(flags: jax.Array) -> jax.Array:
-    """int32 {flag}: the maximum of each flag over all devices (traced)."""
+    """int32 {flag}: the maximum of each flag over all devices. Traceable."""
     return jnp.max(flags, axis=0)

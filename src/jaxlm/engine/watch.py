@@ -1,4 +1,4 @@
-"""Norms and histograms of what a step works with, from inside of the step: `trainer.watch`."""
+"""Norms and histograms of gradients, parameters, updates and optimizer state, computed inside the step: `trainer.watch`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,23 +16,23 @@ from jaxlm.core.types import Histogram
 
 NUM_BINS = 64
 Numbers = dict[str, Any]
-# What each target is called in the metrics' names.
+# Target -> its prefix in metric names.
 _NAMES = {"grads": "grad", "params": "params", "opt_state": "opt_state", "updates": "updates"}
 
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """What to look at inside of the step.
+    """Logs norms and histograms of values inside the training step.
 
     Attributes:
-        watch_targets: of `grads`, `params`, `updates`, `opt_state`, and `batch`, which logs a hash of the step's tokens:
-            the same for the same tokens on any mesh.
-        include_norms: the norm of each target as a whole.
-        include_per_parameter_norms: of each array in it.
-        include_histograms: of each array, in 64 equal bins; they go to
-            `<log_dir>/<id>/histograms.jsonl`, and to TensorBoard and wandb as histograms.
-        split_scan_layers: each layer on its own where layers are stacked in one array.
-        interval: steps between two looks.
+        watch_targets: what to log: any of `grads`, `params`, `updates`, `opt_state` and `batch`. `batch` logs a hash of the
+            step's tokens that does not depend on the mesh.
+        include_norms: log the global norm of each target.
+        include_per_parameter_norms: log the norm of each array in each target.
+        include_histograms: log a histogram with 64 equal-width bins of each array. Histograms are written to
+            `<log_dir>/<id>/histograms.jsonl` and sent to TensorBoard and wandb.
+        split_scan_layers: log each layer separately if layers are stacked in one array.
+        interval: log every `interval` steps.
     """
 
     watch_targets: list[Literal["grads", "params", "updates", "opt_state", "batch"]] = field(
@@ -45,77 +45,77 @@ class WatchConfig:
     interval: int = 10
 
     def check(self) -> None:
-        """Raises `ConfigError` where nothing would ever be looked at."""
+        """Raises `ConfigError` if nothing would ever be logged."""
         if self.interval < 1:
-            raise ConfigError(f"trainer.watch.interval: {self.interval} given, 1 or more steps expected")
-        looks = self.include_norms or self.include_per_parameter_norms or self.include_histograms
-        if not self.watch_targets or not (looks or "batch" in self.watch_targets):
+            raise ConfigError(f"trainer.watch.interval: {self.interval} given, must be at least 1 step")
+        includes_any = self.include_norms or self.include_per_parameter_norms or self.include_histograms
+        if not self.watch_targets or not (includes_any or "batch" in self.watch_targets):
             raise ConfigError(
-                "trainer.watch: nothing to look at. Name watch_targets and one of include_*, or leave it out"
+                "trainer.watch: nothing to log. Set watch_targets and at least one include_* option, or remove the section"
             )
 
     def due(self, step: Any) -> Any:
-        """Whether to look after a step (traced or not)."""
+        """Whether to measure at this step (a traced or concrete integer)."""
         return step % self.interval == 0
 
-    def look(self, step: jax.Array, trees: Mapping[str, Any], batch: Any) -> Numbers:
-        """The numbers by name, scalars and one a layer; zeros where the step is not due (traced).
+    def measure(self, step: jax.Array, trees: Mapping[str, Any], batch: Any) -> Numbers:
+        """Measurements by metric name, scalars or one per layer; zeros if this step is not due. Traceable.
 
         Args:
-            step: the number of this step, from 1.
-            trees: target -> its arrays.
+            step: number of this step, counted from 1.
+            trees: target -> pytree of arrays.
         """
-        wanted = {name: trees[name] for name in self.watch_targets if name != "batch"}
+        targets = {name: trees[name] for name in self.watch_targets if name != "batch"}
 
-        def measure() -> Numbers:
+        def measure_all() -> Numbers:
             numbers = {"data/batch_hash": batch_hash(batch)} if "batch" in self.watch_targets else {}
-            for name, arrays in wanted.items():
-                numbers |= self._measured(_NAMES[name], arrays)
+            for name, arrays in targets.items():
+                numbers |= self._measure_target(_NAMES[name], arrays)
             return numbers
 
-        def nothing() -> Numbers:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(measure))
+        def zeros() -> Numbers:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(measure_all))
 
-        return jax.lax.cond(self.due(step), measure, nothing)
+        return jax.lax.cond(self.due(step), measure_all, zeros)
 
-    def _measured(self, name: str, arrays: Any) -> Numbers:
-        found = {path: leaf for path, leaf in tree.leaves(arrays) if tree.is_inexact(leaf)}
-        squares = {path: self._each(_square_sum, leaf) for path, leaf in found.items()}
+    def _measure_target(self, name: str, arrays: Any) -> Numbers:
+        leaves = {path: leaf for path, leaf in tree.leaves(arrays) if tree.is_inexact(leaf)}
+        squares = {path: self._per_layer(_square_sum, leaf) for path, leaf in leaves.items()}
         numbers: Numbers = {}
         if self.include_norms:
             numbers[f"{name}/norm/total"] = jnp.sqrt(sum((jnp.sum(s) for s in squares.values()), jnp.zeros(())))
         if self.include_per_parameter_norms:
             numbers |= {f"{name}/norm/{path}": jnp.sqrt(square) for path, square in squares.items()}
         if self.include_histograms:
-            numbers |= {f"{name}/hist/{path}": self._each(_histogram, leaf) for path, leaf in found.items()}
+            numbers |= {f"{name}/hist/{path}": self._per_layer(_histogram, leaf) for path, leaf in leaves.items()}
         return numbers
 
-    def _each(self, measure: Any, leaf: Any) -> Any:
-        """What is measured of an array, or of each of its layers."""
+    def _per_layer(self, function: Any, leaf: Any) -> Any:
+        """Applies a function to an array, or to each layer of it if the layers are stacked and logged separately."""
         if self.split_scan_layers and tree.is_named(leaf) and any(axis.name == LAYERS for axis in leaf.axes):
-            first = hax.rearrange(leaf, (LAYERS, ...)).array
-            return jax.vmap(measure)(first)
-        return measure(tree.raw(leaf))
+            layers_first = hax.rearrange(leaf, (LAYERS, ...)).array
+            return jax.vmap(function)(layers_first)
+        return function(tree.raw(leaf))
 
 
-def arrived(
+def split_watched(
     numbers: Mapping[str, np.ndarray | tuple[np.ndarray, ...]],
 ) -> tuple[dict[str, float], dict[str, Histogram]]:
-    """Scalars and histograms by name, one a layer (`<name>.<layer>`) where they are of layers."""
+    """Splits fetched measurements into scalars and histograms by name; layers are named `<name>.<layer>`."""
     scalars: dict[str, float] = {}
     histograms: dict[str, Histogram] = {}
     for name, value in numbers.items():
         if isinstance(value, tuple):
             low, high, counts = map(np.asarray, value)
-            for key, index in _places(name, low.shape):
+            for key, index in _layer_names(name, low.shape):
                 histograms[key] = Histogram(float(low[index]), float(high[index]), tuple(counts[index].tolist()))
         else:
-            for key, index in _places(name, np.shape(value)):
+            for key, index in _layer_names(name, np.shape(value)):
                 scalars[key] = float(np.asarray(value)[index])
     return scalars, histograms
 
 
-def _places(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+def _layer_names(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, ())] if shape == () else [(f"{name}.{layer}", (layer,)) for layer in range(shape[0])]
 
 
@@ -124,7 +124,7 @@ def _square_sum(array: jax.Array) -> jax.Array:
 
 
 def _histogram(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(least, greatest, int32 counts {bin}); what is not finite is in no bin."""
+    """(minimum, maximum, int32 counts {bin}) of the finite values; other values are in no bin."""
     x = array.astype(jnp.float32).ravel()
     finite = jnp.isfinite(x)
     low = jnp.min(x, initial=jnp.inf, where=finite)
@@ -135,16 +135,20 @@ def _histogram(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def batch_hash(batch: Any) -> jax.Array:
-    """A number below 2**24, so that float32 has it exactly, made of every token and its place in the batch.
+    """Hash of every token and its position in the batch, below 2**24 so that float32 represents it exactly.
 
-    Sums of integers do not depend on their order: any mesh and any number of micro-batches give the same one.
+    Integer sums do not depend on their order, so any mesh and any number of microbatches give the same hash.
     """
-    tokens, inside = (column.array.reshape(-1, column.array.shape[-1]) for column in (batch.tokens, batch.segment_ids))
-    row, at = (jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, dimension) for dimension in (0, 1))
+    tokens, segment_ids = (
+        column.array.reshape(-1, column.array.shape[-1]) for column in (batch.tokens, batch.segment_ids)
+    )
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, dimension) for dimension in (0, 1))
     mixed = (
-        tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + row * jnp.uint32(0x85EBCA6B) + at * jnp.uint32(0xC2B2AE35)
+        tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+        + row * jnp.uint32(0x85EBCA6B)
+        + column * jnp.uint32(0xC2B2AE35)
     )
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
     mixed = (mixed ^ (mixed >> 12)) * jnp.uint32(0x297A2D39)
-    total = jnp.sum(jnp.where(inside > 0, mixed, jnp.uint32(0)))
+    total = jnp.sum(jnp.where(segment_ids > 0, mixed, jnp.uint32(0)))
     return (total >> 8).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What an evaluation is: something that looks at a model and returns numbers."""
+"""The evaluation interface: an evaluation takes a model and returns metrics."""
 
 import abc
 from collections.abc import Callable, Iterable
@@ -16,12 +16,12 @@ from jaxlm.models.base import LanguageModel
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Text to evaluate on that has a name.
+    """Validation data of one source.
 
     Attributes:
-        name: of its source; empty where that is the only one.
-        tags: groups that it counts for.
-        batches: opens one pass over it.
+        name: name of the source; empty if there is only one.
+        tags: tags of the source; losses are also aggregated by tag.
+        batches: starts one pass over the data.
     """
 
     name: str
@@ -31,16 +31,16 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class EvalContext:
-    """What evaluations may use beside the model.
+    """What evaluations may use in addition to the model.
 
     Attributes:
-        layout: the mesh and mappings that the model lives on.
-        precision: the model is cast to its compute dtype first.
+        layout: the mesh and axis mappings of the model.
+        precision: evaluations cast the model to its compute dtype first.
         tokenizer: encodes prompts and decodes samples.
-        token_bytes: int32 [vocab], how many bytes of text each token stands for; 0 for special tokens.
-        validation: the validation data, source by source.
-        show: prints a line for people.
-        seq_len: how many tokens the model reads.
+        token_bytes: int32 [vocab], number of bytes of text that each token represents; 0 for special tokens.
+        validation: the validation data by source.
+        log: prints a line.
+        seq_len: the model's maximum sequence length.
     """
 
     layout: Layout
@@ -54,16 +54,16 @@ class EvalContext:
 
 @dataclass(frozen=True)
 class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals"):
-    """One evaluation. It runs every `trainer.steps_per_eval` steps and after the last one."""
+    """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase."""
 
     @abc.abstractmethod
     def open(self, ctx: EvalContext) -> "Eval":
-        """The runnable evaluation; what it compiles, it compiles once for the whole run."""
+        """Opens the evaluation. It compiles each program only once for the whole run."""
 
 
 class Eval(abc.ABC):
-    """A runnable evaluation."""
+    """An open evaluation."""
 
     @abc.abstractmethod
     def run(self, model: LanguageModel) -> dict[str, float]:
-        """Numbers by metric name, to be logged as `eval/<name>`."""
+        """Metrics by name, to be logged as `eval/<name>`."""

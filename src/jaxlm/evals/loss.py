@@ -1,4 +1,4 @@
-"""Validation loss and bits per byte."""
+"""Measures validation loss and bits per byte."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,34 +16,33 @@ from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import token_losses
 
-# Queued batches; see engine/metrics.py for why the queue must be short.
+# Maximum number of queued batches; see engine/metrics.py for why the queue must be short.
 _MAX_IN_FLIGHT = 4
 
 
 @EvalConfig.register_subclass("loss")
 @dataclass(frozen=True)
 class LossEvalConfig(EvalConfig):
-    """Mean next-token loss in nats, and bits per byte, over one pass of the validation data: over all of it, and by source
-    and tag where there are several, with the means over sources (`macro_loss`, `macro_bpb`).
+    """Mean next-token loss in nats and bits per byte over one pass of the validation data. With several sources, they are
+    also logged per source and per tag, and averaged over sources (`macro_loss`, `macro_bpb`).
 
-    Bits per byte counts the tokens that stand for text (special tokens have no bytes and are left out of both sums) and
-    divides by the bytes of the text itself, so models with different tokenizers can be compared.
+    Bits per byte sums the loss of the tokens that represent text and divides by the number of bytes of that text. Special
+    tokens have no bytes and are excluded from both. Models with different tokenizers can be compared by it.
     """
 
     def open(self, ctx: EvalContext) -> Eval:
-        """Nothing is compiled before the first batch."""
         return LossEval(ctx)
 
 
 @dataclass(frozen=True)
 class EvalLoss:
-    """What a mean loss is made of.
+    """Sums from which mean loss and bits per byte are computed.
 
     Attributes:
-        nats: loss of all targets.
-        tokens: targets.
-        text_nats: loss of the targets that stand for text.
-        text_bytes: bytes of that text.
+        nats: total loss of all targets.
+        tokens: number of targets.
+        text_nats: total loss of the targets that represent text.
+        text_bytes: number of bytes of that text.
     """
 
     nats: float
@@ -53,12 +52,12 @@ class EvalLoss:
 
     @property
     def loss(self) -> float:
-        """Nats a token; nan without any."""
+        """Mean loss in nats per token; NaN without tokens."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float:
-        """Of the text; nan without any."""
+        """Bits per byte of text; NaN without text."""
         return self.text_nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
     def __add__(self, other: "EvalLoss") -> "EvalLoss":
@@ -69,11 +68,11 @@ NOTHING = EvalLoss(0.0, 0.0, 0.0, 0.0)
 
 
 def by_group(sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> dict[str, EvalLoss]:
-    """The sums of each source, and of each tag: those of all sources that carry it, every token counting the same.
+    """The sums of each source, and of each tag over all sources with that tag; every token has the same weight.
 
     Args:
-        sums: by the source's name.
-        tags: of each source. A tag that is named like a source is joined with it.
+        sums: source -> its sums.
+        tags: source -> its tags. A tag with the same name as a source is merged with it.
     """
     groups: dict[str, EvalLoss] = {}
     for name, part in sums.items():
@@ -83,7 +82,7 @@ def by_group(sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) ->
 
 
 def macro(sums: Iterable[EvalLoss]) -> dict[str, float]:
-    """`macro_loss` and `macro_bpb`: means over sources, each counting the same however large; nan without any."""
+    """`macro_loss` and `macro_bpb`: means over sources, with equal weight for each source; NaN without sources."""
     parts = [part for part in sums if part.tokens]
     bits = [part.bits_per_byte for part in parts if part.text_bytes]
     return {
@@ -100,13 +99,13 @@ class _Totals(eqx.Module):
 
 
 class LossMeter:
-    """Adds up losses over batches, in float64 on the host; never more than a few batches are queued.
+    """Sums losses over batches in float64 on the host, with at most a few batches queued.
 
-    With groups, each target is added to the sums of the group that it belongs to.
+    With groups, each target is added to the sums of its group.
     """
 
     def __init__(self, precision: Precision, token_bytes: np.ndarray, num_groups: int = 1):
-        """Args: token_bytes: int32 [vocab], see `EvalContext`."""
+        """Args: token_bytes: int32 [vocab], as in `EvalContext`."""
         self._token_bytes = token_bytes
         self._num_groups = num_groups
         self._cast = jax.jit(precision.to_compute)
@@ -118,17 +117,18 @@ class LossMeter:
         """The sums of each group.
 
         Args:
-            batches: each with the group of every target, int32 [batch, position]; None puts all into the first.
+            batches: batches, each with the group of every target, int32 [batch, position]; None means that all targets
+                are in the first group.
         """
         model = self._cast(model)
-        flying: list[_Totals] = []
+        pending: list[_Totals] = []
         sums = np.zeros((4, self._num_groups))
         for batch, groups in batches:
-            flying.append(self._totals(model, batch, groups))
-            if len(flying) >= _MAX_IN_FLIGHT:
-                sums += _fetched(flying.pop(0))
-        for totals in flying:
-            sums += _fetched(totals)
+            pending.append(self._totals(model, batch, groups))
+            if len(pending) >= _MAX_IN_FLIGHT:
+                sums += _fetch(pending.pop(0))
+        for totals in pending:
+            sums += _fetch(totals)
         return tuple(EvalLoss(*map(float, column)) for column in sums.T)
 
     def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> _Totals:
@@ -144,9 +144,9 @@ class LossMeter:
             if groups is None:
                 return hax.sum(x).scalar()[None]
             values = x.rearrange(batch.targets.axes).array
-            # A fused reduction: the array that is as many times larger is never made.
-            belongs = groups[..., None] == jnp.arange(self._num_groups)
-            return jnp.sum(jnp.where(belongs, values[..., None], 0.0), axis=(0, 1))
+            # XLA fuses the reduction, so the [batch, position, group] array is never materialized.
+            in_group = groups[..., None] == jnp.arange(self._num_groups)
+            return jnp.sum(jnp.where(in_group, values[..., None], 0.0), axis=(0, 1))
 
         return _Totals(add(nats), add(batch.loss_mask), add(nats * is_text), add(num_bytes))
 
@@ -159,22 +159,23 @@ class LossEval(Eval):
         self._meter = LossMeter(ctx.precision, ctx.token_bytes)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        """{} where the run has no validation data."""
+        """The metrics; empty without validation data."""
         sums = {
-            one.name: self._meter.measure(model, ((batch, None) for batch in one.batches()))[0] for one in self._sets
+            data_set.name: self._meter.measure(model, ((batch, None) for batch in data_set.batches()))[0]
+            for data_set in self._sets
         }
         if not sums:
             return {}
-        found = _named("", sum(sums.values(), NOTHING))
-        groups = by_group(sums, {one.name: one.tags for one in self._sets})
+        metrics = _metrics("", sum(sums.values(), NOTHING))
+        groups = by_group(sums, {data_set.name: data_set.tags for data_set in self._sets})
         for group in (group for group in groups if group):
-            found |= _named(f"{group}/", groups[group])
-        return found | macro(sums.values()) if len(sums) > 1 else found
+            metrics |= _metrics(f"{group}/", groups[group])
+        return metrics | macro(sums.values()) if len(sums) > 1 else metrics
 
 
-def _named(prefix: str, sums: EvalLoss) -> dict[str, float]:
+def _metrics(prefix: str, sums: EvalLoss) -> dict[str, float]:
     return {f"{prefix}loss": sums.loss, f"{prefix}bpb": sums.bits_per_byte}
 
 
-def _fetched(totals: _Totals) -> np.ndarray:
+def _fetch(totals: _Totals) -> np.ndarray:
     return np.array(jax.device_get(jax.tree.leaves(totals)), np.float64)

@@ -1,4 +1,4 @@
-"""Text from the model, to be read by people."""
+"""Prints text samples from the model during training."""
 
 import textwrap
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from jaxlm.models.inference.generate import generate
 @EvalConfig.register_subclass("samples")
 @dataclass(frozen=True)
 class SamplesEvalConfig(EvalConfig):
-    """Continues a few prompts and prints the result.
+    """Generates completions of a few prompts and prints them.
 
     Attributes:
-        prompts: texts to continue.
-        max_new_tokens: for each prompt; fewer where the text ends.
-        temperature: 0 takes the most likely token every time.
-        top_k: choose among so many of the likeliest tokens; None means all.
-        top_p: choose among the likeliest tokens that make up this much probability; None means all.
-        seed: of the sampling; the same model and seed give the same text.
+        prompts: prompts to complete.
+        max_new_tokens: maximum number of new tokens per prompt; generation stops earlier at the end-of-sequence token.
+        temperature: sampling temperature; 0 decodes greedily.
+        top_k: sample only from the `top_k` most likely tokens; null samples from all.
+        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
+        seed: random seed; the same model and seed generate the same text.
     """
 
     prompts: list[str] = field(default_factory=lambda: [""])
@@ -33,14 +33,13 @@ class SamplesEvalConfig(EvalConfig):
     seed: int = 0
 
     def open(self, ctx: EvalContext) -> Eval:
-        """Raises `ConfigError` where there is nothing to sample."""
         if not self.prompts or self.max_new_tokens < 1:
-            raise ConfigError("evals: type samples needs at least one prompt and max_new_tokens of 1 or more")
+            raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
         return SamplesEval(self, ctx)
 
 
 class SamplesEval(Eval):
-    """Prints samples; its numbers are none."""
+    """Prints samples and returns no metrics."""
 
     def __init__(self, config: SamplesEvalConfig, ctx: EvalContext):
         self._config = config
@@ -48,7 +47,6 @@ class SamplesEval(Eval):
         self._cast = jax.jit(ctx.precision.to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        """Shows each prompt with its continuation."""
         config, tokenizer = self._config, self._ctx.tokenizer
         continuations = generate(
             self._cast(model),
@@ -66,6 +64,6 @@ class SamplesEval(Eval):
 
 
 def prompt_ids(tokenizer, prompt: str) -> list[int]:
-    """The prompt's tokens, after the token that begins every document."""
+    """The prompt's token ids, with the BOS token in front if the tokenizer has one."""
     ids = tokenizer.encode_batch([prompt])[0]
     return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]

@@ -1,4 +1,4 @@
-"""What a person sees: lines, and one line that moves. Everything goes to `train.log` as well."""
+"""Console output: log lines and a progress line, also appended to `train.log`."""
 
 import sys
 import time
@@ -8,70 +8,70 @@ from typing import TextIO
 
 from jaxlm.core.runtime import is_main_process
 
-_QUIET_S = 10.0  # between two progress lines where there is no terminal
+_PROGRESS_INTERVAL_S = 10.0  # between progress lines if the output is not a terminal
 
 
 class Console:
-    """Prints on process 0; other processes stay silent."""
+    """Prints on process 0; other processes print nothing."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stdout
-        self._live = self._stream.isatty()
-        self._moving = False
-        self._last_progress = -_QUIET_S
-        self._log: TextIO | None = None
+        self._is_terminal = self._stream.isatty()
+        self._showing_progress = False
+        self._last_progress = -_PROGRESS_INTERVAL_S
+        self._log_file: TextIO | None = None
 
     def log_to(self, path: Path) -> None:
-        """From now on, lines are also appended to this file."""
+        """Also appends lines to this file from now on."""
         if is_main_process():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._log_file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, text: str = "") -> None:
-        """Prints one or more whole lines."""
+        """Prints one or more lines."""
         if not is_main_process():
             return
-        if self._moving:
+        if self._showing_progress:
             print("\r\x1b[2K", end="", file=self._stream)
-            self._moving = False
+            self._showing_progress = False
         print(text, file=self._stream, flush=True)
         self._write_log(text)
 
     def progress(self, text: str, *, last: bool = False) -> None:
-        """Replaces the moving line on a terminal; elsewhere prints a line now and then."""
+        """Replaces the progress line on a terminal; otherwise prints a line every 10 s."""
         if not is_main_process():
             return
-        if self._live and not last:
+        if self._is_terminal and not last:
             print(f"\r\x1b[2K{text}", end="", file=self._stream, flush=True)
-            self._moving = True
-        elif last or time.monotonic() - self._last_progress >= _QUIET_S:
+            self._showing_progress = True
+        elif last or time.monotonic() - self._last_progress >= _PROGRESS_INTERVAL_S:
             self._last_progress = time.monotonic()
             self.log(text)
 
     def close(self) -> None:
-        """Ends the log file."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        """Closes the log file."""
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
 
     def _write_log(self, text: str) -> None:
-        if self._log is not None:
-            self._log.write(text + "\n")
-            self._log.flush()
+        if self._log_file is not None:
+            self._log_file.write(text + "\n")
+            self._log_file.flush()
 
 
 def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns under a title, the left one as wide as it must be."""
+    """Formats rows of name and value as two aligned columns under a title."""
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     return "\n".join([title, *lines])
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m10s`, `2h05m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    """Formats seconds as `42s`, `3m10s` or `2h05m`."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"

@@ -1,4 +1,4 @@
-"""What looks on while a phase trains."""
+"""Listeners and hooks that log, show progress and evaluate during training."""
 
 import math
 from collections import deque
@@ -13,11 +13,11 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.observe.console import Console, duration
 from jaxlm.observe.trackers import Tracker
 
-_RECENT_STEPS = 50  # that the progress line's pace is of
+_RECENT_STEPS = 50  # steps over which the progress line averages speed
 
 
 class TrackerListener:
-    """Hands every step's numbers to the trackers."""
+    """Passes every step's metrics to the trackers."""
 
     def __init__(self, trackers: Sequence[Tracker]):
         self._trackers = trackers
@@ -29,48 +29,48 @@ class TrackerListener:
                 tracker.log_histograms(info.step, info.histograms)
 
 
-class _Timed(NamedTuple):
-    """A step.
+class _StepTime(NamedTuple):
+    """Tokens and duration of a step.
 
     Attributes:
-        seconds: that it took.
-        between: seconds of evaluations and saves before it.
+        seconds: duration of the step.
+        hook_seconds: duration of evaluations and saves before it.
     """
 
     tokens: float
     seconds: float
-    between: float
+    hook_seconds: float
 
 
 class ProgressListener:
-    """Keeps one line of progress on the console, and says aloud when a step was skipped."""
+    """Shows a progress line on the console, and logs skipped steps."""
 
     def __init__(self, console: Console, phase: Phase, records: Callable[[int], str], *, skipped: int):
         """Args:
-        records: what the batch of a step, counted from 0, was made of; asked for where the step was skipped.
-        skipped: steps that had been skipped before this phase went on.
+        records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
+        skipped: number of steps skipped before this process started or resumed the phase.
         """
         self._console = console
         self._phase = phase
         self._records = records
         self._skipped = skipped
-        self._recent: deque[_Timed] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[_StepTime] = deque(maxlen=_RECENT_STEPS)
         self._warming_up = True
 
     def __call__(self, info: StepInfo) -> None:
         self._warn_of_skip(info)
         if self._warming_up and self._recent:
-            self._recent.clear()  # the first step waited for more than itself: it says nothing about the rest
+            self._recent.clear()  # the first step includes warm-up and is not representative
             self._warming_up = False
         seconds = info.metrics["throughput/duration"]
         tokens = info.metrics["throughput/tokens_per_second"] * seconds
-        self._recent.append(_Timed(tokens, seconds, info.metrics["throughput/hook_time"]))
+        self._recent.append(_StepTime(tokens, seconds, info.metrics["throughput/hook_time"]))
         text = "  ".join(self._parts(info))
         self._console.progress(text, last=info.step == self._phase.end)
 
     def _parts(self, info: StepInfo) -> list[str]:
         metrics = info.metrics
-        # Of several steps: reports may arrive together, long after the steps that they are of.
+        # Average over several steps, because reports may arrive in groups, well after their steps.
         seconds = sum(step.seconds for step in self._recent)
         parts = [
             f"step {info.step}/{self._phase.end}",
@@ -80,7 +80,7 @@ class ProgressListener:
         ]
         if "throughput/mfu" in metrics:
             parts.append(f"MFU {metrics['throughput/mfu']:.1%}")
-        pace = (seconds + sum(step.between for step in self._recent)) / len(self._recent)
+        pace = (seconds + sum(step.hook_seconds for step in self._recent)) / len(self._recent)
         parts.append(f"ETA {duration(pace * (self._phase.end - info.step))}")
         return parts
 
@@ -89,21 +89,21 @@ class ProgressListener:
         if skipped > self._skipped:
             self._skipped = skipped
             self._console.log(
-                f"step {info.step}: {_why_skipped(info)}; its update was left out ({skipped} so far). Its batch:"
-                f" {self._records(info.step - 1)} (jaxlm.prepare --show_batch {info.step - 1} prints them)"
+                f"step {info.step}: {_skip_reason(info)}; update skipped ({skipped} skipped so far). Batch:"
+                f" {self._records(info.step - 1)} (to print it, run jaxlm.prepare --show_batch {info.step - 1})"
             )
 
 
-def _why_skipped(info: StepInfo) -> str:
+def _skip_reason(info: StepInfo) -> str:
     loss, norm = info.metrics["train/objective"], info.metrics["grad/norm/total"]
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "loss or gradient is not finite"
-    most_loss, most_norm = info.metrics["bad_steps/loss_limit"], info.metrics["bad_steps/grad_norm_limit"]
-    return f"loss {loss:.4g} (at most {most_loss:.4g}) or gradient norm {norm:.4g} (at most {most_norm:.4g}) stands out"
+    max_loss, max_norm = info.metrics["bad_steps/loss_limit"], info.metrics["bad_steps/grad_norm_limit"]
+    return f"loss {loss:.4g} (limit {max_loss:.4g}) or gradient norm {norm:.4g} (limit {max_norm:.4g}) is an outlier"
 
 
 class EvalHook:
-    """Runs the evaluations every so many steps and after the last step of the phase."""
+    """Runs the evaluations every `every_steps` steps and after the last step of the phase."""
 
     def __init__(
         self, evals: Sequence[Eval], every_steps: int, phase: Phase, trackers: Sequence[Tracker], console: Console
@@ -116,11 +116,9 @@ class EvalHook:
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        """Every so many steps, and at the end."""
         return step % self._every_steps == 0 or step == self._phase.end
 
     def run(self, step: int, state: RunState) -> None:
-        """Evaluates, logs and shows."""
         self.latest = self.measure(state)
         if self.latest:
             for tracker in self._trackers:
@@ -129,11 +127,11 @@ class EvalHook:
             self._console.log(f"step {step}: {shown}")
 
     def measure(self, state: RunState) -> dict[str, float]:
-        """The numbers of all evaluations, of the weights and of their averages, without logging them."""
-        found = self._of("eval", state.model)
+        """Runs all evaluations on the weights and on their averages, without logging the metrics."""
+        metrics = self._evaluate("eval", state.model)
         for name, model in self._phase.averaged(state).items():
-            found |= self._of(f"eval/{name}", model)
-        return found
+            metrics |= self._evaluate(f"eval/{name}", model)
+        return metrics
 
-    def _of(self, prefix: str, model: LanguageModel) -> dict[str, float]:
+    def _evaluate(self, prefix: str, model: LanguageModel) -> dict[str, float]:
         return {f"{prefix}/{name}": value for run in self._evals for name, value in run.run(model).items()}

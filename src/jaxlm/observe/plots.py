@@ -1,4 +1,4 @@
-"""The run as pictures: loss, learning rate, time of a step."""
+"""Plots of a run: loss, learning rate and step times."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ import numpy as np
 
 from jaxlm.engine.phases import Phase
 
-_AVERAGED_OVER = 0.02  # of the steps: width of the moving average
-_MOST_POINTS = 2000  # of a curve that is computed
+_SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the steps
+_MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
-_MOST_LABELS = 24  # of corner points; more would hide each other
+_MAX_LABELS = 24  # labels of corner points; more would overlap
 
 Records = Sequence[Mapping[str, float | None]]
 
 
 def loss_curve(records: Records, path: Path, title: str) -> None:
-    """Draws training loss (each step, and averaged) and validation loss by step, as a PNG."""
+    """Plots training loss (per step, and a moving average) and validation loss by step, as a PNG."""
     figure, axes = _figure("xaxis")
     steps, losses = _series(records, "train/loss")
     if len(steps):
-        width = max(1, round(len(steps) * _AVERAGED_OVER))
+        width = max(1, round(len(steps) * _SMOOTHING_WIDTH))
         if width > 1:
-            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, each step")
+            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, per step")
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
         axes.plot(
             steps[width - 1 :],
@@ -35,17 +35,17 @@ def loss_curve(records: Records, path: Path, title: str) -> None:
     steps, losses = _series(records, "eval/loss")
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
     _save(figure, path)
 
 
 def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
-    """Draws the learning rate by step over all phases, with its corner points marked, as a PNG."""
+    """Plots the learning rate by step over all phases, with its corner points marked, as a PNG."""
     figure, axes = _figure("xaxis")
     for phase in phases:
         schedule = phase.optimizer.schedule(phase.num_steps)
-        steps = np.unique(np.linspace(0, phase.num_steps, _MOST_POINTS).round())
+        steps = np.unique(np.linspace(0, phase.num_steps, _MAX_POINTS).round())
         axes.plot(
             phase.start + steps,
             schedule(steps),
@@ -53,10 +53,10 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
             label=phase.name,
         )
         corners = schedule.corner_points()
-        for step, rate, name in corners if len(corners) <= _MOST_LABELS else []:
+        for step, rate, name in corners if len(corners) <= _MAX_LABELS else []:
             axes.plot(phase.start + step, rate, "o", color=f"C{phase.index % 10}", markersize=4)
-            place, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
-            axes.annotate(text, place, (4, 4), textcoords="offset points", fontsize=7)
+            point, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
+            axes.annotate(text, point, (4, 4), textcoords="offset points", fontsize=7)
     axes.set(title=title, xlabel="step", ylabel="learning rate")
     axes.margins(x=0.12, y=0.12)
     axes.legend()
@@ -65,40 +65,38 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long the steps took.
+    """Step durations of a run.
 
     Attributes:
-        durations_ms: of each, in the order of the steps.
+        durations_ms: duration of each step in ms, in step order.
     """
 
     durations_ms: np.ndarray
 
     @property
     def median_ms(self) -> float:
-        """Half of the steps were faster."""
         return float(np.median(self.durations_ms))
 
     @property
     def p99_ms(self) -> float:
-        """99 of 100 steps were faster."""
         return float(np.percentile(self.durations_ms, 99))
 
 
-def step_times(records: Records, left_out: Collection[int]) -> StepTimes | None:
-    """The durations in a run's records, in ms; None where there are none.
+def step_times(records: Records, exclude: Collection[int]) -> StepTimes | None:
+    """The step durations in a run's records, in ms; None if there are none.
 
     Args:
-        left_out: steps that do not count: the first ones of the phases, which warm a program up.
+        exclude: steps to exclude, such as the first step of each phase, which includes warm-up.
     """
     steps, seconds = _series(records, "throughput/duration")
-    kept = seconds[~np.isin(steps, list(left_out))] if len(steps) else seconds
-    return StepTimes(kept * 1e3) if len(kept) else None
+    included = seconds[~np.isin(steps, list(exclude))] if len(steps) else seconds
+    return StepTimes(included * 1e3) if len(included) else None
 
 
 def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
-    """Draws the durations as a histogram with median and 99th percentile marked, as a PNG.
+    """Plots the durations as a histogram with median and 99th percentile marked, as a PNG.
 
-    What took longer than twice the 99th percentile is counted in the legend instead of squeezing all the rest.
+    Steps longer than twice the 99th percentile are counted in the legend, so that they do not compress the plot.
     """
     figure, axes = _figure("yaxis")
     durations = times.durations_ms
@@ -106,22 +104,22 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
     beyond = int((durations > end).sum())
     axes.hist(durations[durations <= end], bins=_NUM_BINS, color="0.75")
     axes.axvline(times.median_ms, color="tab:blue", label=f"median {times.median_ms:.1f} ms")
-    axes.axvline(times.p99_ms, color="tab:red", label=f"99 % within {times.p99_ms:.1f} ms")
+    axes.axvline(times.p99_ms, color="tab:red", label=f"99th percentile {times.p99_ms:.1f} ms")
     if beyond:
-        axes.plot([], [], " ", label=f"{beyond} beyond {end:.1f} ms, at most {durations.max():.1f} ms")
-    axes.set(title=title, xlabel="duration of a step (ms)", ylabel="steps")
+        axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {durations.max():.1f} ms")
+    axes.set(title=title, xlabel="step duration (ms)", ylabel="steps")
     axes.legend()
     _save(figure, path)
 
 
-def _figure(*whole: str) -> tuple[Any, Any]:
+def _figure(*integer_axes: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
-    for axis in whole:  # there is no half of a step
+    for axis in integer_axes:  # steps are integers
         getattr(axes, axis).set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     return figure, axes
 

@@ -1,4 +1,4 @@
-"""A recorded profile, summed up: where the devices' time went."""
+"""Summarizes a recorded profile: where the devices' time went."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class ProfileEvent:
 
 @dataclass(frozen=True)
 class OperationTime:
-    """What one operation took, over all devices and steps."""
+    """Total time of one operation over all devices and steps."""
 
     name: str
     operation: Operation
@@ -38,16 +38,16 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the devices' time went in some steps.
+    """Where the devices' time went in the recorded steps.
 
     Attributes:
-        spent: by operation, most first. Where operations run at the same time on one device, each counts in full.
-        num_devices: that ran any.
-        num_steps: that were recorded.
-        seconds: from the first operation to the end of the last, without the pauses, the mean over devices.
-        idle: share of that in which a device ran nothing.
-        paused: seconds in which the loop stood still for evaluations and saves, from the operation before to the one
-            after, the mean over devices. What ran in them is not among `spent`.
+        spent: time by operation, largest first. Operations that overlap on a device each count in full.
+        num_devices: number of devices that ran any operation.
+        num_steps: number of recorded steps.
+        seconds: time from the first operation to the end of the last, without pauses; the mean over devices.
+        idle: fraction of `seconds` in which a device ran nothing.
+        paused: seconds in which the loop waited for evaluations and saves, from the operation before to the operation
+            after; the mean over devices. Operations that ran in a pause are not in `spent`.
     """
 
     spent: tuple[OperationTime, ...]
@@ -58,7 +58,7 @@ class Profile:
     paused: float
 
     def by_kind(self) -> dict[str, float]:
-        """Kind -> seconds, most first."""
+        """Kind -> seconds, largest first."""
         sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         for item in self.spent:
             sums[item.operation.kind] += item.seconds
@@ -66,34 +66,36 @@ class Profile:
 
 
 def newest_trace(folder: Path) -> Path | None:
-    """The file that jax wrote last below a profile's folder."""
-    found = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    return found[-1] if found else None
+    """The newest trace file that JAX wrote below a profile's folder."""
+    traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+    return traces[-1] if traces else None
 
 
 def read_profile(trace: Path, program: str, operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
-    """Sums up a trace; None where it holds no operations.
+    """Summarizes a trace; None if it contains no operations of the program.
 
     Args:
-        program: the name of the compiled program; what others ran in between is left out.
-        operations: of that program.
+        program: name of the compiled program; operations of other programs are ignored.
+        operations: the program's operations by name.
     """
     from jax.profiler import ProfileData
 
     planes = list(ProfileData.from_file(str(trace)).planes)
-    return sum_up(_events(planes, program), operations, num_steps, list(_pauses(planes)))
+    return summarize(_events(planes, program), operations, num_steps, list(_pauses(planes)))
 
 
-def sum_up(
+def summarize(
     events: Iterable[ProfileEvent],
     operations: Mapping[str, Operation],
     num_steps: int,
     pauses: Sequence[tuple[float, float]] = (),
 ) -> Profile | None:
-    """See `Profile`. An operation that holds others counts without them; loops and branches not at all.
+    """Sums the events by operation; None if there are none.
+
+    An operation counts without the operations nested in it. Loops and branches do not count.
 
     Args:
-        pauses: begin and end of each stretch in which the loop stood still, in nanoseconds.
+        pauses: start and end in nanoseconds of each pause of the loop.
     """
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
@@ -102,17 +104,19 @@ def sum_up(
         lines[event.device, event.line].append(event)
     busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (device, _), line in lines.items():
-        for event, own in _own_times(line):
+        for event, self_time in _self_times(line):
             if not CONTAINERS.match(event.name):
-                seconds[event.name] += own / 1e9
+                seconds[event.name] += self_time / 1e9
                 calls[event.name] += 1
                 busy[device].append((event.start, event.end))
     if not busy:
         return None
-    paused = [sum(end - start for start, end in _gaps(parts) if _meets(start, end, pauses)) for parts in busy.values()]
+    paused = [
+        sum(end - start for start, end in _gaps(parts) if _overlaps(start, end, pauses)) for parts in busy.values()
+    ]
     spans = [
-        max(end for _, end in parts) - min(start for start, _ in parts) - left_out
-        for parts, left_out in zip(busy.values(), paused, strict=True)
+        max(end for _, end in parts) - min(start for start, _ in parts) - excluded
+        for parts, excluded in zip(busy.values(), paused, strict=True)
     ]
     covered = [_covered(parts) for parts in busy.values()]
     spent = [
@@ -137,21 +141,17 @@ def describe_profile(profile: Profile, title: str) -> str:
     lines = [
         f"# {title}",
         "",
-        f"{profile.num_steps} steps on {profile.num_devices} device(s), {step_ms:.3f} ms a step,",
-        f"in which a device was idle {profile.idle:.1%} of the time. Below: ms a step and device; what runs at",
-        "once, as threads of a CPU do, is added up. Recording slows a step down (a CPU's to about half), so go by",
-        "the shares; how long steps take without it is `throughput/duration`.",
-        *(
-            [f"Not among it: {profile.paused:.3f} s of evaluations and saves between the steps."]
-            if profile.paused
-            else []
-        ),
+        f"{profile.num_steps} steps on {profile.num_devices} device(s), {step_ms:.3f} ms per step.",
+        f"Devices were idle {profile.idle:.1%} of the time. The tables show ms per step and device; operations that",
+        "overlap, such as those on a CPU's threads, are summed. Recording slows steps down (on CPU to about half the",
+        "speed), so compare the shares. `throughput/duration` has the step times without recording.",
+        *([f"Excluded: {profile.paused:.3f} s of evaluations and saves between steps."] if profile.paused else []),
         "",
         "| kind | ms | share |",
         "|---|---|---|",
         *[f"| {kind} | {ms(seconds)} | {seconds / total:.1%} |" for kind, seconds in profile.by_kind().items()],
         "",
-        "| operation | kind | ms | share | calls a step | from |",
+        "| operation | kind | ms | share | calls per step | source |",
         "|---|---|---|---|---|---|",
     ]
     for item in profile.spent[:_MOST_SHOWN]:
@@ -167,26 +167,26 @@ def describe_profile(profile: Profile, title: str) -> str:
 
 
 def _pauses(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
-    """Begin and end of what `pause` was around."""
+    """Start and end of each pause (`jaxlm.engine.loop.pause`)."""
     for plane in planes:
         if not plane.name.startswith("/device:"):
-            found = (event for line in plane.lines for event in line.events if event.name == PAUSE)
-            yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in found)
+            pauses = (event for line in plane.lines for event in line.events if event.name == PAUSE)
+            yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in pauses)
 
 
 def _events(planes: Iterable[Any], program: str) -> Iterator[ProfileEvent]:
-    """Executions in jax's file: on GPU and TPU in a plane of each device, on CPU among the host's threads."""
+    """Executions in the trace: on GPU and TPU each device has a plane; on CPU they are in the host's threads."""
     for plane in planes:
         on_device = plane.name.startswith("/device:")
         for line in plane.lines:
-            # Other lines of a device say the same once more, by module or by step.
+            # A device's other lines repeat the same time by module or by step.
             if not on_device or line.name.startswith(_DEVICE_LINES):
-                found = (_event(event, plane.name, line.name, program, on_device) for event in line.events)
-                yield from (event for event in found if event is not None)
+                events = (_event(event, plane.name, line.name, program, on_device) for event in line.events)
+                yield from (event for event in events if event is not None)
 
 
 def _event(event: Any, plane: str, line: str, program: str, on_device: bool) -> ProfileEvent | None:
-    """An entry of the trace, if it is an operation of the program."""
+    """The trace entry as an event; None if it is not an operation of the program."""
     if event.name.startswith(_NO_OPERATION):
         return None
     stats: dict[Any, Any] = dict(event.stats)
@@ -199,22 +199,22 @@ def _event(event: Any, plane: str, line: str, program: str, on_device: bool) -> 
     return ProfileEvent(device, line, short, event.start_ns, event.start_ns + event.duration_ns)
 
 
-def _own_times(line: list[ProfileEvent]) -> Iterator[tuple[ProfileEvent, float]]:
-    """Each event of one line with its duration less that of the events within it."""
+def _self_times(line: list[ProfileEvent]) -> Iterator[tuple[ProfileEvent, float]]:
+    """Each event of one line with its duration minus the durations of the events nested in it."""
     open_events: list[tuple[ProfileEvent, list[float]]] = []
     for event in sorted(line, key=lambda e: (e.start, -e.end)):
         while open_events and open_events[-1][0].end <= event.start:
-            done, inside = open_events.pop()
-            yield done, done.end - done.start - sum(inside)
+            done, nested = open_events.pop()
+            yield done, done.end - done.start - sum(nested)
         if open_events:
             open_events[-1][1].append(event.end - event.start)
         open_events.append((event, []))
-    for done, inside in reversed(open_events):
-        yield done, done.end - done.start - sum(inside)
+    for done, nested in reversed(open_events):
+        yield done, done.end - done.start - sum(nested)
 
 
 def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What lies between the union of intervals."""
+    """The gaps between the intervals."""
     (_, reached), *rest = sorted(parts)
     for start, end in rest:
         if start > reached:
@@ -222,12 +222,12 @@ def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
         reached = max(end, reached)
 
 
-def _meets(start: float, end: float, pauses: Sequence[tuple[float, float]]) -> bool:
-    return any(begin < end and start < over for begin, over in pauses)
+def _overlaps(start: float, end: float, pauses: Sequence[tuple[float, float]]) -> bool:
+    return any(pause_start < end and start < pause_end for pause_start, pause_end in pauses)
 
 
 def _covered(parts: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """The length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(parts):
         total += max(0.0, end - max(start, reached))

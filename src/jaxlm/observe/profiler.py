@@ -1,4 +1,4 @@
-"""Recording a profile of a few steps while a phase trains."""
+"""Records a profile of a few training steps of each phase."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,27 +18,27 @@ SUMMARY = "profile.md"
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Which steps of each phase are recorded, counted from where this process takes the phase up.
+    """Records a profile of some steps of each phase. Steps are counted from where this process starts or resumes the phase.
 
     Attributes:
-        start_step: steps before the first that is recorded; the very first ones say little.
-        num_steps: that are recorded; fewer where batches get another size, and with it another program.
+        start_step: number of steps to skip before recording starts; the first steps are not representative.
+        num_steps: number of steps to record. Recording stops early if the batch size, and thus the program, changes.
     """
 
     start_step: int = 5
     num_steps: int = 10
 
     def check(self) -> None:
-        """Raises `ConfigError` for numbers below 1."""
+        """Raises `ConfigError` if a value is below 1."""
         for name, value in (("start_step", self.start_step), ("num_steps", self.num_steps)):
             if value < 1:
-                raise ConfigError(f"trainer.profiler.{name}: {value} given, 1 or more expected")
+                raise ConfigError(f"trainer.profiler.{name}: {value} given, must be at least 1")
 
 
 class ProfileHook:
-    """Starts and stops jax's profiler between steps, on process 0, and writes what it found as one page.
+    """Starts and stops the JAX profiler between steps, on process 0, and writes a one-page summary.
 
-    Whatever fails about it is said, and the run goes on.
+    If profiling fails, the failure is logged and the run continues.
     """
 
     def __init__(
@@ -53,28 +53,34 @@ class ProfileHook:
         log: Callable[[str], None],
     ):
         """Args:
-        first_step: steps done when the phase goes on.
-        until: steps done when another program takes over, or the phase ends.
-        program: the text of the compiled step.
+        first_step: steps done when this process starts or resumes the phase.
+        until: steps done when the compiled program changes or the phase ends.
+        program: returns the HLO text of the compiled step.
         """
         self._folder = folder
         self._phase = phase
         self._begin = first_step + config.start_step
         self._end = min(self._begin + config.num_steps, until)
         self._program = program
-        self._show = log
+        self._log = log
         self._recording = False
         if self._begin >= phase.end:
-            log(f"profiler: phase '{phase.name}' ends at step {phase.end}, before the first that would be recorded")
+            log(
+                f"profiler: nothing to record: phase '{phase.name}' ends at step {phase.end}, before recording starts"
+                " (trainer.profiler.start_step)"
+            )
         elif self._end < min(self._begin + config.num_steps, phase.end):
-            log(f"profiler: records steps {self._begin + 1} to {self._end} only; then batches have another size")
+            log(
+                f"profiler: recording only steps {self._begin + 1} to {self._end}, because the batch size changes after"
+                " them"
+            )
 
     def due(self, step: int) -> bool:
-        """Before the first and after the last recorded step."""
+        """Whether recording starts or stops after this step."""
         return step in (self._begin, self._end) and self._begin < self._end
 
     def run(self, step: int, state: RunState) -> None:
-        """Starts recording, or stops and sums up."""
+        """Starts recording, or stops it and writes the summary."""
         if not is_main_process():
             return
         try:
@@ -82,22 +88,22 @@ class ProfileHook:
                 self._start()
             elif self._recording:
                 self._stop()
-        # Anything at all: a profile is never worth a run.
+        # A profiler failure of any kind must not stop the run.
         except Exception as failure:
-            self._show(f"profiler: failed ({type(failure).__name__}: {failure}); the run goes on without a profile")
+            self._log(f"profiler: failed ({type(failure).__name__}: {failure}); the run continues without a profile")
 
     def close(self) -> None:
-        """Ends a recording that a stop of the run has cut short."""
+        """Stops a recording that is still active when the run ends."""
         if self._recording:
             self._recording = False
             try:
                 jax.profiler.stop_trace()
             except (RuntimeError, OSError) as failure:
-                self._show(f"profiler: failed ({type(failure).__name__}: {failure})")
+                self._log(f"profiler: failed ({type(failure).__name__}: {failure})")
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python's own calls would be most of the file
+        options.python_tracer_level = 0  # otherwise Python calls make up most of the file
         self._folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
         self._recording = True
@@ -111,11 +117,13 @@ class ProfileHook:
         num_steps = self._end - self._begin
         profile = trace and read_profile(trace, name, operations(text), num_steps)
         if not profile:
-            self._show(f"profiler: {self._folder} holds no operation of the step; nothing to sum up")
+            self._log(
+                f"profiler: the trace in {self._folder} contains no operation of the training step; no summary written"
+            )
             return
         title = f"Profile of phase '{self._phase.name}', steps {self._begin + 1} to {self._end}"
         (self._folder / SUMMARY).write_text(describe_profile(profile, title))
         most = next(iter(profile.by_kind()))
-        self._show(
-            f"profile of {num_steps} steps: {self._folder / SUMMARY} (most time in {most}, idle {profile.idle:.1%})"
+        self._log(
+            f"profile of {num_steps} steps: {self._folder / SUMMARY} (most time in: {most}, idle: {profile.idle:.1%})"
         )

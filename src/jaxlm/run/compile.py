@@ -21,7 +21,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
-from jaxlm.engine.step import Report, make_train_step
+from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.forecast.hlo import has_compiler_remat
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, auto_policy, parse_remat
@@ -81,10 +81,10 @@ class StepPrograms:
 
     by_shape: Mapping[tuple[int, int], CompiledStep]
 
-    def __call__(self, state: RunState, batch: TokenBatch, flag_sync: jax.Array) -> tuple[RunState, Report]:
+    def __call__(self, state: RunState, batch: TokenBatch, flags: jax.Array) -> tuple[RunState, StepReport]:
         """See `make_train_step`."""
         num_microbatches, microbatch, _ = batch.tokens.array.shape
-        return self.by_shape[num_microbatches, microbatch].call(state, batch, flag_sync)
+        return self.by_shape[num_microbatches, microbatch].call(state, batch, flags)
 
     def require_room(self) -> None:
         """See `CompiledStep.require_room`."""

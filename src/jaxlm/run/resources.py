@@ -165,7 +165,7 @@ class Run:
             flops=plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * seq_len,
             peak_flops=None if peak is None else peak * len(devices),
             num_steps=plan.num_steps,
-            before=self.before,
+            previous=self.before,
         )
 
 

@@ -37,13 +37,13 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     LocalFolder(tmp_path).open(print)
     with monkeypatch.context() as patch:
         patch.setattr(local_module, "same_on_all_processes", lambda names: False)  # others see other checkpoints
-        with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same for all processes"):
+        with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same on all processes"):
             LocalFolder(tmp_path).open(print)
-        with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same for all processes"):
+        with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same on all processes"):
             StagedFolder("memory://store/shared", tmp_path).open(print)
     # As on a process whose disk has not the file that process 0 has just written.
     monkeypatch.setattr(local_module, "broadcast_from_main", lambda token: token ^ 1)
-    with pytest.raises(ConfigError, match=f"{tmp_path} is not the same for all processes"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not the same on all processes"):
         LocalFolder(tmp_path).prepare()
 
 
@@ -68,5 +68,5 @@ def test_what_is_not_whole_is_no_checkpoint_whatever_its_phase_is_called(tmp_pat
         assert [checkpoint.name for checkpoint in resolve_checkpoints(str(tmp_path), tmp_path)] == ["step-9", name]
         (tmp_path / name / CURSOR).write_bytes(b"")
         assert latest_valid(folder, said.append).checkpoint.name == "step-9"
-        assert f"Set aside as {aside};" in said.pop()
+        assert f"It was set aside as {aside};" in said.pop()
     assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-9"]

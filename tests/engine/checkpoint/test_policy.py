@@ -25,7 +25,7 @@ def test_the_guides_own_example_is_allowed():
     ("keep", "named"),
     [
         ([KeepRule(2), KeepRule(5)], "keep.0.until"),
-        ([KeepRule(2, 10), KeepRule(5, 10)], "rise"),
+        ([KeepRule(2, 10), KeepRule(5, 10)], "must increase"),
         ([KeepRule(0)], "keep.0.every"),
     ],
 )

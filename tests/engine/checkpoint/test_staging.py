@@ -85,7 +85,9 @@ class TestFullDisk:
 
     def test_a_folder_that_cannot_be_made(self, store, tmp_path):
         (tmp_path / "a file").write_text("")
-        with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.staging_dir: .*a file/x.* cannot be used"):
+        with pytest.raises(
+            ConfigError, match=r"trainer\.checkpointer\.staging_dir: cannot use .*a file/x.* to stage checkpoints"
+        ):
             opened(tmp_path / "a file" / "x")
 
     def test_the_store_is_still_named_where_it_is_the_store(self, store, tmp_path, monkeypatch):
@@ -93,7 +95,9 @@ class TestFullDisk:
             raise PermissionError("Access Denied")
 
         monkeypatch.setattr(type(store), "pipe_file", refused)
-        with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: memory://store/run cannot be used"):
+        with pytest.raises(
+            ConfigError, match=r"trainer\.checkpointer\.base_path: memory://store/run is not accessible"
+        ):
             opened(tmp_path / "here")
 
 

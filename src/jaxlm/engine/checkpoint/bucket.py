@@ -1,7 +1,7 @@
-"""Checkpoints in a bucket of Google Cloud Storage: every process writes and reads its own part of them there.
+"""Checkpoints in a Google Cloud Storage bucket: every process reads and writes its own shards.
 
-The arrays go by Orbax and TensorStore, everything else by fsspec; no disk is shared, or needed. A bucket has no rename: as
-everywhere behind URLs (`RemoteFolder`), a checkpoint is whole once its last file is there.
+Orbax and TensorStore transfer the arrays, fsspec everything else; no shared disk is needed. Buckets have no rename, so a
+checkpoint is complete once its last file exists (see `RemoteFolder`).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError
 
 SCHEME = "gs://"
-_PROBE_RETRIES = 3  # TensorStore's own count, 32, makes a quarter of an hour of a wrong address
+_PROBE_RETRIES = 3  # with TensorStore's default of 32, a wrong address takes a quarter of an hour to fail
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class BucketCheckpoint(Checkpoint):
     """A finished checkpoint in a bucket.
 
     Attributes:
-        folder: of the run.
-        key: its name there.
+        folder: the run's folder.
+        key: the checkpoint's name in the folder.
     """
 
     folder: RemoteFolder
@@ -40,30 +40,28 @@ class BucketCheckpoint(Checkpoint):
 
     @property
     def place(self) -> str:
-        """Its URL."""
         return f"{self.folder.url}/{self.key}"
 
     def read(self, file: str) -> bytes:
-        """From the bucket."""
-        with _reading(self.place):
+        with _read_errors(self.place):
             return self.folder.read(self.key, file)
 
     def verify(self, below: str = "") -> None:
-        """By the checksums that the store keeps; without them, reads every file."""
-        with _reading(self.place, passthrough=(DamagedError,)):
+        """Compares the checksums that the store keeps. Reads only files for which it keeps none."""
+        with _read_errors(self.place, passthrough=(DamagedError,)):
             files = self.folder.files(self.key)
 
             def digest(file: str, kind: str) -> str:
-                kept = files[file] if kind == MD5 else None
-                return kept or self.folder.digest(self.key, file, kind)
+                stored = files[file] if kind == MD5 else None
+                return stored or self.folder.digest(self.key, file, kind)
 
             compare(lambda: self.folder.read(self.key, CHECKSUMS), files, digest, below)
 
     @contextlib.contextmanager
     def local(self, below: str) -> Iterator[Path]:
-        """A copy, deleted afterwards."""
+        """Downloads the folder to a temporary folder."""
         with tempfile.TemporaryDirectory() as folder:
-            with _reading(self.place):
+            with _read_errors(self.place):
                 files = [file for file in self.folder.files(self.key) if file.startswith(f"{below}/")]
             for file in files:
                 path = Path(folder) / file
@@ -82,12 +80,10 @@ class BucketFolder(CheckpointFolder):
 
     @property
     def place(self) -> str:
-        """Its URL."""
         return self._url
 
     @property
     def write_errors(self) -> tuple[type[Exception], ...]:
-        """Those of a disk, of gcsfs, and of what that stands on."""
         import aiohttp
         from gcsfs.retry import HttpError
         from google.auth.exceptions import GoogleAuthError
@@ -99,45 +95,43 @@ class BucketFolder(CheckpointFolder):
 
     @functools.cached_property
     def _remote(self) -> RemoteFolder:
-        return RemoteFolder(self._url)  # not before it is needed: a dry run needs no store
+        return RemoteFolder(self._url)  # created on first use, because a dry run needs no store
 
     def open(self, log: Callable[[str], None]) -> None:
-        """Shows that every process can write to the bucket by both libraries, and delete again."""
+        """Checks that every process can write and delete objects with fsspec and with TensorStore."""
         main_first(self._probe)
 
     def checkpoints(self) -> Sequence[BucketCheckpoint]:
-        """Those with a last file."""
-        with _reading(self._url):
+        with _read_errors(self._url):
             return [BucketCheckpoint(self._remote, name) for name in self._remote.names()]
 
     def set_aside(self, name: str) -> str:
-        """Renames its last file."""
+        """Renames `checksums.json` of the checkpoint."""
         with storage_errors(
-            lambda reason: ConfigError(f"{self._url}/{name} is damaged, and cannot be set aside ({reason})")
+            lambda reason: ConfigError(f"{self._url}/{name} is damaged, but it cannot be set aside ({reason})")
         ):
             return self._remote.set_aside(name)
 
     def prepare(self) -> None:
-        """Removes what was written, or deleted, in part."""
+        """Removes checkpoints that were only partly written or deleted."""
         main_only(self._prepare)
 
     def _prepare(self) -> None:
-        with storage_errors(lambda reason: SaveError(f"{self._url} cannot be written to ({reason})")):
+        with storage_errors(lambda reason: SaveError(f"cannot write to {self._url} ({reason})")):
             self._remote.remove_unfinished()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Writes to the bucket, under the final name: nobody sees it yet."""
-        with storage_errors(lambda reason: SaveError(f"saving a checkpoint to {self._url} failed ({reason})")):
+        """Writes the files under the final name. The checkpoint is invisible until `commit`."""
+        with storage_errors(lambda reason: SaveError(f"cannot save a checkpoint to {self._url} ({reason})")):
             self._remote.clear(name)
             for file, content in files.items():
                 self._remote.write(name, file, content)
 
     def arrays(self, name: str) -> str:
-        """In the bucket."""
         return f"{self._url}/{name}/{ARRAYS}"
 
     def commit(self, name: str) -> None:
-        """Seals it with the checksums that the store keeps: nothing is read again, whoever has written it."""
+        """Writes `checksums.json` from the checksums that the store keeps, without reading the files again."""
         sums = {
             file: self._remote.digest(name, file, SHA256) if md5 is None else f"{MD5}:{md5}"
             for file, md5 in self._remote.files(name).items()
@@ -147,7 +141,7 @@ class BucketFolder(CheckpointFolder):
             self._remote.delete(old)
 
     def _probe(self) -> None:
-        """Writes and deletes a small file as the small files are written, and one as the arrays are."""
+        """Writes and deletes one file with fsspec, as small files are written, and one with TensorStore, as arrays are."""
         name = f"probe-{jax.process_index()}"
         with storage_errors(self._unusable):
             self._remote.probe(name)
@@ -155,30 +149,30 @@ class BucketFolder(CheckpointFolder):
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer.base_path: {self._url} cannot be used ({reason}). Check that the bucket exists, the"
-            " network, and that GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the machine's"
-            " service account may write to it and delete from it"
+            f"trainer.checkpointer.base_path: cannot use {self._url} ({reason}). Check the network, that the bucket exists,"
+            " and that your credentials (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the"
+            " machine's service account) allow writing and deleting objects"
         )
 
 
 def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoint]:
-    """Whole checkpoints where a URL points, least steps first.
+    """Complete checkpoints at a URL, fewest steps first.
 
     Args:
-        of_runs: see `find_remote`.
+        of_runs: whether the URL may also name a folder of runs.
 
     Raises:
         ConfigError: the bucket cannot be read.
     """
-    with _reading(url):
+    with _read_errors(url):
         return [BucketCheckpoint(folder, name) for folder, name in find_remote(url, of_runs=of_runs)]
 
 
-def _reading(place: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
-    """A store that does not answer says nothing about what is in it: a message, never damage."""
+def _read_errors(place: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
+    """Raises `ConfigError` if the store cannot be read. That alone must never count as a damaged checkpoint."""
     advice = "Check the network and your credentials"
     return storage_errors(
-        lambda reason: ConfigError(f"{place} cannot be read ({reason}). {advice}"), passthrough=passthrough
+        lambda reason: ConfigError(f"cannot read {place} ({reason}). {advice}"), passthrough=passthrough
     )
 
 
@@ -187,5 +181,5 @@ def _probe_tensorstore(url: str) -> None:
 
     context = ts.Context({"gcs_request_retries": {"max_retries": _PROBE_RETRIES}})
     store = ts.KvStore.open(url, context=context).result()
-    for content in (b"jaxlm", None):  # the second one deletes it
+    for content in (b"jaxlm", None):  # writing None deletes the object
         store.write("", content).result()

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, so that a damaged one is noticed before it is used."""
+"""Checksums of a checkpoint's files, which detect a damaged checkpoint before it is used."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ from jaxlm.core.atomic_io import fsync
 
 CHECKSUMS = "checksums.json"
 SHA256, MD5 = "sha256", "md5"
-"""Kinds of checksums: our own, and the one that object stores keep of every object."""
+"""Kinds of checksums: the one that jaxlm computes, and the one that object stores keep for every object."""
 
 
 class DamagedError(Exception):
-    """A checkpoint's files are not the ones that were saved; the text says which and how."""
+    """A checkpoint's files differ from what was saved; the message names the file and the difference."""
 
 
 def seal(folder: Path) -> None:
-    """Writes `checksums.json` over all files below `folder`, and makes sure that everything is on the disk.
+    """Writes `checksums.json` for all files below `folder`, and syncs every file to disk.
 
-    A folder with this file is whole; hashing reads each file once, from memory most likely.
+    A folder with this file is complete.
     """
     names = _files(folder)
     with ThreadPoolExecutor() as pool:
@@ -37,45 +37,45 @@ def verify(folder: Path, below: str = "") -> None:
     """Reads every file below `folder` and compares it with `checksums.json`.
 
     Args:
-        below: looks only at files whose relative path begins so.
+        below: check only files whose relative path starts with this.
 
     Raises:
-        DamagedError: a file is missing, extra, of another length or of other content.
+        DamagedError: a file is missing, extra or different.
     """
     compare(lambda: (folder / CHECKSUMS).read_bytes(), _files(folder), lambda n, k: _digest(folder / n, k), below)
 
 
 def compare(
-    read_sums: Callable[[], bytes], found: Collection[str], digest: Callable[[str, str], str], below: str = ""
+    read_sums: Callable[[], bytes], existing: Collection[str], digest: Callable[[str, str], str], below: str = ""
 ) -> None:
-    """Compares files, wherever they are, with the `checksums.json` that was saved over them.
+    """Compares local or remote files with the `checksums.json` that was saved for them.
 
-    A value there is the SHA-256, or `md5:` and that, both in hexadecimal.
+    Its values are a SHA-256, or `md5:` followed by an MD5, both in hexadecimal.
 
     Args:
-        read_sums: the content of `checksums.json`. Only that there is none is damage; what else it raises, and `digest`
-            does, is another matter: a store that does not answer, a disk that is not there.
-        found: the relative paths of the files that are there.
-        digest: that of a file, by its path and the kind of checksum.
-        below: looks only at files whose relative path begins so.
+        read_sums: returns the content of `checksums.json`. Only FileNotFoundError counts as damage; other errors of this and
+            of `digest`, such as a store that does not respond, are passed on.
+        existing: relative paths of the files that exist.
+        digest: returns a file's checksum, given its path and the kind of checksum.
+        below: check only files whose relative path starts with this.
 
     Raises:
-        DamagedError: see `verify`.
+        DamagedError: a file is missing, extra or different.
     """
     try:
         expected: dict[str, str] = json.loads(read_sums())
         assert isinstance(expected, dict)
         assert all(isinstance(value, str) for value in expected.values())
     except (FileNotFoundError, ValueError, AssertionError) as error:
-        raise DamagedError(f"{CHECKSUMS} cannot be read ({error})") from error
+        raise DamagedError(f"cannot read {CHECKSUMS} ({error})") from error
     expected = {name: value for name, value in expected.items() if name.startswith(below)}
-    found = {name for name in found if name.startswith(below)}
-    for name in sorted(found.symmetric_difference(expected)):
-        raise DamagedError(f"{name} is {'not part of it' if name in found else 'missing'}")
-    wanted = {name: _parsed(value) for name, value in expected.items()}
+    existing = {name for name in existing if name.startswith(below)}
+    for name in sorted(existing.symmetric_difference(expected)):
+        raise DamagedError(f"{name} is {'not part of the checkpoint' if name in existing else 'missing'}")
+    digests = {name: _parse_digest(value) for name, value in expected.items()}
     with ThreadPoolExecutor() as pool:
-        actuals = pool.map(lambda name: digest(name, wanted[name][0]), wanted)
-        for (name, (kind, value)), actual in zip(wanted.items(), actuals, strict=True):
+        actuals = pool.map(lambda name: digest(name, digests[name][0]), digests)
+        for (name, (kind, value)), actual in zip(digests.items(), actuals, strict=True):
             if value != actual:
                 raise DamagedError(f"{name} is not what was saved ({kind} {actual[:12]}..., expected {value[:12]}...)")
 
@@ -85,16 +85,16 @@ def digest_of(file: BufferedReader, kind: str) -> str:
     return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
 
 
-def _parsed(value: str) -> tuple[str, str]:
+def _parse_digest(value: str) -> tuple[str, str]:
     kind, separator, digest = value.rpartition(":")
     if separator and kind != MD5:
-        raise DamagedError(f"{CHECKSUMS} has checksums of an unknown kind, '{kind}'")
+        raise DamagedError(f"{CHECKSUMS} contains checksums of an unknown kind, '{kind}'")
     return (kind or SHA256, digest)
 
 
 def _files(folder: Path) -> list[str]:
-    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    return sorted(name for name in found if name != CHECKSUMS)
+    names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(name for name in names if name != CHECKSUMS)
 
 
 def _digest(path: Path, kind: str = SHA256) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that all processes see: written to a hidden folder, sealed, and then renamed."""
+"""Checkpoints on a disk that all processes share: written to a hidden folder, sealed with checksums, then renamed."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, find_checkpoin
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, Checkpoint, CheckpointFolder, SaveError
 
 _TOKEN_BYTES = 16
-_LOOKS = 20
-_VISIBLE_AFTER_S = 10.0  # a network's disk may be seen by others a few seconds later
+_NUM_ATTEMPTS = 20
+_VISIBLE_AFTER_S = 10.0  # a network file system may show changes to other machines a few seconds later
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,20 @@ class LocalCheckpoint(Checkpoint):
 
     @property
     def place(self) -> Path:
-        """Its path."""
         return self.path
 
     @property
     def arrays(self) -> str:
-        """On the disk; Orbax takes absolute paths only."""
-        return str(self.path.absolute() / ARRAYS)
+        return str(self.path.absolute() / ARRAYS)  # Orbax accepts absolute paths only
 
     def read(self, file: str) -> bytes:
-        """From the disk."""
         return (self.path / file).read_bytes()
 
     def verify(self, below: str = "") -> None:
-        """Reads every file."""
         verify(self.path, below)
 
     @contextlib.contextmanager
     def local(self, below: str) -> Iterator[Path]:
-        """The folder itself."""
         yield self.path / below
 
 
@@ -62,7 +57,7 @@ class LocalFolder(CheckpointFolder):
     def __init__(self, path: Path, *, delete_temporary: bool = True, key: str = "base_path"):
         """Args:
         delete_temporary: whether a new checkpoint replaces the temporary ones.
-        key: of `trainer.checkpointer`, that names the folder.
+        key: the key of `trainer.checkpointer` that sets the folder.
         """
         self._path = path
         self._key = key
@@ -70,47 +65,44 @@ class LocalFolder(CheckpointFolder):
 
     @property
     def place(self) -> Path:
-        """Its path."""
         return self._path
 
     @property
     def write_errors(self) -> tuple[type[Exception], ...]:
-        """Those of a disk; `ValueError` is how TensorStore says that it is full."""
-        return (OSError, ValueError)
+        return (OSError, ValueError)  # TensorStore raises ValueError if the disk is full
 
     def __str__(self) -> str:
         return str(self._path)
 
     def open(self, log: Callable[[str], None]) -> None:
-        """Shows that all processes see the same checkpoints; that they see what is written, `prepare` shows."""
-        for _ in range(_LOOKS):
+        """Checks that all processes see the same checkpoints. `prepare` checks that they also see new files."""
+        for _ in range(_NUM_ATTEMPTS):
             if same_on_all_processes(" ".join(checkpoint.name for checkpoint in self.checkpoints())):
                 return
-            time.sleep(_VISIBLE_AFTER_S / _LOOKS)
+            time.sleep(_VISIBLE_AFTER_S / _NUM_ATTEMPTS)
         raise self._not_shared()
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
-        """By their names alone."""
         return [LocalCheckpoint(path) for path in find_checkpoints(self._path)]
 
     def set_aside(self, name: str) -> str:
-        """Renames it."""
+        """Renames the checkpoint to `<name>.damaged`, or `<name>.damaged.N`."""
         for number in range(1, 1_000_000):
-            aside = self._path / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
-            if not aside.exists():
+            target = self._path / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
+            if not target.exists():
                 break
-        os.rename(self._path / name, aside)
-        return aside.name
+        os.rename(self._path / name, target)
+        return target.name
 
     def prepare(self) -> None:
-        """On several processes, also shows that all of them see the same folder."""
+        """Also checks that all processes see the same folder."""
         token = np.frombuffer(os.urandom(_TOKEN_BYTES), np.uint8)
         main_only(lambda: self._prepare(token.tobytes()))
         self._check_shared(broadcast_from_main(token).tobytes())
         main_only(self._probe.unlink)
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Writes to a hidden folder."""
+        """Writes the files to a hidden folder."""
         folder = self._unfinished(name)
         shutil.rmtree(folder, ignore_errors=True)
         for file, content in files.items():
@@ -119,11 +111,10 @@ class LocalFolder(CheckpointFolder):
             path.write_bytes(content)
 
     def arrays(self, name: str) -> str:
-        """On the disk; Orbax takes absolute paths only."""
-        return str(self._unfinished(name).absolute() / ARRAYS)
+        return str(self._unfinished(name).absolute() / ARRAYS)  # Orbax accepts absolute paths only
 
     def commit(self, name: str) -> None:
-        """Seals it, and gives it its name."""
+        """Writes the checksums, renames the hidden folder, and deletes the checkpoints that this one replaces."""
         seal(self._unfinished(name))
         others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name != name]
         superseded = [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]
@@ -141,10 +132,10 @@ class LocalFolder(CheckpointFolder):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
         except OSError as error:
-            raise SaveError(f"the checkpoint folder {self._path.absolute()} cannot be written to: {error}") from error
+            raise SaveError(f"cannot write to the checkpoint folder {self._path.absolute()}: {error}") from error
 
     def _check_shared(self, token: bytes) -> None:
-        """Raises `ConfigError` where a process sees another disk: no checkpoint would have its arrays."""
+        """Raises `ConfigError` if a process sees another disk: checkpoints would lack its arrays."""
         deadline = time.monotonic() + _VISIBLE_AFTER_S
         while not (seen := self._sees(token)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -153,9 +144,9 @@ class LocalFolder(CheckpointFolder):
 
     def _not_shared(self) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer.{self._key}: the folder {self._path.absolute()} is not the same for all processes, and"
-            " each writes its part of a checkpoint. Name one on a disk that all of them see, or give base_path a gs://"
-            " address, which needs none"
+            f"trainer.checkpointer.{self._key}: the folder {self._path.absolute()} is not the same on all processes, but"
+            " every process writes its part of a checkpoint there. Use a folder on a disk that all processes share, or set"
+            " base_path to a gs:// URL, which needs no shared disk"
         )
 
     def _sees(self, token: bytes) -> bool:
@@ -172,8 +163,9 @@ class LocalFolder(CheckpointFolder):
         return self._path / f"{name}{UNFINISHED}"
 
     def _remove(self, path: Path) -> None:
-        """Deletes a checkpoint so that no half-deleted one is ever visible."""
+        """Deletes a checkpoint. It is renamed first, so that a partly deleted one is never visible."""
         if path.exists():
-            doomed = path.with_name(f"deleted-{path.name}{UNFINISHED}")  # not the name of what is being saved
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            # Not `_unfinished(name)`, which is the folder of the checkpoint being saved.
+            renamed = path.with_name(f"deleted-{path.name}{UNFINISHED}")
+            os.rename(path, renamed)
+            shutil.rmtree(renamed)

@@ -1,4 +1,4 @@
-"""Saving states in the background, to wherever their checkpoints lie (`CheckpointFolder`)."""
+"""Saves states in the background to a `CheckpointFolder`."""
 
 import json
 import logging
@@ -20,22 +20,22 @@ from jaxlm.engine.state import RunState
 
 
 def flat_arrays(state: Any) -> dict[str, Any]:
-    """Every array of a state by its dotted path: the form in which Orbax saves it."""
+    """Dotted path -> array, for every array of a state. This is the form in which Orbax saves it."""
     return {path: tree.raw(leaf) for path, leaf in tree.leaves(state)}
 
 
 def manifest(state: Any) -> dict[str, dict[str, Any]]:
-    """Path -> shape and dtype of every array: what a rebuilt tree must match."""
+    """Path -> shape and dtype of every array, which a rebuilt tree must match."""
     return {p: {"shape": list(a.shape), "dtype": str(a.dtype)} for p, a in flat_arrays(state).items()}
 
 
 class CheckpointWriter:
-    """Saves states of one run in the background."""
+    """Writes the checkpoints of one run in the background."""
 
     def __init__(self, folder: CheckpointFolder, run_files: Mapping[str, bytes]):
         """Args:
-        folder: where the checkpoints of the run go.
-        run_files: what goes into `run/` of every checkpoint (resolved config, tokenizer), by relative path.
+        folder: where the run's checkpoints go.
+        run_files: relative path -> content of the files to put into `run/` of every checkpoint (resolved config, tokenizer).
         """
         import orbax.checkpoint as ocp
 
@@ -48,19 +48,19 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def prepare(self) -> None:
-        """See `CheckpointFolder.prepare`."""
+        """Calls `CheckpointFolder.prepare`."""
         self._folder.prepare()
 
     def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
         """Copies the state off the devices and returns; the rest happens in the background.
 
-        Every process calls this at the same step. A save that is still running is waited for first.
+        All processes must call this at the same step. It first waits for a save that is still running.
 
         Args:
-            position: of the data, as `Batches.state()` says.
+            position: data position, from `Batches.state()`.
 
         Raises:
-            SaveError: this save or the one before failed.
+            SaveError: this save or the previous one failed.
         """
         self.wait()
         name = cursor.folder_name
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks until the last save is finished. Raises what went wrong in it."""
+        """Blocks until the last save is finished. Raises `SaveError` if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -82,7 +82,7 @@ class CheckpointWriter:
             raise SaveError.because(self._folder.place, error) from error
 
     def check(self) -> None:
-        """Raises what went wrong in a save that has ended; does not wait for one that has not."""
+        """Raises `SaveError` if a finished save failed. Does not block."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -95,7 +95,7 @@ class CheckpointWriter:
         }
 
     def _commit(self, name: str) -> None:
-        # What fails here must reach the training loop, whatever it is: `wait` and `check` raise it there.
+        # Any failure here must reach the training loop: `wait` and `check` raise it there.
         try:
             self._orbax.wait_until_finished()
             if is_main_process():
@@ -105,7 +105,7 @@ class CheckpointWriter:
 
 
 class Saver:
-    """Decides which checkpoints are saved in a phase, and has them written."""
+    """Decides which checkpoints to save in a phase, and saves them."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Saver:
         phase: Phase,
         before_save: Sequence[Callable[[], None]],
     ):
-        """Args: before_save: called before each save; what they flush is on disk before the checkpoint is visible."""
+        """Args: before_save: called before each save, so that what they flush is on disk before the checkpoint is visible."""
         self._writer = writer
         self._policy = policy
         self._phase = phase
@@ -123,27 +123,27 @@ class Saver:
         self._last_saved: int | None = None
 
     def due_by_clock(self) -> bool:
-        """Whether process 0's clock asks for a temporary checkpoint; False on every other process."""
+        """Whether a temporary checkpoint is due by process 0's clock; False on every other process."""
         self._writer.check()
         return is_main_process() and self._clock.due()
 
     def due_by_step(self, step: int) -> bool:
-        """Whether the rules keep this step's checkpoint."""
+        """Whether the retention rules make this step's checkpoint permanent."""
         return is_permanent(self._policy.keep, step)
 
     def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
         """Starts saving the state after `step`, unless that was just done.
 
         Args:
-            forced: the phase or the run ends here: kept for good where the phase is complete.
+            forced: whether the phase or the run ends here; at the end of the phase, the checkpoint is permanent.
         """
         if step == self._last_saved:
             return
-        kept = self.due_by_step(step) or (forced and step == self._phase.end)
-        self._write(state, step, position, entering=False, temporary=not kept)
+        permanent = self.due_by_step(step) or (forced and step == self._phase.end)
+        self._write(state, step, position, entering=False, temporary=not permanent)
 
     def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
-        """Saves the state at the start of the phase, and waits until that is done."""
+        """Saves the state at the start of the phase and blocks until it is written."""
         self._write(state, self._phase.start, position, entering=True, temporary=True)
         self._writer.wait()
 
@@ -159,13 +159,13 @@ class Saver:
 
 
 def silence_repeated_errors() -> None:
-    """Drops the tracebacks of Orbax's threads, and those of writes that end after a failed save has closed its loop."""
-    logging.getLogger("absl").addFilter(_is_news)
+    """Silences the tracebacks of Orbax's threads, and those of writes that end after a failed save closed the event loop."""
+    logging.getLogger("absl").addFilter(_is_not_repeated)
     if sys.unraisablehook is not _unraisable:
         sys.unraisablehook = _unraisable
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_repeated(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its name, and where its run stood."""
+"""Checkpoint names, and the cursor: the step and phase at which a checkpoint was saved."""
 
 import json
 import re
@@ -9,14 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a run stands.
+    """The position of a run.
 
     Attributes:
-        step: updates done.
+        step: steps done.
         phase: index of the phase that the state belongs to.
-        phase_name: its name.
-        entering: whether the phase has just been entered (its number of updates alone would not tell the checkpoint
-            from the one at the end of the phase before).
+        phase_name: name of that phase.
+        entering: whether the phase has just been entered. The checkpoint at the end of the previous phase has the same step.
         temporary: whether the next checkpoint replaces this one.
     """
 
@@ -32,20 +31,19 @@ class Cursor:
         return f"step-{self.step}" + (f"-{self.phase_name}" if self.entering and self.phase > 0 else "")
 
     def to_json(self) -> bytes:
-        """As it is saved."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_json(saved: bytes) -> "Cursor":
-        """The cursor that was saved. Raises `ValueError` or `TypeError` where it is none."""
+        """Parses a saved cursor. Raises `ValueError` or `TypeError` if it is malformed."""
         return Cursor(**json.loads(saved))
 
 
 def is_temporary(read: Callable[[], bytes]) -> bool:
-    """Whether the next checkpoint replaces the one whose cursor this is. What cannot be read is nobody's to delete.
+    """Whether a checkpoint is temporary. False if its cursor cannot be read, so that it is never deleted.
 
     Args:
-        read: gives the saved cursor.
+        read: returns the checkpoint's saved cursor.
     """
     try:
         return Cursor.from_json(read()).temporary
@@ -54,9 +52,9 @@ def is_temporary(read: Callable[[], bytes]) -> bool:
 
 
 UNFINISHED, PENDING, DAMAGED = ".unfinished", ".pending", ".damaged"
-"""What a name ends in that is no finished checkpoint's: written or deleted in part, still to be uploaded, set aside."""
+"""Suffixes of names that are not finished checkpoints: partly written or deleted, not yet uploaded, set aside."""
 _NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
-_ANOTHER = re.compile(rf"(?:{re.escape(UNFINISHED)}|{re.escape(PENDING)}|{re.escape(DAMAGED)}(?:\.\d+)?)$")
+_RESERVED_SUFFIX = re.compile(rf"(?:{re.escape(UNFINISHED)}|{re.escape(PENDING)}|{re.escape(DAMAGED)}(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True, order=True)
@@ -64,9 +62,9 @@ class CheckpointName:
     """`step-N`, or `step-N-<phase>` on entry of a later phase; ordered by age.
 
     Attributes:
-        step: updates done.
-        entering: whether a phase has just been entered: later than the end of the one before, at the same step.
-        text: the whole name.
+        step: steps done.
+        entering: whether a phase has just been entered, which comes after the end of the previous phase at the same step.
+        text: the full name.
     """
 
     step: int
@@ -75,15 +73,15 @@ class CheckpointName:
 
     @staticmethod
     def parse(text: str) -> "CheckpointName | None":
-        """The name, or None where a text is none."""
+        """Parses a name; None if `text` is not the name of a finished checkpoint."""
         match = _NAME.fullmatch(text)
-        if match is None or _ANOTHER.search(text):
+        if match is None or _RESERVED_SUFFIX.search(text):
             return None
         return CheckpointName(int(match[1]), match[2] is not None, text)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints in `folder`, oldest first, by name alone."""
+    """Finished checkpoints in `folder`, oldest first, recognized by their names only."""
     if not folder.is_dir():
         return []
     names = [CheckpointName.parse(path.name) for path in folder.iterdir() if path.is_dir()]
@@ -91,13 +89,13 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
-    """Finished checkpoints: `path` itself, or those in it; least steps first.
+    """Finished checkpoints: `path` itself, or those in it, fewest steps first.
 
     Args:
-        of_runs: whether those in the folders in it are meant, too.
+        of_runs: whether to include those in subfolders of `path`, which may be runs.
     """
     if (path / "run" / "cursor.json").is_file():
         return [path]
     runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]
-    found = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
-    return [path for name, path in sorted((name, path) for name, path in found if name is not None)]
+    named = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
+    return [path for name, path in sorted((name, path) for name, path in named if name is not None)]

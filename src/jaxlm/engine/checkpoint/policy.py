@@ -1,4 +1,4 @@
-"""When to save: by the clock (temporary), by steps (permanent), and always at the end."""
+"""When to save: at time intervals (temporary), at step intervals (permanent), and always at the end."""
 
 import itertools
 import time
@@ -11,11 +11,11 @@ from jaxlm.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class KeepRule:
-    """Permanent checkpoints every so many steps, up to a step.
+    """Keeps a permanent checkpoint every `every` steps, up to and including step `until`.
 
     Attributes:
-        every: steps between two permanent checkpoints.
-        until: the last step for which this rule holds, itself included; None means to the end.
+        every: number of steps between permanent checkpoints.
+        until: last step (inclusive) to which this rule applies; null applies it to the end of the run.
     """
 
     every: int
@@ -27,14 +27,14 @@ class CheckpointerConfig:
     """Where and when checkpoints are saved.
 
     Attributes:
-        base_path: the folder of all runs' checkpoints, or a URL: `gs://bucket/runs`, to which every process writes its part,
-            or another that fsspec can write to (`s3://bucket/runs`).
-        append_run_id_to_base_path: save to `<base_path>/<run id>` instead of `<base_path>` itself.
-        save_interval: time between temporary checkpoints. Each replaces the one before.
-        keep: rules for permanent checkpoints, in order of `until`; an empty list keeps only the last step's.
-        delete_old_temp_checkpoints: let each checkpoint replace the temporary ones before it; false keeps them all.
-        staging_dir: where checkpoints behind URLs other than `gs://` are written before they are uploaded, and kept once
-            downloaded; all processes of a run must see it.
+        base_path: folder or URL under which runs save their checkpoints. With `gs://bucket/runs` every process writes its
+            own shards to the bucket; other URLs that fsspec can write to (`s3://bucket/runs`) are staged in `staging_dir`.
+        append_run_id_to_base_path: save to `<base_path>/<run id>`; false saves directly to `<base_path>`.
+        save_interval: time between temporary checkpoints. Each new checkpoint replaces the temporary ones before it.
+        keep: retention rules for permanent checkpoints, sorted by `until`; an empty list keeps only the final checkpoint.
+        delete_old_temp_checkpoints: delete older temporary checkpoints after each save; false keeps all of them.
+        staging_dir: local folder in which checkpoints for URLs other than `gs://` are written before upload and cached
+            after download. All processes of the run must share it.
     """
 
     base_path: str = "checkpoints/"
@@ -45,22 +45,26 @@ class CheckpointerConfig:
     staging_dir: str = "cache/checkpoints"
 
     def check(self) -> None:
-        """Raises `ConfigError` where the rules contradict each other."""
+        """Raises `ConfigError` if the interval is negative or the retention rules are inconsistent."""
         if self.save_interval < timedelta(0):
-            raise ConfigError(f"trainer.checkpointer.save_interval: {self.save_interval} is negative")
+            raise ConfigError(
+                f"trainer.checkpointer.save_interval: {self.save_interval} given, but it must not be negative"
+            )
         untils = [rule.until for rule in self.keep]
         for number, rule in enumerate(self.keep):
             path = f"trainer.checkpointer.keep.{number}"
             if rule.every < 1:
-                raise ConfigError(f"{path}.every: {rule.every} given, 1 or more steps expected")
+                raise ConfigError(f"{path}.every: {rule.every} given, must be at least 1 step")
             if rule.until is None and number < len(self.keep) - 1:
-                raise ConfigError(f"{path}.until: missing; only the last rule may go on to the end of the run")
+                raise ConfigError(
+                    f"{path}.until: missing. Only the last rule may omit it and apply to the end of the run"
+                )
         if any(a is not None and b is not None and a >= b for a, b in itertools.pairwise(untils)):
-            raise ConfigError(f"trainer.checkpointer.keep: `until` must rise from rule to rule, given {untils}")
+            raise ConfigError(f"trainer.checkpointer.keep: `until` must increase from rule to rule, but {untils} given")
 
 
 def is_permanent(rules: Sequence[KeepRule], step: int) -> bool:
-    """Whether the rules keep the checkpoint of this step for good."""
+    """Whether the retention rules keep this step's checkpoint permanently."""
     for rule in rules:
         if rule.until is None or step <= rule.until:
             return step % rule.every == 0
@@ -68,7 +72,7 @@ def is_permanent(rules: Sequence[KeepRule], step: int) -> bool:
 
 
 class SaveClock:
-    """Tells when the next temporary checkpoint is due. Any save resets it."""
+    """Tracks when the next temporary checkpoint is due. Every save, temporary or permanent, resets it."""
 
     def __init__(self, interval: timedelta, now: Callable[[], float] = time.monotonic):
         self._interval_s = interval.total_seconds()
@@ -76,9 +80,9 @@ class SaveClock:
         self._last = now()
 
     def due(self) -> bool:
-        """Whether the interval has passed since the last save."""
+        """Whether the interval has elapsed since the last save."""
         return self._now() - self._last >= self._interval_s
 
     def reset(self) -> None:
-        """A checkpoint was just saved."""
+        """Restarts the interval."""
         self._last = self._now()

@@ -1,7 +1,7 @@
-"""Folders of checkpoints behind URLs: a checkpoint there is committed by its last file.
+"""Folders of checkpoints at URLs.
 
-An object store has no rename, so a checkpoint there is whole once `checksums.json` is among its files: that is uploaded
-last, and deleted first.
+Object stores have no rename, so a checkpoint there is complete once it contains `checksums.json`. That file is uploaded
+last and deleted first.
 """
 
 import base64
@@ -23,70 +23,72 @@ _DAMAGED = f"{CHECKSUMS}{DAMAGED}"
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is not of the local file system."""
+    """Whether a path is a URL instead of a path in the local file system."""
     return "://" in path
 
 
 class RemoteFolder:
-    """A folder of checkpoints behind a URL.
+    """A folder of checkpoints at a URL.
+
+    Methods raise whatever the store raises.
 
     Attributes:
-        url: of the folder.
+        url: the folder's URL.
     """
 
     def __init__(self, url: str):
-        """Raises: ConfigError: fsspec has no implementation for it; says what to install."""
+        """Raises: ConfigError: fsspec has no implementation for the URL; the message says what to install."""
         import fsspec
 
         self.url = url.rstrip("/")
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{url}: {error}. For s3:// install s3fs, for gs:// gcsfs") from error
+            raise ConfigError(f"{url}: {error}. Install s3fs for s3://, or gcsfs for gs://") from error
         self._root = root.rstrip("/")
 
     def make(self) -> None:
-        """Makes the folder, where the store knows folders; raises whatever the store raises."""
+        """Creates the folder, if the store has folders."""
         self._fs.makedirs(self._root, exist_ok=True)
 
     def probe(self, name: str = "probe") -> None:
-        """Writes a small file and deletes it again; raises whatever the store raises."""
+        """Writes a small file and deletes it again, to check permissions."""
         path = f"{self._root}/{name}{UNFINISHED}"
         self._fs.pipe_file(path, b"jaxlm")
         self._fs.rm_file(path)
 
     def checkpoints(self) -> list[CheckpointName]:
-        """The checkpoints that are whole, oldest first."""
+        """The complete checkpoints, oldest first."""
         return [name for name in self._named() if self._fs.exists(self._marker(name.text))]
 
     def names(self) -> list[str]:
-        """Their names, as text."""
+        """The names of the complete checkpoints, oldest first."""
         return [name.text for name in self.checkpoints()]
 
     def folders(self) -> list["RemoteFolder"]:
-        """The folders in this one that are no checkpoints."""
+        """The subfolders that are not checkpoints."""
         return [RemoteFolder(f"{self.url}/{n}") for n in self._children() if CheckpointName.parse(n) is None]
 
     def replaced_by(self, name: str) -> list[str]:
-        """The temporary ones that are older than a checkpoint."""
+        """The temporary checkpoints older than `name`."""
         older = itertools.takewhile(lambda other: other != name, self.names())
         return [old for old in older if is_temporary(functools.partial(self.read, old, CURSOR))]
 
     def files(self, name: str) -> dict[str, str | None]:
-        """A checkpoint's files by their path in it, and the MD5 in hexadecimal that the store says of each, if it does."""
+        """Relative path -> MD5 in hexadecimal, for each file of a checkpoint; None if the store keeps no MD5 of a file."""
         self._fs.invalidate_cache()
         root = f"{self._root}/{name}"
-        found: dict[str, Any] = self._fs.find(root, detail=True)
-        sums = {posixpath.relpath(path, root): info.get("md5Hash") for path, info in found.items()}
-        kept = {file: md5 for file, md5 in sums.items() if file not in (CHECKSUMS, _DAMAGED)}
-        return {file: md5 and base64.b64decode(md5).hex() for file, md5 in sorted(kept.items())}
+        infos: dict[str, Any] = self._fs.find(root, detail=True)
+        sums = {posixpath.relpath(path, root): info.get("md5Hash") for path, info in infos.items()}
+        sums = {file: md5 for file, md5 in sums.items() if file not in (CHECKSUMS, _DAMAGED)}
+        return {file: md5 and base64.b64decode(md5).hex() for file, md5 in sorted(sums.items())}
 
     def read(self, name: str, file: str) -> bytes:
-        """A file of a checkpoint."""
+        """The content of a file of a checkpoint."""
         return self._fs.cat_file(f"{self._root}/{name}/{file}")
 
     def digest(self, name: str, file: str, kind: str = SHA256) -> str:
-        """A checksum of a file of a checkpoint, which is read for it."""
+        """Reads a file of a checkpoint and returns its checksum."""
         with self._fs.open(f"{self._root}/{name}/{file}", "rb") as opened:
             return digest_of(opened, kind)
 
@@ -97,23 +99,23 @@ class RemoteFolder:
         self._check_size(path, len(content))
 
     def set_aside(self, name: str) -> str:
-        """Makes a whole checkpoint invisible and deletes nothing; `clear` does, when its name is taken again.
+        """Hides a complete checkpoint without deleting it. `clear` deletes it when a checkpoint of this name is saved again.
 
         Returns:
-            The path of what was its last file.
+            The path of the renamed `checksums.json`.
         """
         self.write(name, _DAMAGED, self.read(name, CHECKSUMS))
         self._fs.rm_file(self._marker(name))
         return f"{name}/{_DAMAGED}"
 
     def remove_unfinished(self) -> None:
-        """Deletes what was uploaded in part, or deleted in part."""
+        """Deletes checkpoints that were only partly uploaded or partly deleted."""
         for name in set(self._named()) - set(self.checkpoints()):
             if not self._fs.exists(f"{self._root}/{name.text}/{_DAMAGED}"):
                 self._fs.rm(f"{self._root}/{name.text}", recursive=True)
 
     def upload(self, checkpoint: Path) -> None:
-        """Copies a finished local checkpoint; nobody sees it before all of it is there."""
+        """Uploads a finished local checkpoint. It becomes visible with its last file."""
         name = checkpoint.name
         self.clear(name)
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
@@ -122,18 +124,18 @@ class RemoteFolder:
         self._put(checkpoint / CHECKSUMS, self._marker(name))
 
     def clear(self, name: str) -> None:
-        """Deletes what lies under the name of a checkpoint, whole or not, if anything does."""
+        """Deletes a checkpoint, complete or not, if it exists."""
         if name in self._children():
             self.delete(name)
 
     def delete(self, name: str) -> None:
-        """Deletes a checkpoint, so that no half-deleted one is ever taken for whole."""
+        """Deletes a checkpoint, its marker first, so that it never looks complete while it is being deleted."""
         if self._fs.exists(self._marker(name)):
             self._fs.rm_file(self._marker(name))
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def download(self, name: str, folder: Path) -> Path:
-        """Copies a checkpoint to `folder` and verifies it there.
+        """Downloads a checkpoint to `folder` and verifies it there.
 
         Raises:
             DamagedError: its files are not what was saved.
@@ -157,9 +159,9 @@ class RemoteFolder:
         self._check_size(remote, local.stat().st_size)
 
     def _check_size(self, remote: str, size: int) -> None:
-        arrived = self._fs.info(remote)["size"]
-        if arrived != size:
-            raise OSError(f"{remote}: {arrived} bytes arrived of {size}")
+        uploaded = self._fs.info(remote)["size"]
+        if uploaded != size:
+            raise OSError(f"{remote}: only {uploaded} of {size} bytes were uploaded")
 
     def _named(self) -> list[CheckpointName]:
         return sorted(name for name in map(CheckpointName.parse, self._children()) if name is not None)
@@ -167,24 +169,24 @@ class RemoteFolder:
     def _children(self) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found: list[Any] = self._fs.ls(self._root, detail=False)
+            paths: list[Any] = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        return [posixpath.basename(str(path).rstrip("/")) for path in found]
+        return [posixpath.basename(str(path).rstrip("/")) for path in paths]
 
     def _marker(self, name: str) -> str:
         return f"{self._root}/{name}/{CHECKSUMS}"
 
 
 def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, str]]:
-    """Whole checkpoints where a URL points, least steps first.
+    """Complete checkpoints at a URL, fewest steps first, each as (run's folder, name).
 
     Args:
-        of_runs: whether a folder of runs is meant, too; else a checkpoint or a run's folder alone.
+        of_runs: whether the URL may also name a folder of runs, instead of only a checkpoint or a run's folder.
     """
-    above, _, last = url.rstrip("/").rpartition("/")
-    if CheckpointName.parse(last) and last in RemoteFolder(above).names():
-        return [(RemoteFolder(above), last)]
-    local = RemoteFolder(url)
-    found = [(name, run) for run in (local, *(local.folders() if of_runs else [])) for name in run.checkpoints()]
-    return [(run, name.text) for name, run in sorted(found, key=operator.itemgetter(0))]
+    parent, _, last = url.rstrip("/").rpartition("/")
+    if CheckpointName.parse(last) and last in RemoteFolder(parent).names():
+        return [(RemoteFolder(parent), last)]
+    folder = RemoteFolder(url)
+    named = [(name, run) for run in (folder, *(folder.folders() if of_runs else [])) for name in run.checkpoints()]
+    return [(run, name.text) for name, run in sorted(named, key=operator.itemgetter(0))]

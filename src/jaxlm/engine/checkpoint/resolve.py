@@ -1,4 +1,4 @@
-"""What a path or a URL of checkpoints means: a folder on a disk, a bucket, or a store that is staged."""
+"""Resolves paths and URLs of checkpoints: a local folder, a bucket, or a store with a local staging folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 def resolve_folder(
     base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True
 ) -> CheckpointFolder:
-    """The folder of a run's checkpoints. Nothing is looked at yet.
+    """The folder of a run's checkpoints. Does not access it.
 
     Args:
         base: a path or a URL.
-        run_id: the folder's name below it; None for `base` itself.
-        staging_dir: where checkpoints are staged, behind URLs that Orbax cannot write to.
+        run_id: name of the folder below `base`; None means `base` itself.
+        staging_dir: where checkpoints are staged for URLs that Orbax cannot write to.
         delete_temporary: whether a new checkpoint replaces the temporary ones.
     """
     if not is_url(base):
@@ -31,15 +31,15 @@ def resolve_folder(
 
 
 def resolve_checkpoints(place: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
-    """Checkpoints where a path or URL points, least steps first: at one, or at a run's folder.
+    """Checkpoints at a path or URL of a checkpoint or a run's folder, fewest steps first.
 
-    Behind a URL that is staged, the newest alone, copied here.
+    For URLs that are staged, this downloads the newest checkpoint and returns only that.
 
     Args:
-        of_runs: whether a folder of runs is meant, too.
+        of_runs: whether `place` may also be a folder of runs.
 
     Raises:
-        ConfigError: the store cannot be read, or the local folder not be written.
+        ConfigError: the store cannot be read, or the staging folder cannot be written.
     """
     if place.startswith(SCHEME):
         return bucket_checkpoints(place, of_runs=of_runs)

@@ -1,4 +1,4 @@
-"""From a checkpoint back to arrays on the current mesh: find, verify, compare, read."""
+"""Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,11 +25,11 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A verified checkpoint.
+    """A checkpoint whose files have been verified.
 
     Attributes:
-        checkpoint: itself.
-        cursor: where its run stood.
+        checkpoint: the checkpoint.
+        cursor: step and phase at which it was saved.
     """
 
     checkpoint: Checkpoint
@@ -37,47 +37,47 @@ class VerifiedCheckpoint:
 
     @property
     def place(self) -> Path | str:
-        """Where it lies: a path, or a URL."""
+        """Its path or URL."""
         return self.checkpoint.place
 
     def position(self) -> dict[str, Any]:
-        """Where the data goes on, as `Batches.restore` takes it. Every process asks."""
+        """The data position, for `Batches.restore`. All processes must call this."""
         return json.loads(main_first(lambda: self.checkpoint.read("data/position.json")))
 
 
 class NoUsableCheckpointError(Exception):
-    """There are checkpoints, and none of them can be used. Training from scratch instead would hide the loss."""
+    """Checkpoints exist, but all of them are damaged. Training from scratch instead would hide the loss."""
 
 
 def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> VerifiedCheckpoint | None:
-    """The newest checkpoint in `folder` whose files are what was saved; damaged newer ones are set aside.
+    """The newest undamaged checkpoint of a run; sets damaged newer ones aside. None if there are no checkpoints.
 
-    Every process calls this and gets the same answer; process 0 does the reading.
+    All processes must call this and get the same result. Process 0 reads the files.
 
     Raises:
-        NothingUsableError: all of them are damaged.
+        NoUsableCheckpointError: all checkpoints are damaged.
     """
     num_damaged = 0
     while checkpoints := main_first(folder.checkpoints):
         newest = checkpoints[-1]
-        if _verified(newest, lambda damage, name=newest.name: _put_aside(folder, name, damage, log)):
+        if _is_undamaged(newest, lambda damage, name=newest.name: _set_aside(folder, name, damage, log)):
             return VerifiedCheckpoint(newest, main_first(newest.cursor))
         num_damaged += 1
     if num_damaged:
         raise NoUsableCheckpointError(
-            f"all {num_damaged} checkpoints in {folder.place} are damaged (set aside as *.damaged). Nothing was loaded."
-            " To train from the beginning, choose another trainer.id or move the folder away"
+            f"all {num_damaged} checkpoints in {folder.place} are damaged and were set aside as *.damaged. Nothing was"
+            " loaded. To train from scratch, set another trainer.id or move the folder away"
         )
     return None
 
 
-def _put_aside(folder: CheckpointFolder, name: str, damage: DamagedError, log: Callable[[str], None]) -> None:
-    aside = folder.set_aside(name)
-    log(f"checkpoint {name} is damaged: {damage}. Set aside as {aside}; using the one before")
+def _set_aside(folder: CheckpointFolder, name: str, damage: DamagedError, log: Callable[[str], None]) -> None:
+    new_name = folder.set_aside(name)
+    log(f"checkpoint {name} is damaged: {damage}. It was set aside as {new_name}; using the previous checkpoint")
 
 
-def _verified(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]) -> bool:
-    """Whether a checkpoint is whole; process 0 reads it, and does what is to be done where it is not."""
+def _is_undamaged(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]) -> bool:
+    """Whether a checkpoint is undamaged. Process 0 reads it, and calls `if_damaged` if it is not."""
 
     def verify() -> bool:
         try:
@@ -91,22 +91,24 @@ def _verified(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]
 
 
 def latest_complete(candidates: Sequence[Checkpoint], place: str, log: Callable[[str], None]) -> VerifiedCheckpoint:
-    """The newest whole one of the checkpoints at a place. It belongs to others: nothing is moved.
+    """The newest undamaged checkpoint of another run. Changes nothing in that run's folder.
 
-    Every process calls this and gets the same answer; process 0 does the reading.
+    All processes must call this and get the same result. Process 0 reads the files.
 
     Raises:
-        NothingUsableError: none of them is whole.
+        NoUsableCheckpointError: all checkpoints are damaged.
     """
     for candidate in reversed(candidates):
-        at = candidate.place
-        if _verified(candidate, lambda damage, at=at: log(f"{at} is damaged: {damage}. Trying the one before")):
+        path = candidate.place
+        if _is_undamaged(
+            candidate, lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint")
+        ):
             return VerifiedCheckpoint(candidate, main_first(candidate.cursor))
     raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {place} are damaged. Nothing was loaded")
 
 
 def restore(
-    found: VerifiedCheckpoint,
+    verified: VerifiedCheckpoint,
     abstract: T,
     layout: Layout,
     *,
@@ -115,39 +117,39 @@ def restore(
     log: Callable[[str], None] = print,
     cast: bool = False,
 ) -> T:
-    """Reads the arrays of `abstract` from a checkpoint, each straight to where it rests on the current mesh.
+    """Reads the arrays of `abstract` from a checkpoint directly into their sharding on the current mesh.
 
     Args:
-        abstract: shapes and dtypes, from `jax.eval_shape`: a whole state, or a part of one.
-        prefix: where that part stands in the saved state (`model`).
-        fresh: makes what the checkpoint does not have; which that is, is shown, and so is what only the checkpoint has.
-            Without it, both must have the same.
-        cast: take other dtypes of floating-point numbers, too.
+        abstract: shapes and dtypes from `jax.eval_shape`, of a whole state or a part of one.
+        prefix: path of that part in the saved state (`model`).
+        fresh: builds the arrays that the checkpoint does not have. Arrays that only one side has are logged. Without it,
+            the checkpoint must have exactly the arrays of `abstract`.
+        cast: also accept other floating-point dtypes.
 
     Raises:
-        ConfigError: the checkpoint's arrays are not those of `abstract`; names the first of them, with both shapes.
+        ConfigError: the checkpoint's arrays differ from those of `abstract`; lists the first differences.
     """
     import orbax.checkpoint as ocp
 
-    saved: dict[str, Any] = json.loads(found.checkpoint.read("run/manifest.json"))["leaves"]
+    saved: dict[str, Any] = json.loads(verified.checkpoint.read("run/manifest.json"))["leaves"]
     dotted = f"{prefix}." if prefix else ""
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
     saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted)}
     if cast:
         saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
     if fresh is None:
-        _compare(found.place, saved, expected)
+        _compare(verified.place, saved, expected)
     common = saved.keys() & expected.keys()
-    _compare(found.place, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
-    places = flat_arrays(shardings(abstract, layout))
+    _compare(verified.place, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
+    array_shardings = flat_arrays(shardings(abstract, layout))
     target = {
-        dotted + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
+        dotted + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=array_shardings[path])
         for path, leaf in flat_arrays(abstract).items()
         if dotted + path in common
     }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays: Mapping[str, jax.Array] = reader.restore(
-            found.checkpoint.arrays,
+            verified.checkpoint.arrays,
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),
@@ -157,37 +159,40 @@ def restore(
     loaded = {path.removeprefix(dotted): array for path, array in arrays.items()}
     if fresh is None:
         return tree.replace_leaves(abstract, loaded)
-    _show_partial(found.place, sorted(expected.keys() - common), sorted(saved.keys() - common), log)
-    made = fresh() if len(common) < len(expected) else abstract
-    return tree.replace_leaves(made, flat_arrays(made) | loaded)
+    _log_partial(verified.place, sorted(expected.keys() - common), sorted(saved.keys() - common), log)
+    base = fresh() if len(common) < len(expected) else abstract
+    return tree.replace_leaves(base, flat_arrays(base) | loaded)
 
 
 def _cast(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The saved leaf as Orbax reads it into an array of the expected dtype."""
+    """The saved leaf with the expected dtype, if both are floating point; Orbax casts when it reads."""
     floats = all(jax.numpy.issubdtype(leaf["dtype"], jax.numpy.floating) for leaf in (saved, expected))
     return {**saved, "dtype": expected["dtype"]} if floats else saved
 
 
-def _show_partial(place: Path | str, missing: list[str], ignored: list[str], log: Callable[[str], None]) -> None:
-    for leaves, what in ((missing, "not in it, and begin anew"), (ignored, "only in it, and are left out")):
+def _log_partial(place: Path | str, missing: list[str], ignored: list[str], log: Callable[[str], None]) -> None:
+    for leaves, what in (
+        (missing, "are not in the checkpoint and are newly initialized"),
+        (ignored, "are only in the checkpoint and are ignored"),
+    ):
         if leaves:
-            log(f"checkpoint {place} in part: {len(leaves)} arrays are {what}: {', '.join(leaves)}")
+            log(f"partial load of checkpoint {place}: {len(leaves)} arrays {what}: {', '.join(leaves)}")
 
 
 def _compare(place: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     differences = [
-        f"  {leaf}: saved {_described(saved.get(leaf))}, this model {_described(expected.get(leaf))}"
+        f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, this model {_describe(expected.get(leaf))}"
         for leaf in _union(saved, expected)
         if saved.get(leaf) != expected.get(leaf)
     ]
     if differences:
         more = f"\n  ... and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise ConfigError(
-            f"the checkpoint {place} belongs to another model:\n"
+            f"the checkpoint {place} does not match this model:\n"
             + "\n".join(differences[:_MOST_SHOWN])
             + more
-            + "\nGive the run the model it was saved with (run/config.yaml in the checkpoint), or another trainer.id;"
-            " trainer.allow_partial_checkpoint: true leaves out arrays that only one of them has"
+            + "\nConfigure the model that the checkpoint was saved with (run/config.yaml in the checkpoint), or set another"
+            " trainer.id. To ignore arrays that only one side has, set trainer.allow_partial_checkpoint: true"
         )
 
 
@@ -195,5 +200,5 @@ def _union(a: Iterable[str], b: Iterable[str]) -> list[str]:
     return sorted({*a, *b})
 
 
-def _described(leaf: Mapping[str, Any] | None) -> str:
-    return "has none" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
+def _describe(leaf: Mapping[str, Any] | None) -> str:
+    return "has no such array" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"

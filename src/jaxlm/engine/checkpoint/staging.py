@@ -1,4 +1,4 @@
-"""A run's checkpoints behind a URL that Orbax cannot write to: they are written here, and uploaded from here."""
+"""Checkpoints at a URL that Orbax cannot write to: they are written to a local staging folder and then uploaded."""
 
 import contextlib
 import functools
@@ -20,99 +20,93 @@ Log = Callable[[str], None]
 
 
 class StagedFolder(CheckpointFolder):
-    """A folder behind a URL, and the one that stands for it on a disk that all processes see.
+    """A checkpoint folder at a URL, with a local staging folder on a disk that all processes share.
 
-    What is over there is the truth; here lie only the newest checkpoint, and what has not been uploaded yet.
+    The remote folder is authoritative. The staging folder holds only the newest checkpoint and those not yet uploaded.
     """
 
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
         """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self._url = url
-        self._here = staging_folder(staging_dir, url)
-        self._local = LocalFolder(self._here, delete_temporary=delete_temporary, key="staging_dir")
+        self._staging = staging_folder(staging_dir, url)
+        self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
         self._delete_temporary = delete_temporary
 
     @property
     def place(self) -> str:
-        """Its URL."""
         return self._url
 
     @property
     def write_errors(self) -> tuple[type[Exception], ...]:
-        """Those of the disk."""
         return self._local.write_errors
 
     def __str__(self) -> str:
-        return f"{self._url} (by {self._here})"
+        return f"{self._url} (staged in {self._staging})"
 
     @functools.cached_property
     def _remote(self) -> RemoteFolder:
-        return RemoteFolder(self._url)  # not before it is needed: a dry run needs no store
+        return RemoteFolder(self._url)  # created on first use, because a dry run needs no store
 
     def open(self, log: Log) -> None:
-        """Shows that the store can be written to, and copies the newest checkpoint of it that is whole."""
+        """Checks that the store can be written to, and downloads its newest undamaged checkpoint."""
         main_only(lambda: self._open(log))
         self._local.open(log)
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
-        """Those that are here."""
         return self._local.checkpoints()
 
     def set_aside(self, name: str) -> str:
-        """Renames the copy."""
         return self._local.set_aside(name)
 
     def prepare(self) -> None:
-        """Prepares the folder here, and uploads what an earlier process had not come to."""
+        """Prepares the staging folder, and uploads what an earlier process left pending."""
         self._local.prepare()
         main_only(self._prepare)
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Writes to a hidden folder here."""
         self._local.begin(name, files)
 
     def arrays(self, name: str) -> str:
-        """On the disk."""
         return self._local.arrays(name)
 
     def commit(self, name: str) -> None:
-        """Gives it its name here, and uploads it. What fails then is made up for by the next start."""
+        """Commits the checkpoint to the staging folder, then uploads it. If the upload fails, the next start retries it."""
         self._mark(name).touch()
         self._local.commit(name)
         self._publish(name)
         self._keep_only([name])
 
     def _open(self, log: Log) -> None:
-        with copy_errors(self._base_path, self._here):
-            self._here.mkdir(parents=True, exist_ok=True)
+        with copy_errors(self._base_path, self._staging):
+            self._staging.mkdir(parents=True, exist_ok=True)
             self._remote.make()
             self._remote.probe()
             self._keep_only([*self._fetch_newest(log), *self._pending()])
 
     def _prepare(self) -> None:
-        with copy_errors(self._base_path, self._here):
+        with copy_errors(self._base_path, self._staging):
             self._remote.remove_unfinished()
             for name in self._pending():
                 self._publish(name)
 
     def _publish(self, name: str) -> None:
-        """Uploads a checkpoint, and deletes there what it replaces."""
-        if (self._here / name).is_dir():  # else it was never finished, or set aside
-            self._remote.upload(self._here / name)
+        """Uploads a checkpoint, and deletes the remote checkpoints that it replaces."""
+        if (self._staging / name).is_dir():  # otherwise it was never finished, or was set aside
+            self._remote.upload(self._staging / name)
             for old in self._remote.replaced_by(name) if self._delete_temporary else []:
                 self._remote.delete(old)
         self._mark(name).unlink()
 
     def _pending(self) -> list[str]:
-        """What is still to be uploaded."""
-        return [mark.name.removesuffix(PENDING) for mark in self._here.glob(f"*{PENDING}")]
+        """Names of the checkpoints that still have to be uploaded."""
+        return [mark.name.removesuffix(PENDING) for mark in self._staging.glob(f"*{PENDING}")]
 
     def _fetch_newest(self, log: Log) -> list[str]:
         for name in reversed(self._remote.names()):
             try:
-                return [download_checkpoint(self._remote, name, self._here).name]
+                return [download_checkpoint(self._remote, name, self._staging).name]
             except DamagedError as damage:
-                log(f"checkpoint {self._url}/{name} is damaged: {damage}. Using the one before")
+                log(f"checkpoint {self._url}/{name} is damaged: {damage}. Using the previous one")
         return []
 
     def _keep_only(self, names: Collection[str]) -> None:
@@ -121,7 +115,7 @@ class StagedFolder(CheckpointFolder):
                 shutil.rmtree(checkpoint.path)
 
     def _mark(self, name: str) -> Path:
-        return self._here / f"{name}{PENDING}"
+        return self._staging / f"{name}{PENDING}"
 
     @property
     def _base_path(self) -> str:
@@ -129,16 +123,16 @@ class StagedFolder(CheckpointFolder):
 
 
 def staging_folder(staging_dir: Path, url: str) -> Path:
-    """Where the copies of a folder behind a URL lie."""
+    """The local folder in which checkpoints of a URL are staged."""
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
     return staging_dir / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
 
 
 def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
-    """The local copy of a checkpoint, copied now where it is not here, is another one's, or is damaged.
+    """The local copy of a checkpoint, downloaded if it is missing, damaged or a copy of another checkpoint.
 
     Raises:
-        DamagedError: the files over there are not what was saved.
+        DamagedError: the remote files are not what was saved.
     """
     local = folder / name
     if (local / CHECKSUMS).is_file() and (local / CHECKSUMS).read_bytes() == remote.read(name, CHECKSUMS):
@@ -149,40 +143,42 @@ def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
 
 
 def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
-    """A local copy of the newest whole checkpoint where a URL points.
+    """A local copy of the newest complete checkpoint at a URL; empty if there is none.
 
     Args:
-        of_runs: see `find_remote`.
+        of_runs: whether the URL may also name a folder of runs.
 
     Raises:
-        ConfigError: the store cannot be read, the local folder not be written, or the checkpoint is damaged.
+        ConfigError: the store cannot be read, the staging folder cannot be written, or the checkpoint is damaged.
     """
     with copy_errors(url, staging_dir):
-        found = find_remote(url, of_runs=of_runs)
-        if not found:
+        checkpoints = find_remote(url, of_runs=of_runs)
+        if not checkpoints:
             return []
-        remote, name = found[-1]
+        remote, name = checkpoints[-1]
         folder = staging_folder(staging_dir, remote.url)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             return [download_checkpoint(remote, name, folder)]
         except DamagedError as damage:
-            raise ConfigError(f"{remote.url}/{name} is damaged: {damage}. Name another one") from damage
+            raise ConfigError(f"{remote.url}/{name} is damaged: {damage}. Choose another checkpoint") from damage
 
 
 @contextlib.contextmanager
 def copy_errors(store: str, folder: Path) -> Iterator[None]:
-    """Around what copies between a store and the local folder that stands for it.
+    """Wraps code that copies between a store and its staging folder.
 
     Raises:
-        ConfigError: one of them has failed; says which.
+        ConfigError: the store or the folder failed; the message says which.
     """
     advice = "Check the address, the network and your credentials"
     try:
-        with storage_errors(lambda reason: ConfigError(f"{store} cannot be used ({reason}). {advice}"), local=folder):
+        with storage_errors(
+            lambda reason: ConfigError(f"{store} is not accessible ({reason}). {advice}"), local=folder
+        ):
             yield
-    except OSError as error:  # of the local side
+    except OSError as error:  # of the local folder
         raise ConfigError(
-            f"trainer.checkpointer.staging_dir: {folder}, where checkpoints behind URLs are staged, cannot be used"
-            f" ({error}). What is in the store is whole. Make room or change permissions, or name another folder"
+            f"trainer.checkpointer.staging_dir: cannot use {folder} to stage checkpoints ({error}). The checkpoints in the"
+            " store are intact. Free up space, change permissions, or choose another folder"
         ) from error

@@ -1,13 +1,13 @@
-"""Where checkpoints lie: what the engine asks of a folder of them, on a disk or in a bucket.
+"""The interface of checkpoints and folders of checkpoints, on a disk or in a bucket.
 
-    <folder>/step-N            N updates done
-    <folder>/step-N-<phase>    N updates done and <phase> entered (its surgery done, nothing of it trained)
+    <folder>/step-N            after N steps
+    <folder>/step-N-<phase>    after N steps, at the start of <phase> (after its surgery, before its first step)
         state/                 Orbax: every array of the state by its path
         run/                   cursor.json, manifest.json, config.yaml, tokenizer/
-        data/position.json     where the data goes on
-        checksums.json         of all of these
+        data/position.json     data position
+        checksums.json         checksums of all these files
 
-Whatever the folder is, a checkpoint in it is complete or invisible.
+In every kind of folder, a checkpoint is either complete or invisible.
 """
 
 import abc
@@ -25,14 +25,14 @@ CURSOR = "run/cursor.json"
 
 
 class SaveError(Exception):
-    """A checkpoint could not be saved. Finished checkpoints are untouched."""
+    """A checkpoint could not be saved. Finished checkpoints are intact."""
 
     @classmethod
     def because(cls, place: Path | str, error: BaseException) -> "SaveError":
-        """With what to do, where the cause tells it. TensorStore names the system's error only in its text."""
-        full = os.strerror(errno.ENOSPC) in str(error)
-        advice = " The finished checkpoints are whole: make room, and start the same command again." if full else ""
-        return cls(f"saving a checkpoint to {place} failed: {error}.{advice}")
+        """The error with its cause, and advice if the disk is full."""
+        full = os.strerror(errno.ENOSPC) in str(error)  # TensorStore names the system's error only in its message
+        advice = " Finished checkpoints are intact. Free up disk space and run the same command again." if full else ""
+        return cls(f"cannot save a checkpoint to {place}: {error}.{advice}")
 
 
 class Checkpoint(abc.ABC):
@@ -41,7 +41,7 @@ class Checkpoint(abc.ABC):
     @property
     @abc.abstractmethod
     def place(self) -> Path | str:
-        """Where it lies, as a person names it: a path, or a URL."""
+        """Its path or URL."""
 
     @property
     def name(self) -> str:
@@ -50,58 +50,58 @@ class Checkpoint(abc.ABC):
 
     @property
     def arrays(self) -> str:
-        """Where Orbax reads its arrays."""
+        """Path or URL from which Orbax reads its arrays."""
         return f"{self.place}/{ARRAYS}"
 
     @abc.abstractmethod
     def read(self, file: str) -> bytes:
-        """The content of one of its small files. Args: file: by its path in the checkpoint."""
+        """The content of a small file, by its path in the checkpoint."""
 
     @abc.abstractmethod
     def verify(self, below: str = "") -> None:
-        """Compares its files with what was saved.
+        """Compares its files with the saved checksums.
 
         Args:
-            below: looks only at files whose relative path begins so.
+            below: check only files whose relative path starts with this.
 
         Raises:
-            DamagedError: a file is missing, extra, of another length or of other content.
+            DamagedError: a file is missing, extra or different.
         """
 
     @abc.abstractmethod
     def local(self, below: str) -> AbstractContextManager[Path]:
-        """One of its folders (`run`) on the local disk, for as long as the context is open."""
+        """Makes one of its folders (`run`) available on the local disk while the context is open."""
 
     def cursor(self) -> Cursor:
-        """Where its run stood."""
+        """The step and phase at which it was saved."""
         return Cursor.from_json(self.read(CURSOR))
 
 
 class CheckpointFolder(abc.ABC):
     """A folder of one run's checkpoints.
 
-    `open`, `prepare` and `checkpoints` are called by every process; what makes, hides and deletes checkpoints, by process
-    0 alone. Its text is the place, and what a person should know beside.
+    All processes must call `open`, `prepare` and `checkpoints`. Only process 0 calls the methods that create, hide and
+    delete checkpoints. `str(folder)` is the path or URL as shown to the user.
     """
 
     @property
     @abc.abstractmethod
     def place(self) -> Path | str:
-        """Where it lies, as a person names it: a path, or a URL."""
+        """Its path or URL."""
 
     @property
     @abc.abstractmethod
     def write_errors(self) -> tuple[type[Exception], ...]:
-        """What Orbax raises where arrays cannot be written there."""
+        """The exceptions that Orbax raises if it cannot write arrays there."""
 
     @abc.abstractmethod
     def __str__(self) -> str: ...
 
     @abc.abstractmethod
     def open(self, log: Callable[[str], None]) -> None:
-        """Makes sure of what must hold before anything trains, and can be known without changing a run's checkpoints.
+        """Checks that the folder can be used, without changing the run's checkpoints.
 
-        Local copies of what lies behind a URL may be made and deleted.
+        For a URL, this may create and delete local copies.
 
         Raises:
             ConfigError: the folder cannot be used.
@@ -109,32 +109,32 @@ class CheckpointFolder(abc.ABC):
 
     @abc.abstractmethod
     def checkpoints(self) -> Sequence[Checkpoint]:
-        """The finished ones, oldest first; whether their files are still what was saved, `Checkpoint.verify` says."""
+        """The finished checkpoints, oldest first. Their files are not verified; see `Checkpoint.verify`."""
 
     @abc.abstractmethod
     def set_aside(self, name: str) -> str:
-        """Makes a damaged checkpoint invisible, deletes nothing, and says by what name a person finds it.
+        """Hides a damaged checkpoint without deleting it, and returns the name under which the user finds it.
 
-        In a bucket, which cannot rename, it lies there until the run saves a checkpoint of that name again.
+        In a bucket, which has no rename, it stays until the run saves a checkpoint of the same name again.
         """
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Makes the folder, shows that it can be written, and finishes or removes what earlier runs left unfinished.
+        """Creates the folder, checks that it is writable, and finishes or removes what earlier runs left unfinished.
 
         Raises:
             SaveError: the folder cannot be written to.
-            ConfigError: it is not the same for all processes, or the store behind it does not answer.
+            ConfigError: the folder is not the same on all processes, or its store does not respond.
         """
 
     @abc.abstractmethod
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Begins a checkpoint with its small files. Args: files: relative path -> content."""
+        """Starts a checkpoint by writing its small files. Args: files: relative path -> content."""
 
     @abc.abstractmethod
     def arrays(self, name: str) -> str:
-        """Where every process writes the arrays of a checkpoint that was begun."""
+        """Path or URL to which every process writes its arrays of a checkpoint started with `begin`."""
 
     @abc.abstractmethod
     def commit(self, name: str) -> None:
-        """Makes a checkpoint visible whose files are all written, and deletes those that it replaces."""
+        """Makes a completely written checkpoint visible, and deletes the checkpoints that it replaces."""

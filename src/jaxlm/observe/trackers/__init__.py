@@ -1,4 +1,4 @@
-"""Where numbers go: `metrics.jsonl` always, and what `trainer.tracker` lists beside it."""
+"""Where metrics go: always to `metrics.jsonl`, and to the trackers in `trainer.tracker`."""
 
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig, check_trackers
 from jaxlm.observe.trackers.jsonl import JsonlTracker, read_jsonl

@@ -1,4 +1,4 @@
-"""What stands between a tracker that may fail or hang, and the run that must not notice."""
+"""Runs a tracker in a background thread, so that its failures and delays do not affect the run."""
 
 import threading
 from collections import deque
@@ -13,13 +13,13 @@ _Job = Callable[[Tracker], None]
 
 @dataclass(frozen=True)
 class TrackerTimeouts:
-    """How long a run waits for a tracker, and a tracker for records.
+    """How long the run waits for a tracker, and the tracker's thread for records.
 
     Attributes:
-        gather_s: between two looks into the queue. Being woken for a single record costs more than the record does.
-        max_waiting: records that may wait; one more, and the tracker is given up.
-        flush_s: before a save; it is waited for once in vain and then no more.
-        close_s: at the end of the run.
+        gather_s: seconds between the thread's checks of the queue. Waking it for each record costs more than the record.
+        max_waiting: maximum length of the queue; if it is exceeded, the tracker is dropped.
+        flush_s: seconds to wait before a save. After the first timeout, saves no longer wait.
+        close_s: seconds to wait at the end of the run.
     """
 
     gather_s: float = 1.0
@@ -29,11 +29,11 @@ class TrackerTimeouts:
 
 
 class BackgroundTracker:
-    """A tracker in a thread of its own: handing it a record takes microseconds, whatever becomes of it.
+    """Runs a tracker in a thread of its own. Logging a record takes microseconds, even if the tracker blocks or fails.
 
-    The thread sleeps while records gather, and wakes by itself or before its time for a flush and for the end.
-    It is opened there as well. The first failure of any kind, a queue that runs full, or an end that does not come, is
-    said once on the console and ends this tracker; the run and the other trackers go on.
+    The thread opens the tracker, then processes the queue at intervals, and at once for a flush or close. On the first
+    failure, a full queue or a timeout at the end, a message is logged once and this tracker is dropped. The run and the
+    other trackers continue.
     """
 
     def __init__(
@@ -41,87 +41,83 @@ class BackgroundTracker:
         name: str,
         open_tracker: Callable[[], Tracker],
         log: Callable[[str], None],
-        patience: TrackerTimeouts | None = None,
+        timeouts: TrackerTimeouts | None = None,
     ):
-        """Args: name: for people. open_tracker: called in the thread. show: prints a line, in the caller's own thread."""
+        """Args: name: used in messages. open_tracker: called in the thread. log: prints a line, in the caller's thread."""
         self._name = name
         self._open = open_tracker
-        self._show = log
-        self._patience = patience or TrackerTimeouts()
+        self._print_line = log
+        self._timeouts = timeouts or TrackerTimeouts()
         self._jobs: deque[_Job | None] = deque()
         self._changed = threading.Condition()
-        self._opened = self._ended = self._given_up = self._in_hurry = False
+        self._opened = self._ended = self._dropped = self._urgent = False
         self._failure: BaseException | None = None
-        self._num_given = self._num_done = 0
-        self._waits = True
+        self._num_queued = self._num_done = 0
+        self._flush_waits = True
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Puts the record into the queue."""
-        self._give(lambda tracker: tracker.log(step, metrics))
+        self._queue(lambda tracker: tracker.log(step, metrics))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """The same for histograms."""
-        self._give(lambda tracker: tracker.log_histograms(step, histograms))
+        self._queue(lambda tracker: tracker.log_histograms(step, histograms))
 
     def flush(self) -> None:
-        """Waits a moment for what is in the queue; not at all before the tracker is open, or once it was too slow."""
-        target = self._give(lambda tracker: tracker.flush(), in_hurry=True)
-        if self._given_up or not self._opened or not self._waits:
+        """Waits up to `flush_s` for the queue. Does not wait if the tracker is not open yet or has timed out before."""
+        target = self._queue(lambda tracker: tracker.flush(), urgent=True)
+        if self._dropped or not self._opened or not self._flush_waits:
             return
         with self._changed:
             done = lambda: self._num_done >= target or self._ended  # noqa: E731
-            self._waits = self._changed.wait_for(done, self._patience.flush_s)
-        if not self._waits:
-            self._say(f"has not kept up within {self._patience.flush_s:g} s; saving no longer waits for it")
-        self._look()
+            self._flush_waits = self._changed.wait_for(done, self._timeouts.flush_s)
+        if not self._flush_waits:
+            self._warn(f"has not flushed within {self._timeouts.flush_s:g} s; saves no longer wait for it")
+        self._check_failure()
 
     def close(self) -> None:
-        """Waits for the rest of the queue and for the tracker's own end, as long as patience lasts."""
-        if self._given_up:
+        """Waits up to `close_s` for the queue to be processed and the tracker to close."""
+        if self._dropped:
             return
-        self._give(None, in_hurry=True)
-        if self._given_up:
+        self._queue(None, urgent=True)
+        if self._dropped:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._ended, self._patience.close_s)
+            self._changed.wait_for(lambda: self._ended, self._timeouts.close_s)
         if not self._ended:
-            self._give_up(
-                f"has not finished within {self._patience.close_s:g} s; what it had not written is lost to it"
-            )
-        self._look()
+            self._drop(f"has not finished within {self._timeouts.close_s:g} s; records it has not written are lost")
+        self._check_failure()
 
-    def _give(self, job: _Job | None, *, in_hurry: bool = False) -> int:
-        """Queues a job and returns its number. Args: in_hurry: wakes the thread for it."""
-        self._look()
-        if self._given_up:
+    def _queue(self, job: _Job | None, *, urgent: bool = False) -> int:
+        """Queues a job and returns its number. Args: urgent: wake the thread at once."""
+        self._check_failure()
+        if self._dropped:
             return 0
         with self._changed:
-            if full := len(self._jobs) >= self._patience.max_waiting:
+            if full := len(self._jobs) >= self._timeouts.max_waiting:
                 self._jobs.clear()
             else:
                 self._jobs.append(job)
-                self._num_given += 1
-            if in_hurry:
-                self._in_hurry = True
+                self._num_queued += 1
+            if urgent:
+                self._urgent = True
                 self._changed.notify_all()
         if full:
-            self._give_up(f"is {self._patience.max_waiting} records behind; the run goes on without it")
-        return self._num_given
+            self._drop(f"is {self._timeouts.max_waiting} records behind; the run continues without it")
+        return self._num_queued
 
-    def _look(self) -> None:
-        """Says, in the run's own thread, that the tracker has failed."""
-        if self._failure is not None and not self._given_up:
+    def _check_failure(self) -> None:
+        """Logs in the run's thread that the tracker has failed, and drops it."""
+        if self._failure is not None and not self._dropped:
             reason = str(self._failure).strip().splitlines() or [""]
-            self._give_up(f"failed ({type(self._failure).__name__}: {reason[0]}); the run goes on without it")
+            self._drop(f"failed ({type(self._failure).__name__}: {reason[0]}); the run continues without it")
 
-    def _give_up(self, problem: str) -> None:
-        self._given_up = True
-        self._say(problem)
+    def _drop(self, problem: str) -> None:
+        self._dropped = True
+        self._warn(problem)
 
-    def _say(self, problem: str) -> None:
-        self._show(f"tracker {self._name} {problem}. metrics.jsonl has everything")
+    def _warn(self, problem: str) -> None:
+        self._print_line(f"tracker {self._name} {problem}. metrics.jsonl has all metrics")
 
     def _work(self) -> None:
         try:
@@ -133,7 +129,7 @@ class BackgroundTracker:
                     self._num_done += 1
                     self._changed.notify_all()
             tracker.close()
-        # Anything at all: it is somebody else's code, and its failure must not become the run's.
+        # This is third-party code: no failure of it may stop the run.
         except (Exception, SystemExit) as failure:
             self._failure = failure
         finally:
@@ -144,6 +140,6 @@ class BackgroundTracker:
     def _next(self) -> _Job | None:
         with self._changed:
             while not self._jobs:
-                self._in_hurry = False
-                self._changed.wait_for(lambda: self._in_hurry, self._patience.gather_s)
+                self._urgent = False
+                self._changed.wait_for(lambda: self._urgent, self._timeouts.gather_s)
             return self._jobs.popleft()

@@ -1,4 +1,4 @@
-"""What a tracker is: something that is told about a run once, and then receives numbers by step."""
+"""The tracker interface: a tracker is opened with facts about the run, then receives metrics by step."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -15,36 +15,36 @@ DEFAULT_TYPE = "wandb"
 
 
 class Tracker(Protocol):
-    """Receives numbers by step."""
+    """Receives metrics by step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record. A step may have several, of different metrics."""
+        """Logs one record. A step may have several records with different metrics."""
         ...
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """What `trainer.watch.include_histograms` looks at, by name; called only where that is asked for."""
+        """Logs histograms by name. Called only if `trainer.watch.include_histograms` is set."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything logged so far would survive the end of this process."""
+        """Blocks until everything logged so far would survive a crash of this process."""
         ...
 
     def close(self) -> None:
-        """No more records come."""
+        """Writes what is left and ends the tracker."""
         ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker may say about the run as a whole.
+    """Facts about the run, passed to trackers when they open.
 
     Attributes:
-        run_id: the run's name.
-        resume_step: records of later steps come again.
-        is_new: no checkpoint is there: what a tracker already has under this name is of another run.
-        config: the resolved configuration, as plain values.
-        config_text: the same as YAML.
-        summary: facts that do not change while it trains (parameter_count, num_devices, backend, ...).
+        run_id: ID of the run.
+        resume_step: step from which the run resumes; records of later steps are logged again.
+        is_new: whether the run has no checkpoint. Records that a tracker already has under this ID belong to another run.
+        config: resolved configuration as plain values.
+        config_text: resolved configuration as YAML.
+        summary: constant facts (parameter_count, num_devices, backend, ...).
     """
 
     run_id: str
@@ -57,31 +57,30 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.observe.trackers"):
-    """One more place for the numbers, beside `metrics.jsonl`. `type:` picks it."""
+    """Where to send metrics in addition to `metrics.jsonl`; `type:` selects the tracker."""
 
     @classmethod
     def default_choice_name(cls) -> str:
-        """A tracker without a `type` is Weights & Biases."""
         return DEFAULT_TYPE
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises `ConfigError` for what cannot be. Touches neither disk nor network."""
+        """Raises `ConfigError` for invalid settings. Does not touch disk or network."""
 
     @abc.abstractmethod
     def open(self, run: RunInfo) -> Tracker:
-        """The tracker of a run, which has been told the configuration, the code's commit and the packages.
+        """Opens the tracker and logs the configuration, the git commit and the installed packages.
 
-        It may take its time and raise anything: `GuardedTracker` stands between it and the run.
+        May be slow and may raise anything: `BackgroundTracker` isolates the run from it.
         """
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:
-    """Raises `ConfigError` for what cannot be, of one or of several together."""
+    """Raises `ConfigError` if a tracker's settings are invalid or two trackers are the same."""
     for number, config in enumerate(configs):
         config.check()
         if config in configs[:number]:
             kind = choice_name(type(config))
             raise ConfigError(
-                f"trainer.tracker: two of type {kind} that write to the same place. Leave one out, or let them differ"
+                f"trainer.tracker: two trackers of type {kind} write to the same place. Remove one, or change its settings"
             )

@@ -1,4 +1,4 @@
-"""What a run runs on: the main script's git repository, and the installed packages."""
+"""The environment of a run: the main script's git repository, and the installed packages."""
 
 import functools
 import importlib.metadata
@@ -11,7 +11,7 @@ _TIMEOUT_S = 10
 
 @functools.cache
 def repository() -> Path | None:
-    """The root of the git repository that the main script lies in; None where it lies in none, or without git."""
+    """The root of the git repository that contains the main script; None without a repository or without git."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     folder = Path(script).resolve().parent if script else Path.cwd()
     root = _git(folder, "rev-parse", "--show-toplevel")
@@ -19,7 +19,7 @@ def repository() -> Path | None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, `+ changes` behind it where files differ from it; None without a repository."""
+    """The checked-out commit, followed by `+ changes` if tracked files differ from it; None without a repository."""
     root = repository()
     name = root and _git(root, "rev-parse", "HEAD")
     if not root or not name:
@@ -28,14 +28,14 @@ def commit() -> str | None:
 
 
 def changes() -> str:
-    """How git's files differ from the commit, as a patch; empty where they do not, or without a repository."""
+    """Uncommitted changes of tracked files, as a patch; empty without changes or without a repository."""
     root = repository()
     patch = root and _git(root, "diff", "HEAD")
     return f"{patch}\n" if patch else ""
 
 
 def tracked_files(folder: Path) -> frozenset[Path]:
-    """The files below a folder that git knows; none where it lies in no repository."""
+    """The files below a folder that git tracks; empty without a repository."""
     names = _git(folder, "ls-files", "-z") or ""
     return frozenset((folder / name).resolve() for name in names.split("\0") if name)
 
@@ -43,8 +43,8 @@ def tracked_files(folder: Path) -> frozenset[Path]:
 @functools.cache
 def packages() -> tuple[str, ...]:
     """Every installed distribution as `name==version`, sorted."""
-    found = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
-    return tuple(sorted(found, key=str.lower))
+    names = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
+    return tuple(sorted(names, key=str.lower))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -1,6 +1,6 @@
-"""`metrics.jsonl`, which is always on. Its failure is the run's: it is what the numbers are kept in.
+"""The tracker that writes `metrics.jsonl`, and histograms to `histograms.jsonl`.
 
-Histograms lie beside it in `histograms.jsonl`.
+It is always on, and it is the primary record of the metrics, so its failure stops the run.
 """
 
 import json
@@ -13,13 +13,13 @@ from jaxlm.core.types import Histogram
 
 
 class JsonlTracker:
-    """One JSON object a record, `step` first, floats in full precision; a number that is not finite is null.
+    """Writes one JSON object per record, `step` first, floats in full precision. NaN and infinity become null.
 
-    Histograms have a file of their own, which is there once the first of them is: `name`, `low`, `high` and `counts`.
+    Histograms go to a second file with `name`, `low`, `high` and `counts`, which is created with the first histogram.
     """
 
     def __init__(self, path: Path, *, resume_step: int):
-        """Args: resume_step: records of later steps, left by a run that was killed, are dropped: they come again."""
+        """Args: resume_step: records of later steps are removed from the file, because the run logs them again."""
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_after(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -28,30 +28,27 @@ class JsonlTracker:
             _drop_after(self._histograms, resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one record."""
         record = {"step": step} | {k: _finite(v) for k, v in metrics.items()}
         self._file.write(json.dumps(record) + "\n")
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Appends a record of each to `histograms.jsonl`."""
         with open(self._histograms, "a", encoding="utf-8") as file:
             for name, h in histograms.items():
                 ends = {"low": _finite(h.low), "high": _finite(h.high)}
                 file.write(json.dumps({"step": step, "name": name, **ends, "counts": h.counts}) + "\n")
 
     def flush(self) -> None:
-        """Hands everything to the operating system and waits for the disk."""
+        """Flushes and syncs the file to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flushes and closes the file."""
         self.flush()
         self._file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """All whole records of a metrics file; a last line that was cut off by a kill is left out."""
+    """All complete records of a metrics file. A last line that was cut off when the process was killed is ignored."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -66,10 +63,10 @@ def _finite(value: float) -> float | None:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    kept = [record for record in read_jsonl(path) if record["step"] <= step]
+    records = [record for record in read_jsonl(path) if record["step"] <= step]
     unfinished = path.with_name(path.name + ".unfinished")
     with open(unfinished, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+        file.writelines(json.dumps(record) + "\n" for record in records)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)

@@ -19,13 +19,14 @@ class TensorboardConfig(TrackerConfig):
     """TensorBoard event files, written by tensorboardX.
 
     Attributes:
-        logdir: the run's files go to `<logdir>/<run id><comment>`.
-        comment: behind the run's id in the folder's name.
-        purge_step: hide what earlier event files say from this step on; null takes the step that the run goes on from.
-        max_queue: events that are held back at the most before they are written.
-        flush_secs: seconds between two writes.
-        filename_suffix: behind the event file's name.
-        write_to_disk: false writes nothing.
+        logdir: parent folder; the run's event files go to `<logdir>/<run id><comment>`.
+        comment: suffix appended to the run ID in the folder name.
+        purge_step: hide events from this step on in earlier event files; null means the step after the one that the run
+            resumes from.
+        max_queue: maximum number of events to queue before they are written.
+        flush_secs: seconds between writes to disk.
+        filename_suffix: suffix appended to the event file's name.
+        write_to_disk: write event files; false writes nothing.
     """
 
     logdir: str = "tblogs"
@@ -37,16 +38,18 @@ class TensorboardConfig(TrackerConfig):
     write_to_disk: bool = True
 
     def check(self) -> None:
-        """Raises `ConfigError` for sizes that cannot be and for a comment or suffix that is no part of a name."""
         for name, value in (("max_queue", self.max_queue), ("flush_secs", self.flush_secs)):
             if value < 1:
-                raise ConfigError(f"trainer.tracker (tensorboard): {name}: {value} given, 1 or more expected")
+                raise ConfigError(f"trainer.tracker (tensorboard): {name}: {value} given, must be at least 1")
         for name, text in (("comment", self.comment), ("filename_suffix", self.filename_suffix)):
             if "/" in text:
-                raise ConfigError(f"trainer.tracker (tensorboard): {name}: '{text}' cannot be part of a file's name")
+                raise ConfigError(
+                    f"trainer.tracker (tensorboard): {name}: '{text}' given, but it becomes part of a file name and must"
+                    " not contain '/'"
+                )
 
     def open(self, run: RunInfo) -> Tracker:
-        """Starts a new event file; TensorBoard hides what an earlier one says about later steps."""
+        """Starts a new event file, and has TensorBoard hide later steps in earlier files."""
         from tensorboardX import SummaryWriter
 
         writer = SummaryWriter(
@@ -64,13 +67,13 @@ class TensorboardConfig(TrackerConfig):
             "summary": "\n".join(f"{name}: {value}" for name, value in run.summary.items()),
         }
         for name, text in texts.items():
-            # Four spaces keep Markdown from reading the text.
+            # Four spaces make Markdown show the text verbatim.
             writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), run.resume_step)
         return TensorboardTracker(writer)
 
 
 class TensorboardTracker:
-    """Scalars and histograms by step."""
+    """Writes scalars and histograms by step."""
 
     def __init__(self, writer):
         """Args: writer: a `tensorboardX.SummaryWriter`."""
@@ -79,26 +82,24 @@ class TensorboardTracker:
 
         self._writer = writer
         self._summary = Summary
-        self._tag = functools.cache(lambda name: scalar(name, 0.0).value[0].tag)  # in letters that TensorBoard takes
+        self._tag = functools.cache(lambda name: scalar(name, 0.0).value[0].tag)  # the name as TensorBoard allows it
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar for each metric, all of them in one event: `add_scalar` would send each through two queues alone."""
+        # One event for all metrics: `add_scalar` would send each through two queues of its own.
         values = [self._summary.Value(tag=self._tag(name), simple_value=value) for name, value in metrics.items()]
         self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """One histogram for each array; its sums are those of the bins' middles."""
-        for name, found in histograms.items():
-            if not found.is_empty:
-                edges, counts = np.asarray(found.edges), np.asarray(found.counts)
-                middles = (edges[:-1] + edges[1:]) / 2
-                sums = counts.sum(), (counts * middles).sum(), (counts * middles**2).sum()
-                self._writer.add_histogram_raw(name, found.low, found.high, *sums, edges[1:], counts, step)
+        """Adds one histogram per array. Its sums are approximated by the bin centers."""
+        for name, histogram in histograms.items():
+            if not histogram.is_empty:
+                edges, counts = np.asarray(histogram.edges), np.asarray(histogram.counts)
+                centers = (edges[:-1] + edges[1:]) / 2
+                sums = counts.sum(), (counts * centers).sum(), (counts * centers**2).sum()
+                self._writer.add_histogram_raw(name, histogram.low, histogram.high, *sums, edges[1:], counts, step)
 
     def flush(self) -> None:
-        """Writes out what is queued."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the event file."""
         self._writer.close()

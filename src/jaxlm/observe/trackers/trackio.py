@@ -1,4 +1,4 @@
-"""Trackio: numbers in a local database, with a dashboard (`trackio show`)."""
+"""Trackio: metrics in a local database, with a dashboard (`trackio show`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
 
 class MissingLibraryError(Exception):
-    """The library of a tracker is not installed."""
+    """The library that a tracker needs is not installed."""
 
 
 @TrackerConfig.register_subclass("trackio")
 @dataclass(frozen=True)
 class TrackioConfig(TrackerConfig):
-    """Trackio: a database below TRACKIO_DIR on this machine, or a Space of Hugging Face.
+    """Trackio: a local database under TRACKIO_DIR, or a Hugging Face Space.
 
     Attributes:
-        project: whose runs are shown together.
-        name: shown for the run; null takes the run's id.
-        group: runs that are shown together within a project.
-        space_id: `user/name` of a Space that the numbers are sent to; null keeps them here.
+        project: project that the run belongs to.
+        name: display name of the run; null uses the run ID.
+        group: group within the project that the run is shown in; null means no group.
+        space_id: Hugging Face Space (`user/name`) to send metrics to; null keeps them in the local database.
     """
 
     project: str = "jaxlm"
@@ -32,12 +32,11 @@ class TrackioConfig(TrackerConfig):
     space_id: str | None = None
 
     def check(self) -> None:
-        """Raises `ConfigError` for a project without a name."""
         if not self.project.strip():
-            raise ConfigError("trainer.tracker (trackio): project: empty; a name expected")
+            raise ConfigError("trainer.tracker (trackio): project: must not be empty. Set it to a project name")
 
     def open(self, run: RunInfo) -> Tracker:
-        """Begins the run, or goes on with the newest of its name where it has a checkpoint.
+        """Starts a new run, or resumes the newest run of this name if there is a checkpoint.
 
         Raises:
             MissingLibraryError: trackio is not installed.
@@ -45,7 +44,9 @@ class TrackioConfig(TrackerConfig):
         try:
             import trackio  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise MissingLibraryError("it is not installed: pip install 'jaxlm[trackio]' (or trackio)") from error
+            raise MissingLibraryError(
+                "trackio is not installed. Install it with pip install 'jaxlm[trackio]' (or trackio)"
+            ) from error
         handle = trackio.init(
             project=self.project,
             name=self.name or run.run_id,
@@ -66,24 +67,23 @@ class TrackioConfig(TrackerConfig):
 
 
 class TrackioTracker:
-    """Hands the numbers to Trackio's own thread."""
+    """Passes metrics to Trackio, which writes them in a thread of its own."""
 
     def __init__(self, handle: Any):
         """Args: handle: an open trackio run."""
         self._handle = handle
-        self._first = handle._next_step  # there is no public name for it
+        self._first_new_step = handle._next_step  # Trackio has no public name for it
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records of steps that the database has already are left out: a run that goes on repeats them to the last bit."""
-        if step >= self._first:
+        """Skips steps that the database already has: a resumed run repeats them bit for bit."""
+        if step >= self._first_new_step:
             self._handle.log(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Nothing: Trackio shows none. They are in `histograms.jsonl`."""
+        """Does nothing, because Trackio has no histograms. They are in `histograms.jsonl`."""
 
     def flush(self) -> None:
-        """Nothing: Trackio writes on its own, twice a second."""
+        """Does nothing, because Trackio flushes by itself twice a second."""
 
     def close(self) -> None:
-        """Waits until everything has been written or sent."""
         self._handle.finish()

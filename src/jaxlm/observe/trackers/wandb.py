@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The Weights & Biases tracker."""
 
 import os
 import re
@@ -17,16 +17,16 @@ from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 _INIT_TIMEOUT_S = 30.0
 _FORBIDDEN_IN_ID = "/\\#?%:"
 _DUMP_FLAG = re.compile(r"--xla_dump_to=(\S+)")
-# Of a folder that is named outright; of a repository it is what git knows.
+# Files to upload if `save_code` names a folder. For a repository, the files that git tracks are uploaded.
 _CODE_SUFFIXES = (".py", ".yaml", ".yml", ".toml", ".sh", ".md")
 
 
 class NoKeyError(Exception):
-    """Nobody is logged in to Weights & Biases."""
+    """There is no API key for Weights & Biases."""
 
 
 class TakenIdError(Exception):
-    """The run begins anew, and wandb has records of another one under its id."""
+    """The run starts from scratch, but wandb already has records of another run under its ID."""
 
 
 @TrackerConfig.register_subclass("wandb")
@@ -35,18 +35,20 @@ class WandbConfig(TrackerConfig):
     """Weights & Biases.
 
     Attributes:
-        entity: user or team; null takes your default.
-        project: null takes wandb's default.
-        name: shown for the run; null takes the run's id.
-        tags: of the run.
-        id: by which a run that is started again goes on; null takes the run's id.
-        group: runs that are shown together.
-        mode: `online`, `offline` (files only, to be sent with `wandb sync`) or `disabled`; null takes WANDB_MODE, or
-            else online.
-        resume: what to do where the id exists: `allow` goes on; also `must`, `never`, `auto`.
-        save_code: keep the code: true takes the git repository of the main script, as it is now and as a patch of its
-            commit; a text names a folder.
-        save_xla_dumps: keep what XLA dumped, as an artifact at the end; needs `--xla_dump_to=FOLDER` in XLA_FLAGS.
+        entity: wandb user or team; null uses your default entity.
+        project: wandb project; null uses wandb's default.
+        name: display name of the run; null uses the run ID.
+        tags: tags of the run.
+        id: wandb run ID, by which a restarted run resumes; null uses the run ID.
+        group: group that the run is shown in; null means no group.
+        mode: `online`, `offline` (write files that you upload later with `wandb sync`) or `disabled`; null uses WANDB_MODE,
+            or `online` if that is not set.
+        resume: what wandb does if the ID already exists: `allow` resumes the run; `must`, `never` and `auto` are wandb's
+            other modes.
+        save_code: upload the code. True uploads the files tracked by the main script's git repository and a patch of
+            uncommitted changes; a string uploads that folder; false uploads nothing.
+        save_xla_dumps: upload XLA's dumps as an artifact at the end of the run. Requires `--xla_dump_to=FOLDER` in
+            XLA_FLAGS.
     """
 
     entity: str | None = None
@@ -61,32 +63,34 @@ class WandbConfig(TrackerConfig):
     save_xla_dumps: bool = False
 
     def check(self) -> None:
-        """Raises `ConfigError` for an impossible id, a code folder that is not there, dumps that XLA does not make."""
         if self.id is not None and (not self.id or any(c in self.id for c in _FORBIDDEN_IN_ID)):
-            raise ConfigError(f"trainer.tracker (wandb): id: '{self.id}' given; it may hold none of {_FORBIDDEN_IN_ID}")
+            raise ConfigError(
+                f"trainer.tracker (wandb): id: '{self.id}' given; it must not be empty or contain any of {_FORBIDDEN_IN_ID}"
+            )
         if isinstance(self.save_code, str) and not Path(self.save_code).is_dir():
             raise ConfigError(
-                f"trainer.tracker (wandb): save_code: '{self.save_code}' is no folder. true takes the repository"
+                f"trainer.tracker (wandb): save_code: '{self.save_code}' is not a folder. Name an existing folder, or set"
+                " true to upload the git repository"
             )
         if self.save_xla_dumps and xla_dump_folder() is None:
             raise ConfigError(
-                "trainer.tracker (wandb): save_xla_dumps: XLA dumps nothing. Start with"
-                " XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_pass_re=.*', or leave it out"
+                "trainer.tracker (wandb): save_xla_dumps: true given, but XLA writes no dumps. Start the run with"
+                " XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_pass_re=.*', or set save_xla_dumps to false"
             )
 
     def open(self, run: RunInfo) -> Tracker:
-        """Begins the run, or goes on with it where its id exists.
+        """Starts the wandb run, or resumes it if its ID exists.
 
         Raises:
-            NoKeyError: it is to be online and there is no key. Nobody is asked for one: that would hold up the run.
-            TakenIdError: the run is new and its id is not: wandb would drop every step that it has already.
+            NoKeyError: the mode is online and there is no API key. wandb must not prompt for one, which would block the run.
+            TakenIdError: the run is new, but its ID is taken: wandb would drop every step that it already has.
         """
         import wandb
 
         mode = self.mode or os.environ.get("WANDB_MODE", "online")
         if mode not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False, verify=False):
-            raise NoKeyError("no key. Run `wandb login` or set WANDB_API_KEY, or take mode: offline")
-        # What the environment says goes before what is said here, but not in wandb itself.
+            raise NoKeyError("no API key. Run `wandb login`, set WANDB_API_KEY, or set mode: offline")
+        # The environment variable takes precedence here; in wandb itself, the setting would.
         timeout = float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S))
         handle = wandb.init(
             entity=self.entity,
@@ -99,11 +103,11 @@ class WandbConfig(TrackerConfig):
             resume=self.resume,
             settings=wandb.Settings(console="off", quiet=True, init_timeout=timeout),
         )
-        if run.is_new and (known := handle.step) > 0:
+        if run.is_new and (num_known_steps := handle.step) > 0:
             handle.finish()
             raise TakenIdError(
-                f"the id '{handle.id}' has {known} steps of an earlier run there, and this one begins anew. Name another"
-                " (trainer.tracker.id), or delete that run; nothing of this run is sent"
+                f"wandb already has {num_known_steps} steps of another run with the ID '{handle.id}', but this run starts"
+                " from scratch, so nothing is sent. Set another trainer.tracker.id, or delete the wandb run"
             )
         handle.config.update({**run.config, "git_commit": environment.commit()}, allow_val_change=True)
         handle.summary.update(dict(run.summary))
@@ -113,65 +117,63 @@ class WandbConfig(TrackerConfig):
     def _log_files(self, handle: Any, run: RunInfo) -> None:
         import wandb
 
-        about = wandb.Artifact(artifact_name(run.run_id, "run"), type="run")
+        artifact = wandb.Artifact(artifact_name(run.run_id, "run"), type="run")
         texts = {"config.yaml": run.config_text, "requirements.txt": "\n".join(environment.packages())}
         if self.save_code and (patch := environment.changes()):
             texts["changes.patch"] = patch
         for name, text in texts.items():
-            with about.new_file(name) as file:
+            with artifact.new_file(name) as file:
                 file.write(text)
-        handle.log_artifact(about)
+        handle.log_artifact(artifact)
         if isinstance(self.save_code, str):
             handle.log_code(self.save_code, include_fn=lambda path: path.endswith(_CODE_SUFFIXES))
         elif self.save_code and (root := environment.repository()) is not None:
-            known = environment.tracked_files(root)
-            handle.log_code(str(root), include_fn=lambda path: Path(path).resolve() in known)
+            tracked = environment.tracked_files(root)
+            handle.log_code(str(root), include_fn=lambda path: Path(path).resolve() in tracked)
 
 
 class WandbTracker:
-    """Hands the numbers to wandb's own process."""
+    """Passes metrics to wandb, which sends them from a process of its own."""
 
-    def __init__(self, handle: Any, dumps: Path | None):
-        """Args: handle: an open wandb run. dumps: a folder to keep at the end."""
+    def __init__(self, handle: Any, xla_dumps: Path | None):
+        """Args: handle: an open wandb run. xla_dumps: a folder to upload at the end."""
         self._handle = handle
-        self._first = (
-            handle.step
-        )  # asked once: each time it is a question to wandb's process, which costs what a record does
-        self._dumps = dumps
+        # Read once: each read is a request to wandb's process, as expensive as a record.
+        self._first_new_step = handle.step
+        self._xla_dumps = xla_dumps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records of steps that wandb has already are left out: a run that goes on repeats them to the last bit."""
-        if step >= self._first:
+        """Skips steps that wandb already has: a resumed run repeats them bit for bit."""
+        if step >= self._first_new_step:
             self._handle.log(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """One `wandb.Histogram` for each array."""
         import wandb
 
-        found = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
-        if step >= self._first:
-            self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in found.items()}, step=step)
+        pairs = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
+        if step >= self._first_new_step:
+            self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()}, step=step)
 
     def flush(self) -> None:
-        """Nothing: what was logged is in wandb's own process already."""
+        """Does nothing, because wandb's process already has every record."""
 
     def close(self) -> None:
-        """Keeps the dumps where that was asked for, and waits until everything has been sent or written."""
-        if self._dumps is not None and self._dumps.is_dir():
+        """Uploads the XLA dumps if configured, and waits until everything is sent or written."""
+        if self._xla_dumps is not None and self._xla_dumps.is_dir():
             import wandb
 
             artifact = wandb.Artifact(artifact_name(self._handle.id, "xla"), type="xla_dumps")
-            artifact.add_dir(str(self._dumps))
+            artifact.add_dir(str(self._xla_dumps))
             self._handle.log_artifact(artifact)
         self._handle.finish()
 
 
 def xla_dump_folder() -> Path | None:
-    """The folder that XLA_FLAGS has XLA dump its programs to; None where it does not."""
-    found = _DUMP_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
-    return Path(found[-1]) if found else None
+    """The folder of `--xla_dump_to` in XLA_FLAGS; None if the flag is not set."""
+    folders = _DUMP_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    return Path(folders[-1]) if folders else None
 
 
-def artifact_name(run_id: str, what: str) -> str:
-    """`<run id>-<what>` in the letters that wandb allows."""
-    return re.sub(r"[^\w.-]", "-", f"{run_id}-{what}")
+def artifact_name(run_id: str, suffix: str) -> str:
+    """`<run id>-<suffix>`, with characters that wandb does not allow replaced by `-`."""
+    return re.sub(r"[^\w.-]", "-", f"{run_id}-{suffix}")
