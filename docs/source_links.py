@@ -20,7 +20,12 @@ def with_line_numbers(text: str) -> str:
     """A page with the line of each linked definition. Raises `KeyError` for a name that its file does not define."""
 
     def link(match: re.Match[str]) -> str:
-        line = definitions(match["file"])[match["name"]][0]
+        found = definitions(match["file"])
+        if match["name"] not in found:
+            raise KeyError(
+                f"{match['file']} defines no {match['name']}: a page links to it. It defines {', '.join(found)}"
+            )
+        line = found[match["name"]][0]
         return f"[`{match['name']}{match['rest']}`]({match['up']}{match['file']}#L{line})"
 
     return LINK.sub(link, text)
