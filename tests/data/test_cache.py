@@ -98,7 +98,7 @@ def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, token
     assert contents(build(Path("two"), Path("books"), tokenizer).folder) == expected
 
 
-class TestOtherRecipe:
+class TestOtherCacheKey:
     """A cache of something else is refused, with what is different."""
 
     def refused(self, tmp_path, corpus, tokenizer, message, **options):

@@ -35,7 +35,7 @@ class DataConfig(SourceConfig):
             files.
         vocab_size: vocabulary size of the tokenizer trained here; null means 8192. For a loaded tokenizer, the size it must
             have; null accepts any.
-        shuffle: shuffle the sequences, in a new order each epoch. `false` reads them in order;
+        shuffle: shuffle the packed sequences, in a new order each epoch. `false` reads them in order;
             `{type: era, era_length: N}` shuffles only within blocks of N sequences.
         enforce_bos: begin every document with the tokenizer's BOS token.
         enforce_eos: end every document with the tokenizer's EOS token.
