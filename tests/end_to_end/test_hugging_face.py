@@ -55,7 +55,7 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
     config = decode_run(ConfigSource(tree), None)
     assert config.model == Qwen3Config(**{**MODEL.__dict__, "seq_len": 16})
     assert not config.use_hf_model_config, "what is saved needs no other files"
-    with pytest.raises(ConfigError, match=r"model\.type: llama given, but .* holds a qwen3"):
+    with pytest.raises(ConfigError, match=r"model\.type: llama given, but .* contains a qwen3"):
         decode_run(ConfigSource({**tree, "model": {"type": "llama"}}), None)
     with pytest.raises(ConfigError, match="names no folder"):
         decode_run(ConfigSource({"use_hf_model_config": True}), None)

@@ -125,7 +125,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "eval_harness_steps": 50,
         },
         {"optimizer": {}, "trainer": {}},
-        ["eval_harness_steps is left out: there is no eval_harness"],
+        ["eval_harness_steps is ignored: eval_harness is not set"],
     ),
     "a harness": (
         {
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a task twice": (
         {"eval_harness": {"task_spec": ["a", {"task": "a", "num_fewshot": 5, "task_alias": "a5"}]}},
-        r"task_spec\.1: a is there twice",
+        r"task_spec\.1: a is listed twice",
     ),
     "chats": ({"eval_harness": {"task_spec": ["a"], "apply_chat_template": True}}, r"apply_chat_template: True given"),
     "texts": ({"eval_harness": {"task_spec": ["a"], "generation_kwargs": {"n": 4}}}, r"generation_kwargs: \{'n': 4\}"),
@@ -218,11 +218,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no list of evals": ({"eval_harness": {"task_spec": ["a"]}, "evals": None}, r"evals: None given .*a list expected"),
     "one eval": ({"eval_harness": {"task_spec": ["a"]}, "evals": {"type": "loss"}}, r"evals: .* a list expected"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
-    "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: it means model\.seq_len.*32"),
-    "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always have true"),
+    "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: same as model\.seq_len.*32"),
+    "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always has true"),
     "prompts beside one source": (
         {"supervised_data": {"mmlu": {"validation_urls": ["m"]}}, "data": {"train_urls": ["t"]}},
-        r"supervised_data: .*beside those of data\.configs",
+        r"supervised_data: .*in addition to those of data\.configs",
     ),
     "prompts from the hub": (
         {"supervised_data": {"m": {"validation_urls": ["m"], "hf_dataset_name": "a/b"}}, "data": {"configs": {}}},
@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "prompts by a source's name": (
         {"supervised_data": {"a": {"validation_urls": ["m"]}}, "data": {"configs": {"a": {"train_urls": ["t"]}}}},
-        r"supervised_data\.a: the name of a source of data",
+        r"supervised_data\.a: data\.configs has a source of the same name",
     ),
 }
 

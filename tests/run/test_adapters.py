@@ -84,7 +84,7 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
         ({"use_dora": True}, "use_dora: True given, null expected"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model too"),
+        ({"init_lora_weights": "pissa_niter_4"}, "also changes the base model"),
         ({"r": None}, "r: None given, a positive number expected"),
         ({"r": 3}, "which does not make"),
     ],

@@ -168,7 +168,7 @@ def test_the_layer_and_its_gradients_are_those_of_peft_with_the_same_mask():
         ({"target": "nothing"}, "q_proj"),
         ({"rank": 0}, "rank 0"),
         ({"dropout": 1.0}, "dropout: 1.0 given"),
-        ({"dropout": 0.1}, "matches head, of which the loss reads the weight"),
+        ({"dropout": 0.1}, "matches head. The loss reads its weight directly"),
     ],
 )
 def test_what_cannot_be_done(model, config, named):
@@ -180,7 +180,7 @@ def test_what_cannot_be_done(model, config, named):
 def test_a_layer_has_one_adapter(model, target):
     once = adapted(model, target="q_proj|^head$")
     where = (
-        r"matches body\.layers\.stacked\.attn\.q_proj.*an adapter already"
+        r"matches body\.layers\.stacked\.attn\.q_proj.*already has an adapter"
         if target != r"q_proj$"
         else "no Linear layer"
     )
@@ -192,7 +192,7 @@ def test_surgeries_one_after_the_other_adapt_other_layers(model):
     """Dropout is refused for what the surgery adapts itself, and not for an earlier one's head."""
     both = randomised(adapted(adapted(model, target="^head$"), target="attn|mlp", dropout=0.1))
     np.testing.assert_allclose(logits(merge_lora(both)), logits(both), atol=1e-5)
-    with pytest.raises(ConfigError, match=r"matches head, of which the loss reads the weight"):
+    with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
         adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
 
 

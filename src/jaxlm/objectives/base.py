@@ -1,4 +1,4 @@
-"""What an objective is: numbers to minimise, as sums with their denominators."""
+"""The objective interface: losses to minimize, as weighted sums."""
 
 import abc
 from collections.abc import Mapping
@@ -14,32 +14,35 @@ from jaxlm.models.base import AuxLoss, LanguageModel
 
 Metrics = dict[str, Sum]
 AUXILIARY = "auxiliary"
-"""The term that layers add to an objective: routers' losses."""
+"""Name of the loss term that layers add, such as router losses."""
 
 
 def auxiliary_weight(batch: TokenBatch) -> jax.Array:
-    """The denominator of what layers add: tokens that are no padding."""
+    """The denominator of the auxiliary term: the number of tokens that are not padding."""
     return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
 
 
 def auxiliary_terms(aux: Mapping[str, AuxLoss]) -> tuple[dict[str, Sum], Metrics]:
-    """The term that a model's layers add, if they do, and its parts as metrics, without their coefficients."""
-    metrics = {name: one.sum for name, one in aux.items()}
-    minimised = [one for one in aux.values() if one.coefficient]
-    if not minimised:
+    """The auxiliary loss term of a model's layers, if there is one, and its unweighted parts as metrics."""
+    metrics = {name: loss.sum for name, loss in aux.items()}
+    minimized = [loss for loss in aux.values() if loss.coefficient]
+    if not minimized:
         return {}, metrics
-    total = sum((one.coefficient * one.sum.total for one in minimised), jnp.zeros(()))
-    return {AUXILIARY: Sum(total, minimised[0].sum.weight)}, metrics
+    total = sum((loss.coefficient * loss.sum.total for loss in minimized), jnp.zeros(()))
+    return {AUXILIARY: Sum(total, minimized[0].sum.weight)}, metrics
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.objectives"):
-    """A loss as sums. The engine divides each term by its weight over the *global* batch, so the gradient does not
-    depend on how the batch is cut into micro-batches or spread over devices."""
+    """A loss as weighted sums.
+
+    The engine divides each term by its weight over the *global* batch, so the gradient does not depend on how the batch is
+    split into micro-batches or sharded over devices.
+    """
 
     @classmethod
     def default_choice_name(cls) -> str | None:
-        """Without `type:` it is the loss of the next token."""
+        """The objective used when a config has no `type:`."""
         return "next_token"
 
     def init_slot(self, model: LanguageModel) -> Any:
@@ -48,7 +51,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @abc.abstractmethod
     def weights(self, batch) -> dict[str, jax.Array]:
-        """Each term's denominator (scalar float32) over a whole batch, before it is cut into micro-batches."""
+        """Each term's denominator (scalar float32) over a whole batch, before it is split into micro-batches."""
 
     @abc.abstractmethod
     def terms(

@@ -1,4 +1,4 @@
-"""Predicting the next token: pretraining, and instruction tuning with a mask.
+"""Next-token prediction, for pretraining, and with a loss mask for instruction tuning.
 
 Source: negative log-likelihood of each token given those before it (Radford et al. 2018, "Improving Language
 Understanding by Generative Pre-Training", equation 1); z-loss and label smoothing as in `jaxlm.models.loss`.
@@ -20,11 +20,11 @@ from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary
 @ObjectiveConfig.register_subclass("next_token")
 @dataclass(frozen=True)
 class NextToken(ObjectiveConfig):
-    """Cross-entropy of the next token, over the tokens that the loss mask counts.
+    """Cross-entropy of the next token, on the tokens selected by the loss mask.
 
     Attributes:
-        z_loss_weight: z in `z * logsumexp(logits)**2`, which keeps the logits from drifting.
-        label_smoothing: the share of the target distribution that is spread evenly over the vocabulary.
+        z_loss_weight: weight z of the z-loss `z * logsumexp(logits)**2`, which keeps the logits from drifting; 0 disables it.
+        label_smoothing: fraction of the target distribution that is spread evenly over the vocabulary; 0 disables it.
     """
 
     z_loss_weight: float = 0.0
@@ -34,17 +34,21 @@ class NextToken(ObjectiveConfig):
         if not self.z_loss_weight >= 0:
             raise ConfigError(f"objective.z_loss_weight: {self.z_loss_weight} given, 0 or more expected")
         if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"objective.label_smoothing: {self.label_smoothing} given, from 0 up to 1 expected")
+            raise ConfigError(
+                f"objective.label_smoothing: {self.label_smoothing} given, at least 0 and less than 1 expected"
+            )
 
     def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
-        """The number of tokens that count, and of those that are no padding."""
+        """The number of tokens in the loss mask, and of those that are not padding."""
         return {"loss": hax.sum(batch.loss_mask).scalar(), AUXILIARY: auxiliary_weight(batch)}
 
     def terms(
         self, model: LanguageModel, batch: TokenBatch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
-        """The terms `loss` and what the layers add; the metrics `loss` (plain cross-entropy in nats), `accuracy`, `z_loss`
-        if it is on, and what the layers found."""
+        """The loss terms `loss` and the layers' auxiliary losses.
+
+        The metrics are `loss` (plain cross-entropy in nats), `accuracy`, `z_loss` if enabled, and those of the layers.
+        """
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
         sums = next_token_sums(
             hidden.final,
@@ -59,5 +63,5 @@ class NextToken(ObjectiveConfig):
         metrics = {"loss": Sum(sums.cross_entropy, weight), "accuracy": Sum(sums.correct, weight)}
         if self.z_loss_weight:
             metrics["z_loss"] = Sum(sums.z_loss, weight)
-        added, found = auxiliary_terms(hidden.aux)
-        return {"loss": Sum(sums.total, weight), **added}, metrics | found, slot
+        aux_terms, aux_metrics = auxiliary_terms(hidden.aux)
+        return {"loss": Sum(sums.total, weight), **aux_terms}, metrics | aux_metrics, slot

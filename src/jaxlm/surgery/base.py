@@ -1,4 +1,4 @@
-"""What a surgery is: a model into another model."""
+"""The surgery interface: changes a model at the start of a phase."""
 
 import abc
 from collections.abc import Mapping
@@ -13,19 +13,19 @@ from jaxlm.models.base import LanguageModel
 
 @dataclass(frozen=True)
 class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.surgery"):
-    """One change of the model tree at the start of a phase."""
+    """A change of the model at the start of a phase."""
 
     @abc.abstractmethod
     def apply(
         self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
     ) -> LanguageModel:
-        """The changed model. Must trace under `jax.eval_shape`: a restore rebuilds the tree without any numbers.
+        """Returns the changed model. Must trace under `jax.eval_shape`: restoring a checkpoint rebuilds the tree that way.
 
         Args:
-            refs: teacher or reference models by name; empty where the run has none.
+            refs: teacher or reference models by name; empty if the run has none.
             calibration: a batch to measure activations on, or None.
-            key: for the new parameters.
+            key: random key for new parameters.
 
         Raises:
-            ConfigError: the model has nothing that this surgery applies to.
+            ConfigError: the surgery applies to no part of the model.
         """

@@ -1,9 +1,9 @@
-"""Low-rank adapters on linear layers.
+"""LoRA: low-rank adapters on linear layers.
 
 Source: Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models (arXiv:2106.09685), section 4.1:
-W x + (alpha / r) B A x, with A random and B zero, so that the adapted model begins as the model it was.
-Kalajdzievski 2023 (arXiv:2312.03732): alpha / sqrt(r) keeps the update's size the same for every rank (`rslora`).
-Dropout on what A reads, while training, as in the released code (microsoft/LoRA, `loralib/layers.py`) and in PEFT.
+W x + (alpha / r) B A x, with A random and B zero, so that the adapted model initially equals the base model.
+Kalajdzievski 2023 (arXiv:2312.03732): alpha / sqrt(r) keeps the size of the update independent of the rank (`rslora`).
+Dropout on the input of A in training, as in the released code (microsoft/LoRA, `loralib/layers.py`) and in PEFT.
 
     x {.., In} --- W (frozen) -------------------------------------+--- {.., Out}
                \\-- dropout -- A {rank, In} -- B {Out, rank} * scale --/
@@ -31,15 +31,15 @@ from jaxlm.surgery.base import SurgeryConfig
 
 
 class LoraLinear(DropoutLayer):
-    """A linear layer with a low-rank adapter beside it.
+    """A linear layer with a low-rank adapter.
 
     Attributes:
-        base: the layer as it was.
-        a: {layers, lora_rank, In}; without `layers` where the base is not stacked.
-        b: {layers, Out, lora_rank}.
-        scale: what the adapter's output is multiplied by.
-        dropout: the probability with which each number that A reads is dropped.
-        key: what is dropped is drawn by it; None at rest, and whenever nothing is learned.
+        base: the original layer.
+        a: {layers, lora_rank, In}; without `layers` if the base is not stacked.
+        b: {layers, Out, lora_rank}; without `layers` if the base is not stacked.
+        scale: multiplier of the adapter's output.
+        dropout: dropout probability of the adapter's input.
+        key: random key for dropout; None outside training.
     """
 
     base: Linear
@@ -51,7 +51,7 @@ class LoraLinear(DropoutLayer):
 
     @staticmethod
     def around(base: Linear, *, rank: int, scale: float, dropout: float, key: jax.Array) -> "LoraLinear":
-        """An adapter that changes nothing yet: A uniform within +-1/sqrt(fan in), B zero."""
+        """Adds an adapter that is initially zero: A is uniform within +-1/sqrt(fan in), B is zero."""
         Rank = Axis(LORA, rank)
         inputs, outputs = axes_of(base.In), axes_of(base.Out)
         stacked = tuple(ax for ax in base.weight.axes if ax not in (*inputs, *outputs))
@@ -65,34 +65,34 @@ class LoraLinear(DropoutLayer):
         return self.base(inputs) + hax.dot(low, self.b, axis=LORA) * self.scale
 
     def with_key(self, key: jax.Array) -> "LoraLinear":
-        """The same layer, drawing by this key what it drops, if it drops anything."""
+        """Returns the layer with this dropout key, or unchanged if it has no dropout."""
         return dataclasses.replace(self, key=key) if self.dropout else self
 
     @property
     def weight(self) -> NamedArray:
-        """The weight of the plain layer that computes the same: what the loss reads of an adapted head."""
+        """The merged weight, which the loss reads if the head is adapted."""
         return self.merged().weight
 
     def merged(self) -> Linear:
-        """One plain layer that computes the same."""
-        change = hax.dot(self.b, self.a, axis=LORA) * self.scale
-        weight = self.base.weight + change.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
+        """Merges the adapter into a plain layer with the same output."""
+        delta = hax.dot(self.b, self.a, axis=LORA) * self.scale
+        weight = self.base.weight + delta.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
         return eqx.tree_at(lambda layer: layer.weight, self.base, weight)
 
 
 @SurgeryConfig.register_subclass("lora")
 @dataclass(frozen=True)
 class LoraConfig(SurgeryConfig):
-    """Puts adapters beside the linear layers whose path matches. Train them alone with `trainable: ["\\\\.[ab]$"]`.
+    """Adds LoRA adapters to the linear layers whose path matches. Train only the adapters with `trainable: ["\\\\.[ab]$"]`.
 
     Attributes:
-        target: regular expression on the paths of linear layers.
-        rank: of the adapter.
-        alpha: the adapter's output is scaled by alpha / rank.
-        dropout: the probability with which each number that an adapter reads is dropped in training; never otherwise.
-        rslora: scale by alpha / sqrt(rank) instead.
-        from_peft: begin with the adapters of a folder that PEFT has written, or of the hub's `name@revision`; the keys
-            above are its own then, and may be left out. Null begins with adapters that change nothing yet.
+        target: regular expression searched for in the paths of linear layers; matching layers get an adapter.
+        rank: rank of the adapters.
+        alpha: adapter outputs are scaled by alpha / rank.
+        dropout: dropout probability of the adapters' inputs in training.
+        rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+        from_peft: load initial adapters from a folder saved by PEFT, or from a Hub `name` or `name@revision`. The other keys
+            default to the values in that folder. Null starts with new adapters that do not change the model's outputs.
     """
 
     target: str = ".*"
@@ -105,11 +105,11 @@ class LoraConfig(SurgeryConfig):
     def apply(
         self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
     ) -> LanguageModel:
-        """The model with a new adapter at every matching layer; those of `from_peft` take their places afterwards.
+        """Adds a new adapter to every matching layer. The weights of `from_peft` are loaded into them later.
 
         Raises:
-            ConfigError: no linear layer matches, or one that has an adapter already; the rank is not positive, or dropout
-                would not reach a layer.
+            ConfigError: no linear layer matches, a matching layer already has an adapter, the rank is not positive, or
+                dropout would have no effect on a layer.
         """
         if self.rank < 1:
             raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
@@ -122,12 +122,12 @@ class LoraConfig(SurgeryConfig):
             return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=key_of_layer)
 
         adapted = tree.map_modules(model, Linear, self.target, adapt)
-        self._check_was_free(model)
-        self._check_dropout_reaches(adapted)
+        self._check_no_adapters(model)
+        self._check_dropout_applies(adapted)
         return adapted
 
-    def _check_was_free(self, model: LanguageModel) -> None:
-        """A layer has one adapter at the most: a second would hide the first from whatever reads or writes adapters."""
+    def _check_no_adapters(self, model: LanguageModel) -> None:
+        """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
         matched = [
             path
             for path, _ in tree.modules_by_path(model, LoraLinear)
@@ -135,12 +135,12 @@ class LoraConfig(SurgeryConfig):
         ]
         if matched:
             raise ConfigError(
-                f"surgery lora: target '{self.target}' matches {', '.join(matched)}, where there is an adapter already. Let"
-                " it match other layers; an adapter that is there is trained further without a surgery"
+                f"surgery lora: target '{self.target}' matches {', '.join(matched)}, which already has an adapter. Change"
+                " target to match other layers. To continue training existing adapters, remove the surgery"
             )
 
-    def _check_dropout_reaches(self, model: LanguageModel) -> None:
-        """Layers of the body are called; of a head the loss reads the weight alone."""
+    def _check_dropout_applies(self, model: LanguageModel) -> None:
+        """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         heads = [
             path
             for path, layer in tree.modules_by_path(model, LoraLinear)
@@ -148,12 +148,12 @@ class LoraConfig(SurgeryConfig):
         ]
         if heads:
             raise ConfigError(
-                f"surgery lora: dropout: {self.dropout} given, and target '{self.target}' matches {', '.join(heads)}, of"
-                " which the loss reads the weight, so that nothing can be dropped before it. Let the target match layers"
-                " of the body alone ('attn|mlp'), or leave dropout out"
+                f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"
+                " loss reads its weight directly, so dropout cannot be applied to its input. Set target to layers of the"
+                " body ('attn|mlp'), or remove dropout"
             )
 
 
 def merge_lora(model: LanguageModel) -> LanguageModel:
-    """The model with every adapter folded into the layer that it stands beside."""
+    """Merges every adapter into its layer."""
     return tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)

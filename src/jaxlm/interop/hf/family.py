@@ -1,6 +1,6 @@
-"""A family of models as Hugging Face knows it: its names in config.json, and its table of weights.
+"""Model families of Hugging Face: their keys in config.json and their weight names.
 
-Every family is one file in `jaxlm.interop.hf.families`, which says both ways at once: what is read is what is written.
+Every family is one file in `jaxlm.interop.hf.families`. Its tables define both directions, import and export.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class JsonKey:
-    """A number or name that both have.
+    """A key of config.json that corresponds to one field of the model config.
 
     Attributes:
-        theirs, ours: its name there and here.
-        default: what theirs is when it is not written; REQUIRED where they always write it.
-        to_ours, to_theirs: translate the value; a `ConfigError`'s message begins with the name of the key.
+        theirs, ours: name of the key in config.json, and of the field.
+        default: value if the key is missing; REQUIRED if it must be present.
+        to_ours, to_theirs: convert the value. Messages of a `ConfigError` must start with the name of the key.
     """
 
     theirs: str
@@ -46,10 +46,10 @@ class JsonKey:
 
 @dataclass(frozen=True)
 class FixedKey:
-    """A key of theirs with one value that can be imported, which is the one written.
+    """A key of config.json for which only one value is supported. Export writes that value.
 
     Attributes:
-        others: further values that mean the same.
+        others: additional values that are accepted because they mean the same.
     """
 
     theirs: str
@@ -59,12 +59,12 @@ class FixedKey:
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """Keys that only make sense together (rotation, windows): a function for each way.
+    """Keys that are converted together (rotary embedding, windows), with one function for each direction.
 
     Attributes:
-        theirs: all that it may read.
-        to_ours: their config -> our fields.
-        to_theirs: our config -> their keys.
+        theirs: all keys of config.json that `to_ours` may read.
+        to_ours: config.json -> fields of the model config.
+        to_theirs: model config -> keys of config.json.
     """
 
     theirs: tuple[str, ...]
@@ -74,16 +74,16 @@ class KeyGroup:
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """A model family of Hugging Face.
 
     Attributes:
-        model_types: `model_type` in config.json; the first is what is written.
-        architecture: the class of transformers with the language-model head.
-        config: ours.
-        keys: all of their keys that matter.
-        tensors: the table of weights for a configuration.
-        prefix: what their names begin with; files of the model without its head leave it out.
-        unused: regular expressions of tensors that are no parameters (masks, rotations).
+        model_types: accepted values of `model_type` in config.json; the first one is written.
+        architecture: class name in transformers of the model with the language-model head.
+        config: model config class in jaxlm.
+        keys: all relevant keys of config.json.
+        tensors: the table of weights for a model config.
+        prefix: prefix of tensor names; files of a model without its head omit it.
+        unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
     """
 
     model_types: tuple[str, ...]
@@ -97,34 +97,34 @@ class Family:
 
 @functools.cache
 def all_families() -> tuple[Family, ...]:
-    """Every family that there is a file for."""
+    """All families in `jaxlm.interop.hf.families`."""
     names = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
     modules = [importlib.import_module(f"{families.__name__}.{name}") for name in names]
     return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
 
 
 def family_of_config(config: ModelConfig) -> Family:
-    """The family that writes a model configuration of ours."""
+    """The family of a model config. Raises `ConfigError` if Hugging Face has none."""
     for family in all_families():
         if family.config is type(config):
             return family
     known = ", ".join(family.model_types[0] for family in all_families())
     raise ConfigError(
-        f"model.type: {type(config).__name__} has no counterpart at Hugging Face. There is one for: {known}"
+        f"model.type: {type(config).__name__} has no equivalent in Hugging Face transformers. Supported: {known}"
     )
 
 
 def family_of_json(content: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json belongs to."""
+    """The family of a config.json. Raises `ConfigError` if it is unknown."""
     given = content.get("model_type")
     for family in all_families():
         if given in family.model_types:
             return family
     known = ", ".join(kind for family in all_families() for kind in family.model_types)
-    raise ConfigError(f"{where}: model_type '{given}' is not known. Known: {known}")
+    raise ConfigError(f"{where}: unknown model_type '{given}'. Known: {known}")
 
 
-# Keys that change nothing about what a causal language model computes from tokens.
+# Keys that do not affect what a causal language model computes.
 IRRELEVANT = {
     *("architectures", "model_type", "vocab_size", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "unk_token_id"),
@@ -142,15 +142,15 @@ IRRELEVANT = {
 
 
 def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> ModelConfig:
-    """Our configuration of a config.json.
+    """Converts a config.json to a model config.
 
     Raises:
-        ConfigError: a key that is missing, that is not known, or that says what cannot be imported; all are named.
+        ConfigError: lists all keys that are missing, unknown, or have an unsupported value.
     """
     problems: list[str] = []
     fields: Json = {}
     missing = False
-    for key in sorted(family.keys, key=lambda key: isinstance(key, KeyGroup)):  # these may read what the others need
+    for key in sorted(family.keys, key=lambda key: isinstance(key, KeyGroup)):  # groups last: they read other keys
         try:
             if isinstance(key, KeyGroup):
                 fields |= {} if missing else key.to_ours(content)
@@ -158,14 +158,13 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
                 _check_fixed(key, content)
             elif (value := content.get(key.theirs, key.default)) is REQUIRED:
                 missing = True
-                problems.append(f"{key.theirs}: not given")
+                problems.append(f"{key.theirs}: missing")
             else:
                 fields[key.ours] = key.to_ours(value)
         except ConfigError as error:
             problems.append(str(error))
-    seen = IRRELEVANT.union(*(key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys))
-    unknown = sorted(set(content) - seen)
-    problems += [f"{name}: {content[name]} given; it is not known what this means for the model" for name in unknown]
+    known = IRRELEVANT.union(*(key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys))
+    problems += [f"{name}: {content[name]} given; unknown key" for name in sorted(set(content) - known)]
     if problems:
         raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
     config = family.config(**fields)
@@ -176,14 +175,14 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
     given = content.get(key.theirs, key.value)
     if given != key.value and given not in key.others:
-        raise ConfigError(f"{key.theirs}: {given} given, which cannot be imported; {key.value} can")
+        raise ConfigError(f"{key.theirs}: {given} given, which is not supported; {key.value} expected")
 
 
 def config_to_json(family: Family, config: ModelConfig) -> Json:
-    """The keys of config.json for a configuration of ours.
+    """Converts a model config to the keys of config.json.
 
     Raises:
-        ConfigError: the configuration says what theirs cannot; all of it is named.
+        ConfigError: lists all fields whose value config.json cannot represent.
     """
     written: Json = {}
     for key in family.keys:
@@ -193,22 +192,22 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
             written |= key.to_theirs(config)
         else:
             written[key.theirs] = key.to_theirs(getattr(config, key.ours))
-    again = config_from_json(family, {**written, "model_type": family.model_types[0]}, "what would be written")
+    restored = config_from_json(family, {**written, "model_type": family.model_types[0]}, "the exported config.json")
     lost = [
-        f"{f.name}: {getattr(config, f.name)} would become {getattr(again, f.name)}"
+        f"{f.name}: {getattr(config, f.name)} would become {getattr(restored, f.name)}"
         for f in dataclasses.fields(config)
-        if f.name not in _NOT_COMPARED and getattr(config, f.name) != getattr(again, f.name)
+        if f.name not in _NOT_COMPARED and getattr(config, f.name) != getattr(restored, f.name)
     ]
     if lost:
         raise ConfigError(
-            f"config.json of {family.model_types[0]} cannot say all that the model is:\n"
+            f"config.json of {family.model_types[0]} cannot represent this model:\n"
             + "\n".join(f"  model.{x}" for x in lost)
         )
     return {"architectures": [family.architecture], "model_type": family.model_types[0], **written}
 
 
-# How the model is computed, and what is written as a number where ours may be null.
+# Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.
 _NOT_COMPARED = (
     *("gradient_checkpointing", "scan_layers", "attn_backend", "num_kv_heads", "head_dim"),
-    "router_z_loss_coef",  # they have no such loss; what the model computes is the same
+    "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs
 )

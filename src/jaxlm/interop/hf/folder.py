@@ -1,4 +1,4 @@
-"""A model in a folder as Hugging Face writes it: read it, and write it."""
+"""Reads and writes model folders in Hugging Face format."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +25,13 @@ from jaxlm.interop.torch.renamed import Renamed
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-"""What numbers in files may be."""
+"""Dtypes of exported weights."""
 LARGEST_FILE = 5_000_000_000
-"""Bytes after which another file of weights begins."""
+"""Maximum size of a weights file in bytes."""
 
 
 def parse_dtype(name: str, key: str) -> Any:
-    """The dtype of a name. Raises `ConfigError` for one that files are not written in."""
+    """Parses the name of an export dtype. Raises `ConfigError` if it is not supported."""
     if name not in DTYPES:
         raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -42,9 +42,9 @@ class HfFolder:
     """A folder with config.json and weights.
 
     Attributes:
-        family: what it holds.
-        config: the model, by our names.
-        vocab_size: rows of its embedding, some of which may be no tokens.
+        family: model family of the folder.
+        config: model config.
+        vocab_size: number of rows of the embedding; may be larger than the number of tokens.
     """
 
     path: Path
@@ -53,15 +53,15 @@ class HfFolder:
     vocab_size: int
 
     def check_holds(self, config: ModelConfig) -> None:
-        """Raises `ConfigError` where a configuration is of another family."""
+        """Raises `ConfigError` if a model config belongs to another family."""
         if not isinstance(config, self.family.config):
             raise ConfigError(
-                f"model.type: {type(config).__name__} given, but {self.path} holds a {self.family.model_types[0]}."
-                " Set use_hf_model_config: true, or the type"
+                f"model.type: {type(config).__name__} given, but {self.path} contains a {self.family.model_types[0]} model."
+                " Set use_hf_model_config: true, or set model.type"
             )
 
     def load(self, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
-        """`load_model` of this folder."""
+        """Loads the weights of this folder; see `load_model`."""
         return load_model(self.path, abstract, config, layout)
 
 
@@ -73,13 +73,14 @@ def load_model(
     *,
     rules: Mapping[str, str] | None = None,
 ) -> LanguageModel:
-    """The weights in a folder or file, in the shapes, dtypes and places of `abstract`, a model of `config`.
+    """Loads the weights of a folder or file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
 
     Args:
-        rules: for files of other programs: `Renamed`'s, from their names to those of the family at Hugging Face.
+        abstract: a model of `config` under `jax.eval_shape`.
+        rules: for files of other programs, `Renamed` rules from their tensor names to the Hugging Face names.
 
     Raises:
-        ConfigError: they are not those of this model; names every tensor that is missing or does not fit.
+        ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
     if not rules:
         open_folder(path).check_holds(config)
@@ -96,14 +97,14 @@ def load_model(
 
 
 def open_folder(path: Path) -> HfFolder:
-    """Reads config.json.
+    """Reads config.json of a folder.
 
     Raises:
-        ConfigError: there is none, or it describes what cannot be imported.
+        ConfigError: config.json is missing, invalid, or describes an unsupported model.
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{path}: no config.json there, so it is not known what the weights belong to")
+        raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
@@ -125,23 +126,23 @@ def save_folder(
     special_ids: Mapping[str, int | None],
     largest_file: int = LARGEST_FILE,
 ) -> None:
-    """Writes a model for transformers and whatever else reads its folders. Every process calls this; process 0 writes.
+    """Exports a model in the format of transformers. Every process must call this; process 0 writes.
 
-    The folder is complete or not there. No more than one tensor at a time is in host memory.
+    The write is atomic: the folder is complete or absent. At most one tensor at a time is in host memory.
 
     Args:
-        model: without adapters, of `config`.
-        dtype: of the numbers in the files.
-        files: further files: the tokenizer's.
+        model: a model of `config`, without adapters.
+        dtype: dtype of the weights in the files.
+        files: additional files to write, such as the tokenizer's.
         special_ids: `bos_token_id` and `eos_token_id`.
-        largest_file: bytes after which another file of weights begins.
+        largest_file: maximum size of a weights file in bytes.
 
     Raises:
-        ConfigError: config.json cannot say what the model is, or the folder is there already.
+        ConfigError: config.json cannot represent the model, or the folder already exists.
     """
     check_unused(folder)
     family = family_of_config(config)
-    # Written even where there are none: some classes have defaults for them that lie beyond a small vocabulary.
+    # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
     described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
@@ -160,7 +161,7 @@ def save_folder(
 
 
 class _Writer:
-    """The tensors of a model, as they go into files."""
+    """Converts a model's parameters to tensors and writes them to files."""
 
     def __init__(self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype):
         leaves = tree.leaves(model)
@@ -173,11 +174,11 @@ class _Writer:
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
         self.infos = {name: TensorInfo(tensor.shape(self._sizes), dtype) for name, (tensor, _) in self._places.items()}
-        # One program for each shape: what is one tensor of theirs, whole on every device.
+        # Compiled once per shape: selects the parameter of one tensor and replicates it to every device.
         self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
 
     def arrays(self, names: list[str]) -> Iterator[np.ndarray]:
-        """Each tensor when it is asked for."""
+        """Yields the tensors one at a time."""
         for name in names:
             tensor, numbers = self._places[name]
             leaves = [self._leaves[part.path] for part in tensor.parts]
@@ -185,7 +186,7 @@ class _Writer:
             yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
 
     def write(self, folder: Path, largest_file: int) -> None:
-        """The files of weights, and their index where there are several."""
+        """Writes the weights files, and an index if there are several."""
         shards = list(in_shards(self.infos, largest_file))
         files = shard_names(len(shards))
         for file, infos in zip(files, shards, strict=True):
@@ -202,7 +203,7 @@ class _Writer:
 
 
 def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...]) -> jax.Array:
-    """The array at one number of each of these axes."""
+    """Indexes an array at one number of each of these axes."""
     for number, axis in sorted(zip(numbers, axes, strict=True), key=lambda pair: -pair[1]):
         array = jax.lax.dynamic_index_in_dim(array, number, axis, keepdims=False)
     return array

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face writes it: one that is here, or a copy of a repository of the hub."""
+"""Model folders in Hugging Face format: a local folder, or a download from the Hugging Face Hub."""
 
 import re
 from pathlib import Path
@@ -6,68 +6,71 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES
 
-_SMALL = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[^\s@]+)?")
 _SAFETENSORS, _TORCH = "*.safetensors", "pytorch_model*.bin"
 
 
 def may_be_repository(name: str) -> bool:
-    """Whether `name`, `owner/name`, either with `@revision`, can be a repository of the hub."""
+    """Whether a name has the format of a Hub repository: `name` or `owner/name`, optionally with `@revision`."""
     return _REPOSITORY.fullmatch(name) is not None
 
 
 def local_folder(name: str, key: str, *, weights: bool) -> Path:
-    """The folder that a path, or the hub's `name` or `name@revision`, means; a file of weights is what it is.
+    """Resolves a local path, or a Hub `name` or `name@revision`, to a local folder. A weights file is returned unchanged.
 
-    What is not here is fetched through huggingface_hub, which goes on where it was interrupted and keeps its copies in
-    `HF_HOME`; with `HF_HUB_OFFLINE=1`, or where the hub cannot be reached, it only looks there.
+    Repositories are downloaded with huggingface_hub, which resumes interrupted downloads and caches files in `HF_HOME`.
+    With `HF_HUB_OFFLINE=1`, or if the Hub cannot be reached, only the cache is used.
 
     Args:
-        key: the option that named it, for messages.
-        weights: fetch those too, and not only what describes the model.
+        key: the option that has this value, for messages.
+        weights: download the weights too, not only the configuration and the tokenizer.
 
     Raises:
-        ConfigError: it is neither here nor at the hub, or the hub cannot be asked.
+        ConfigError: there is no such local folder, and the repository cannot be downloaded.
     """
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix in (".safetensors", *TORCH_SUFFIXES):
         return path
     if path.exists() or not may_be_repository(name):
         raise ConfigError(
-            f"{key}: '{name}' is not a folder. Give the path of one that is here, or the name of a repository of the hub"
+            f"{key}: '{name}' is not a folder. Set it to an existing folder, or to a repository name on the Hugging Face Hub"
         )
     try:
         from huggingface_hub.errors import (
             HFValidationError,
-            HTTPError,  # pyright: ignore[reportPrivateImportUsage] - what the library that it asks through raises
+            HTTPError,  # pyright: ignore[reportPrivateImportUsage] - raised by its HTTP client
         )
     except ImportError as error:
         raise ConfigError(
-            f"{key}: '{name}' is a path or a name of the hub. As a path: there is nothing at {path.absolute()}. As a name:"
-            " asking the hub needs huggingface_hub: pip install 'jaxlm[hf]'."
-            " Or give the path of a folder that holds config.json and the weights"
+            f"{key}: '{name}' must be a folder or a repository on the Hugging Face Hub. There is no folder at"
+            f" {path.absolute()}. Downloading from the Hub requires huggingface_hub: pip install 'jaxlm[hf]'."
+            " Or set it to a folder that contains config.json and the weights"
         ) from error
     try:
-        return _fetched(name, weights=weights)
+        return _download(name, weights=weights)
     except (OSError, HTTPError, HFValidationError) as error:
         raise ConfigError(
-            f"{key}: '{name}' is a path or a name of the hub. As a path: there is nothing at {path.absolute()}. As a name:"
-            f" the hub did not give it: {type(error).__name__}: {error}\nWithout a network: copy the repository to this"
-            " machine (config.json, tokenizer.json and the .safetensors files) and give that folder's path"
+            f"{key}: '{name}' must be a folder or a repository on the Hugging Face Hub. There is no folder at"
+            f" {path.absolute()}. Downloading from the Hub failed: {type(error).__name__}: {error}\nWithout network access,"
+            " copy the repository to this machine (config.json, tokenizer.json and the .safetensors files) and use the"
+            " path of that folder"
         ) from error
 
 
-def _fetched(name: str, *, weights: bool) -> Path:
-    """The copy of a repository: the hub's, or without a network the one that is here, if what is asked for is all in it.
+def _download(name: str, *, weights: bool) -> Path:
+    """Downloads a repository. Without network access, uses a cached copy if it is complete.
 
-    Weights of torch are asked for only where there are no others: asked for both, a copy would lack what nobody reads.
+    Torch weights are only requested if there are no safetensors files. Requesting both would make a cached copy without
+    the redundant torch files count as incomplete.
     """
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
 
     def copy(*patterns: str) -> Path:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=[*_SMALL, *patterns]))
+        allowed = [*_SMALL_FILES, *patterns]
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=allowed))
 
     if not weights:
         return copy()

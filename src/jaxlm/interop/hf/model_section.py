@@ -1,4 +1,4 @@
-"""What a configuration takes from a Hugging Face folder before it is read itself."""
+"""Fills in the `model` section from a Hugging Face folder before the configuration is decoded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +14,16 @@ _KEY = "initialize_from_hf"
 
 
 def hf_name(initialize_from_hf: bool | str, tokenizer: str) -> str | None:
-    """The folder, or name at the hub, that `initialize_from_hf` means; None where it is false.
+    """Resolves `initialize_from_hf` to a folder or Hub name; None if it is false.
 
     Raises:
-        ConfigError: true is given, and `data.tokenizer` is no folder or name.
+        ConfigError: the value is true, but `data.tokenizer` is not a folder or Hub name.
     """
     if initialize_from_hf is True:
         if tokenizer == "bpe":
             raise ConfigError(
-                f"{_KEY}: true means the folder that data.tokenizer names, which is 'bpe'. Give the folder, or a name of"
-                " the hub"
+                f"{_KEY}: true uses the folder in data.tokenizer, but that is 'bpe'. Set {_KEY} to a folder or to a"
+                " repository name on the Hugging Face Hub"
             )
         path = Path(tokenizer)
         return str(path.parent if path.name == "tokenizer.json" else path)
@@ -31,9 +31,9 @@ def hf_name(initialize_from_hf: bool | str, tokenizer: str) -> str | None:
 
 
 def with_hf_model(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with its `model` section laid over that of the folder, where `use_hf_model_config` asks for it.
+    """With `use_hf_model_config`, merges the `model` section over the model config of the Hugging Face folder.
 
-    What comes out no longer asks for it: a saved configuration needs no other files.
+    The result has `use_hf_model_config: false`, so that a saved configuration does not depend on other files.
     """
     if tree.get("use_hf_model_config") is not True:
         return dict(tree)
@@ -41,10 +41,15 @@ def with_hf_model(tree: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer = data.get("tokenizer", "bpe") if isinstance(data, Mapping) else "bpe"
     name = hf_name(tree.get(_KEY, False), tokenizer)
     if name is None:
-        raise ConfigError("use_hf_model_config: true, but initialize_from_hf names no folder to take it from")
-    found = encode(open_folder(local_folder(name, _KEY, weights=False)).config)
+        raise ConfigError(
+            "use_hf_model_config: true given without initialize_from_hf. Set initialize_from_hf to the folder that"
+            " contains config.json"
+        )
+    base = encode(open_folder(local_folder(name, _KEY, weights=False)).config)
     own = tree.get("model", {})
-    if isinstance(own, Mapping) and own.get("type", found["type"]) != found["type"]:
-        raise ConfigError(f"model.type: {own['type']} given, but {name} holds a {found['type']}. Leave the type out")
-    model = merge(found, own) if isinstance(own, dict) else own
+    if isinstance(own, Mapping) and own.get("type", base["type"]) != base["type"]:
+        raise ConfigError(
+            f"model.type: {own['type']} given, but {name} contains a {base['type']} model. Remove the type"
+        )
+    model = merge(base, own) if isinstance(own, dict) else own
     return {**tree, "model": model, "use_hf_model_config": False}

@@ -1,4 +1,4 @@
-"""Safetensors files, read through a memory map and written tensor by tensor; numpy is all they need.
+"""Safetensors files, read through a memory map and written tensor by tensor, with numpy only.
 
 Source: the format's description (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
 header (name -> dtype, shape, begin and end of its bytes), then the bytes, row-major and little-endian.
@@ -19,7 +19,7 @@ from jaxlm.core.errors import ConfigError
 
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_MOST_HEADER = 100_000_000  # bytes, as the format says
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -39,14 +39,14 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor is, without its numbers."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of its numbers."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -61,24 +61,24 @@ class SafetensorsFile:
         """Reads the header.
 
         Raises:
-            ConfigError: not such a file, or cut off.
+            ConfigError: not a safetensors file, or a truncated one.
         """
         self._path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._starts: dict[str, int] = {}
         with path.open("rb") as file:
             head = file.read(_LENGTH.size)
-            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _MOST_HEADER + 1
-            header = _parsed(file.read(length)) if length <= _MOST_HEADER else None
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _MAX_HEADER_BYTES + 1
+            header = _parse_header(file.read(length)) if length <= _MAX_HEADER_BYTES else None
         if header is None:
-            raise ConfigError(f"{path}: not a safetensors file: it does not begin with a header. Download it again")
+            raise ConfigError(f"{path}: not a safetensors file: it has no valid header. Download it again")
         size = path.stat().st_size
         for name, entry in header.items():
             self._add(name, entry, _LENGTH.size + length, size)
         self._map = np.memmap(path, np.uint8, "r") if size else None
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor in place: nothing is read before it is looked at."""
+        """A memory-mapped view of a tensor. Its data is read on access."""
         info = self.tensors[name]
         return np.ndarray(info.shape, info.dtype, buffer=self._map, offset=self._starts[name])
 
@@ -90,14 +90,14 @@ class SafetensorsFile:
         first, last = entry["data_offsets"]
         if last - first != info.num_bytes or begin + last > size:
             raise ConfigError(
-                f"{self._path}: '{name}' should end at byte {begin + last} of {size}, and hold {info.num_bytes} bytes,"
-                f" not {last - first}: the file is cut off or damaged. Download it again"
+                f"{self._path}: '{name}' ends at byte {begin + last} of {size} and has {last - first} bytes, where its shape"
+                f" needs {info.num_bytes}: the file is truncated or damaged. Download it again"
             )
         self.tensors[name] = info
         self._starts[name] = begin + first
 
 
-def _parsed(header: bytes) -> dict[str, Any] | None:
+def _parse_header(header: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(header)
     except ValueError:
@@ -106,7 +106,7 @@ def _parsed(header: bytes) -> dict[str, Any] | None:
 
 
 def write_safetensors(path: Path, infos: Mapping[str, TensorInfo], arrays: Iterable[np.ndarray]) -> None:
-    """Writes tensors one after the other; each array is asked for when the ones before it are written.
+    """Writes tensors one after another. Each array is requested only after the previous one is written.
 
     Args:
         infos: all tensors, in the order of `arrays`.
@@ -129,12 +129,12 @@ def write_safetensors(path: Path, infos: Mapping[str, TensorInfo], arrays: Itera
             file.write(np.ascontiguousarray(array, info.dtype).view(np.uint8).data)
 
 
-def in_shards(infos: Mapping[str, TensorInfo], most_bytes: int) -> Iterator[dict[str, TensorInfo]]:
-    """The tensors cut into files of at most so many bytes, or of one tensor that is larger."""
+def in_shards(infos: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[dict[str, TensorInfo]]:
+    """Splits tensors into files of at most `max_bytes`. A larger tensor gets a file of its own."""
     shard: dict[str, TensorInfo] = {}
     size = 0
     for name, info in infos.items():
-        if shard and size + info.num_bytes > most_bytes:
+        if shard and size + info.num_bytes > max_bytes:
             yield shard
             shard, size = {}, 0
         shard[name] = info
@@ -143,7 +143,7 @@ def in_shards(infos: Mapping[str, TensorInfo], most_bytes: int) -> Iterator[dict
 
 
 def shard_names(count: int) -> Sequence[str]:
-    """The usual file names of so many shards."""
+    """The conventional file names of `count` shards."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -1,4 +1,4 @@
-"""Keys of config.json that several families share."""
+"""Keys of config.json that several model families share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.rope import DefaultRotary, LinearRotary, Llama3Rotary, LongRotary, RotaryConfig, YarnRotary
 
-# Their names of activation functions -> ours, where the two differ or several are the same.
+# Hugging Face names of activation functions -> names in jaxlm, if they differ or several mean the same.
 _SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _TYPES: dict[str, type[RotaryConfig]] = {
     "default": DefaultRotary,
@@ -21,7 +21,11 @@ _NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
 def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, str] | None = None) -> JsonKey:
-    """The activation function. Args: written: ours -> theirs, where the family wants a name of its own."""
+    """The activation function.
+
+    Args:
+        written: names in jaxlm -> Hugging Face names to write, if the family uses another name.
+    """
 
     def to_ours(name: str) -> str:
         ours = _SYNONYMS.get(name, name)
@@ -35,11 +39,11 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
 def size_keys(
     *, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False
 ) -> tuple[JsonKey, ...]:
-    """Widths and depths by the names that most families use.
+    """Model dimensions, by the names that most families use.
 
     Args:
-        length, eps_default, tied: what is meant where nothing is written.
-        eps: their name of what norms add.
+        length, eps_default, tied: defaults for keys that are missing.
+        eps: name of the epsilon of norms.
     """
     return (
         JsonKey("max_position_embeddings", "seq_len", length),
@@ -54,7 +58,7 @@ def size_keys(
 
 
 def kv_heads() -> KeyGroup:
-    """Heads of keys and values: as many as query heads where nothing is written."""
+    """The number of KV heads; by default the number of query heads."""
 
     def to_theirs(config: Any) -> Json:
         return {"num_key_value_heads": config.KVHeads.size}
@@ -67,11 +71,11 @@ def kv_heads() -> KeyGroup:
 
 
 def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
-    """Experts and their choice.
+    """Experts and routing.
 
     Args:
-        theirs, others: names of the number of experts; the first is written.
-        num_experts, chosen: what is meant where nothing is written.
+        theirs, others: names of the number of experts; `theirs` is the one to write.
+        num_experts, chosen: defaults for keys that are missing.
     """
 
     def to_ours(given: Mapping[str, Any]) -> Json:
@@ -81,12 +85,16 @@ def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[Js
         KeyGroup((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
         JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
         JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
-        FixedKey("output_router_logits", False, others=(True,)),  # of what is returned, not of what is computed
+        FixedKey("output_router_logits", False, others=(True,)),  # affects the returned values, not the computation
     )
 
 
 def head_dim(default: int | None = None) -> KeyGroup:
-    """Features of a head: by division where nothing is written. Args: default: what is meant then instead."""
+    """The head size.
+
+    Args:
+        default: value if the key is missing; None means hidden_size / num_attention_heads.
+    """
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         given = theirs.get("head_dim", default)
@@ -99,11 +107,12 @@ def head_dim(default: int | None = None) -> KeyGroup:
 def rope(
     theta: float = 10000.0, *, partial: float = 1.0, theta_key: str = "rope_theta", partial_key="partial_rotary_factor"
 ):
-    """The rotation: `rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones, which are written.
+    """Rotary position embedding. Reads `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older files).
+    Writes the older form.
 
     Args:
-        theta, partial: what is meant where nothing is written.
-        theta_key, partial_key: names of the family's own.
+        theta, partial: defaults for keys that are missing.
+        theta_key, partial_key: the family's names of these keys.
     """
     keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
 
@@ -123,12 +132,12 @@ def rope(
 
 
 def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
-    """A rotation of `rope_parameters`."""
+    """Converts `rope_parameters` to a rotary embedding config."""
     rest = dict(given)
     name = rest.pop("rope_type", None) or rest.pop("type", None) or "default"
     rest.pop("type", None)
     if name not in _TYPES:
-        raise ConfigError(f"rope_scaling: the type '{name}' is not known. Known: {', '.join(_TYPES)}")
+        raise ConfigError(f"rope_scaling: unknown type '{name}'. Known: {', '.join(_TYPES)}")
     fields: Json = {"theta": rest.pop("rope_theta"), "partial_rotary_factor": rest.pop("partial_rotary_factor")}
     original = rest.pop("original_max_position_embeddings", None)
     original = config.get("original_max_position_embeddings") if original is None else original
@@ -141,18 +150,20 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
     if name in ("yarn", "longrope", "llama3"):
         fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
     allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}
-    # Vision models' and framework's keys that no text rotation reads.
+    # Keys of vision models and frameworks that no text model uses.
     for key in ("mrope_section", "attention_scaling"):
         if key in rest:
-            raise ConfigError(f"rope_scaling.{key}: {rest[key]} given; only rotations by one position can be imported")
+            raise ConfigError(
+                f"rope_scaling.{key}: {rest[key]} given; only rotary embeddings with a single position can be imported"
+            )
     unknown = sorted(set(rest) - allowed - {"finetuned"})
     if unknown:
-        raise ConfigError(f"rope_scaling: {', '.join(unknown)} given; it is not known what this means for '{name}'")
+        raise ConfigError(f"rope_scaling: unknown keys {', '.join(unknown)} for type '{name}'")
     return _TYPES[name](**fields, **{k: v for k, v in rest.items() if k in allowed and v is not None})
 
 
 def rope_to_json(rope: RotaryConfig) -> Json:
-    """`rope_parameters` of a rotation, as `rope_from_json` reads it."""
+    """Converts a rotary embedding config to `rope_parameters`, the inverse of `rope_from_json`."""
     fields = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
     for key in ("partial_rotary_factor", "max_position_embeddings"):
@@ -161,20 +172,20 @@ def rope_to_json(rope: RotaryConfig) -> Json:
 
 
 def late_window(default_layers: int) -> KeyGroup:
-    """Qwen's windows: behind the first `max_window_layers` layers, where `use_sliding_window` says so."""
+    """Qwen's sliding window: in the layers after the first `max_window_layers`, if `use_sliding_window` is true."""
     keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None
         first = theirs.get("max_window_layers", default_layers) if window is not None else 0
         kinds = theirs.get("layer_types")
-        meant = [
+        expected = [
             "full_attention" if window is None or i < first else "sliding_attention"
             for i in range(theirs["num_hidden_layers"])
         ]
-        if kinds is not None and list(kinds) != meant:
+        if kinds is not None and list(kinds) != expected:
             raise ConfigError(
-                f"layer_types: {kinds} given; with use_sliding_window and max_window_layers as they are, {meant} expected"
+                f"layer_types: {kinds} given; {expected} expected for these use_sliding_window and max_window_layers"
             )
         return {"sliding_window": window, "max_window_layers": first}
 
@@ -190,17 +201,24 @@ def late_window(default_layers: int) -> KeyGroup:
 
 
 def window_pattern(default: int, *, window: int) -> KeyGroup:
-    """Gemma's windows: every so many layers the last sees everything. Args: default, window: where nothing is written."""
+    """Gemma's sliding windows: every `sliding_window_pattern`-th layer has full attention.
+
+    Args:
+        default, window: defaults for the pattern and the window size if the keys are missing.
+    """
     keys = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         kinds = theirs.get("layer_types")
         pattern = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern")) or default
-        if kinds is not None and "full_attention" in kinds:  # newer files say it layer by layer, and may keep the other
+        if kinds is not None and "full_attention" in kinds:  # newer files list the layers, and may keep the old key
             pattern = list(kinds).index("full_attention") + 1
-        meant = _kinds(theirs["num_hidden_layers"], pattern)
-        if kinds is not None and list(kinds) != meant:
-            raise ConfigError(f"layer_types: {kinds} given; every so many layers the last must see everything: {meant}")
+        expected = _kinds(theirs["num_hidden_layers"], pattern)
+        if kinds is not None and list(kinds) != expected:
+            raise ConfigError(
+                f"layer_types: {kinds} given; {expected} expected, with full attention only in the last of every {pattern}"
+                " layers"
+            )
         return {"sliding_window": theirs.get("sliding_window", window), "sliding_window_pattern": pattern}
 
     def to_theirs(config: Any) -> Json:

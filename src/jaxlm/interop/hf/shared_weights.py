@@ -1,4 +1,4 @@
-"""Rows of the weight tables that several families share."""
+"""Entries of the weight tables that several model families share."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from jaxlm.interop.hf.weights import Tensor, one
 
 BLOCK = "body.layers.stacked."
-"""Where all layers' parameters stand."""
+"""Path prefix of the parameters of all layers."""
 HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": "kv_heads head_size"}
-"""Rows of the matrices that make queries, keys and values."""
+"""Output axes of the query, key and value projections."""
 
 
 def ends(config: Any) -> Iterator[Tensor]:
-    """Embedding, last norm and head, by Llama's names."""
+    """Embedding, final norm and head, with Llama's names."""
     yield one("model.embed_tokens.weight", "tokens.weight", "vocab | embed")
     yield one("model.norm.weight", "body.final_norm.weight", "embed")
     if not config.tie_word_embeddings:
@@ -20,12 +20,12 @@ def ends(config: Any) -> Iterator[Tensor]:
 
 
 def biased_attention(config: Any) -> Iterator[Tensor]:
-    """`attention`, with biases everywhere where the configuration says so."""
+    """`attention`, with biases on all projections if `attention_bias` is set."""
     return attention(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
 
 
 def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Tensor]:
-    """Queries, keys, values and what follows, each a tensor of its own."""
+    """Query, key, value and output projections as separate tensors."""
     layer = "model.layers.{layer}.self_attn."
     for name, out in HEADS.items():
         yield one(f"{layer}{name}.weight", f"{BLOCK}attn.{name}.weight", f"{out} | embed")
@@ -37,13 +37,13 @@ def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Ten
 
 
 def head_norms() -> Iterator[Tensor]:
-    """Norms of every head's queries and keys."""
+    """Query and key norms over each head."""
     for name in ("q_norm", "k_norm"):
         yield one(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", "head_size")
 
 
 def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
-    """Gate, up and down."""
+    """Gate, up and down projections."""
     for name, out, into in (("gate_proj", "mlp", "embed"), ("up_proj", "mlp", "embed"), ("down_proj", "embed", "mlp")):
         theirs, ours = f"model.layers.{{layer}}.mlp.{name}", f"{BLOCK}mlp.{name}"
         yield one(f"{theirs}.weight", f"{ours}.weight", f"{out} | {into}")
@@ -52,7 +52,12 @@ def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
 
 
 def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
-    """A router and its experts. Args: module: its name in a layer; gate, up, down: of an expert's maps."""
+    """A router and its experts.
+
+    Args:
+        module: name of the MoE module in a layer.
+        gate, up, down: names of an expert's projections.
+    """
     layer = f"model.layers.{{layer}}.{module}."
     yield one(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
     for theirs, ours, layout in (
@@ -64,7 +69,7 @@ def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
 
 
 def norms(**names: str) -> Iterator[Tensor]:
-    """Norms of a block: ours=theirs."""
+    """Norms of a block, as name in jaxlm=name in the files."""
     for ours, theirs in names.items():
         yield one(f"model.layers.{{layer}}.{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
 
@@ -75,7 +80,7 @@ def pre_norms() -> Iterator[Tensor]:
 
 
 def four_norms() -> Iterator[Tensor]:
-    """The norms of Gemma's blocks: before and behind both parts."""
+    """The four norms of Gemma's blocks: before and after attention and MLP."""
     return norms(
         attn_norm="input_layernorm",
         attn_post_norm="post_attention_layernorm",
@@ -85,7 +90,7 @@ def four_norms() -> Iterator[Tensor]:
 
 
 def whole_norms() -> Iterator[Tensor]:
-    """Norms of all heads' queries and keys at once."""
+    """Query and key norms over all heads together."""
     for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
         theirs, ours = f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight"
         yield one(theirs, ours, f"{axis} head_size")

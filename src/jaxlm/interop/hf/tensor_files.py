@@ -1,4 +1,4 @@
-"""Where tensors come from: a folder as Hugging Face writes it, or files of torch. Read in place, not loaded."""
+"""Sources of tensors: folders in Hugging Face format, safetensors files and torch files, all memory-mapped."""
 
 import json
 from collections.abc import Mapping
@@ -21,15 +21,18 @@ class TensorSource(Protocol):
         ...
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor, which is not to be written to."""
+        """A tensor. Do not write to it."""
         ...
 
 
 class ManyFiles:
-    """The tensors of several files."""
+    """The tensors of several files.
+
+    Args:
+        files: tensor name -> the file that contains it.
+    """
 
     def __init__(self, files: Mapping[str, TensorSource]):
-        """Args: files: tensor name -> the file that has it."""
         self._files = files
 
     @property
@@ -41,10 +44,10 @@ class ManyFiles:
 
 
 def open_tensors(path: Path) -> TensorSource:
-    """The tensors of a file, or of a folder: `model.safetensors`, the files of an index, else those of torch.
+    """Opens a weights file, or the weights in a folder: `model.safetensors`, an index of several files, or torch files.
 
     Raises:
-        ConfigError: there are none, or an index names files or tensors that are not there.
+        ConfigError: there are no weights, or an index lists missing files or tensors.
     """
     if not path.is_dir():
         return _open_file(path)
@@ -54,23 +57,23 @@ def open_tensors(path: Path) -> TensorSource:
             return _open_index(index)
         if (path / name).is_file():
             return _open_file(path / name)
-    found = sorted(p for p in path.glob("*.safetensors") if p.name != "adapter_model.safetensors")
-    if not found:
+    files = sorted(p for p in path.glob("*.safetensors") if p.name != "adapter_model.safetensors")
+    if not files:
         raise ConfigError(
-            f"{path}: no weights there. Looked for model.safetensors, model.safetensors.index.json, other .safetensors,"
+            f"{path}: no weights found. Looked for model.safetensors, model.safetensors.index.json, other .safetensors files,"
             " pytorch_model.bin and its index"
         )
-    return _joined({file: _open_file(file) for file in found})
+    return _joined({file: _open_file(file) for file in files})
 
 
 def _open_file(path: Path) -> TensorSource:
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder of weights")
+        raise ConfigError(f"{path}: no such weights file or folder")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in TORCH_SUFFIXES:
         return TorchFile(path)
-    raise ConfigError(f"{path}: neither .safetensors nor {', '.join(TORCH_SUFFIXES)}")
+    raise ConfigError(f"{path}: unknown file type. Allowed: .safetensors, {', '.join(TORCH_SUFFIXES)}")
 
 
 def _open_index(index: Path) -> TensorSource:
@@ -78,11 +81,11 @@ def _open_index(index: Path) -> TensorSource:
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
-        raise ConfigError(f"{index} names files that are not there: {', '.join(absent)}. Download them")
+        raise ConfigError(f"{index} lists missing files: {', '.join(absent)}. Download them")
     files = {name: _open_file(index.parent / name) for name in names}
-    lost = [f"{tensor} (in {file})" for tensor, file in weight_map.items() if tensor not in files[file].tensors]
-    if lost:
-        raise ConfigError(f"{index} names tensors that are not there:\n  " + "\n  ".join(lost))
+    missing = [f"{tensor} (in {file})" for tensor, file in weight_map.items() if tensor not in files[file].tensors]
+    if missing:
+        raise ConfigError(f"{index} lists tensors that are missing from its files:\n  " + "\n  ".join(missing))
     return _joined({index.parent / name: file for name, file in files.items()})
 
 
@@ -91,6 +94,8 @@ def _joined(files: Mapping[Path, TensorSource]) -> TensorSource:
     for path, file in files.items():
         for name in file.tensors:
             if name in owners:
-                raise ConfigError(f"{path}: the tensor '{name}' is in another file too. Leave one of them")
+                raise ConfigError(
+                    f"{path}: the tensor '{name}' is also in another file. Keep only one of the two files"
+                )
             owners[name] = file
     return ManyFiles(owners)

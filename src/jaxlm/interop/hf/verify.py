@@ -1,4 +1,4 @@
-"""Whether a written folder holds the same model: its logits and greedy tokens beside those of the model itself."""
+"""Verifies an exported folder: compares its logits and greedy tokens with those of the original model."""
 
 import importlib.util
 from collections.abc import Callable
@@ -19,56 +19,58 @@ from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
 
-_PROMPT, _NEW = 16, 32
-_NEAR = 1e-3  # of the largest logit; both sides compute in float32, in different orders
+_PROMPT_LENGTH, _NUM_NEW_TOKENS = 16, 32
+_RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
 
 def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layout: Layout) -> str:
-    """Reads a folder again, with transformers where it is installed, and compares; both sides compute in float32.
+    """Loads a folder, with transformers if it is installed, and compares it with `model`. Both compute in float32.
 
     Args:
-        model: what was written; it is rounded to the files' dtype first.
+        model: the exported model. It is rounded to the dtype of the files first.
 
     Returns:
-        What was compared, in a sentence.
+        A summary of the comparison.
 
     Raises:
-        ConfigError: it is not the same model.
+        ConfigError: the logits or greedy tokens differ.
     """
     dtype = next(iter(open_tensors(folder).tensors.values())).dtype
     rounded = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), tree))(model)
-    length = min(config.seq_len, _PROMPT + _NEW)
+    length = min(config.seq_len, _PROMPT_LENGTH + _NUM_NEW_TOKENS)
     ids = np.random.default_rng(0).integers(0, model.Vocab.size, size=(layout.mesh.size, length))
     ours = np.asarray(_logits(rounded, ids))
-    new = max(0, min(_NEW, length - 1))
+    new = max(0, min(_NUM_NEW_TOKENS, length - 1))
     prompt = ids[:1, : length - new].tolist()
     greedy = generate(rounded, prompt, max_new_tokens=new, temperature=0.0)[0]
-    by, logits, tokens = _reader(folder, config, layout)
+    reader, logits, tokens = _reader(folder, config, layout)
     theirs = logits(ids)
     difference = float(np.abs(ours - theirs).max())
-    if not difference <= _NEAR * float(np.abs(ours).max()):
-        raise ConfigError(f"{folder}: logits differ by up to {difference:.3g} from the checkpoint's, as {by} reads it")
-    again = tokens(prompt, new)
-    if again != greedy:
-        raise ConfigError(f"{folder}: {by} continues with {again}, the checkpoint with {greedy}")
-    return f"verified with {by}: logits within {difference:.1e}, the same {new} greedy tokens"
+    if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
+        raise ConfigError(
+            f"{folder}: loaded with {reader}, logits differ by up to {difference:.3g} from the checkpoint"
+        )
+    reader_tokens = tokens(prompt, new)
+    if reader_tokens != greedy:
+        raise ConfigError(f"{folder}: {reader} generates {reader_tokens}, the checkpoint generates {greedy}")
+    return f"verified with {reader}: logits within {difference:.1e}, the same {new} greedy tokens"
 
 
 @jax.jit
-def _both(model: LanguageModel, inputs: Inputs) -> jax.Array:
+def _model_logits(model: LanguageModel, inputs: Inputs) -> jax.Array:
     return model.logits(model.hidden(inputs).final).array
 
 
 def _logits(model: LanguageModel, ids: np.ndarray) -> jax.Array:
     axes = (Axis(BATCH, ids.shape[0]), Axis(POSITION, ids.shape[1]))
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return _both(
+    return _model_logits(
         model, Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
     )
 
 
 def _reader(folder: Path, config: ModelConfig, layout: Layout) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
-    """(name, ids -> logits, (prompt, count) -> greedy tokens) of whoever reads the folder."""
+    """The library that loads the folder: (name, ids -> logits, (prompt, count) -> greedy tokens)."""
     if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
         return _transformers(folder)
     opened = open_folder(folder)

@@ -1,7 +1,7 @@
-"""One table for both ways: which parameters a tensor of theirs holds, and how they lie in it.
+"""Weight tables for import and export: which parameters a tensor in Hugging Face format contains, in which layout.
 
-A layout is written as their dimensions, each a product of our axes: `heads head_size | embed` is a matrix whose rows are
-the features of all heads. The axes `layers` and `experts` are not part of it where their tensors are one for each.
+A layout lists the tensor's dimensions, each as a product of named axes: `heads head_size | embed` is a matrix whose rows
+are the features of all heads. It omits the axes `layers` and `experts` if the files have one tensor per layer or expert.
 """
 
 import itertools
@@ -15,38 +15,38 @@ from jaxlm.core.axes import EXPERTS, LAYERS
 
 Sizes = dict[str, int]
 _NUMBERS = {LAYERS: "layer", EXPERTS: "expert"}
-"""Axis of ours -> what its number is called in names."""
+"""Axis -> placeholder for its index in tensor names."""
 MAY_BE_LONGER = (("vocab",), ("position",))
-"""Dimensions of which a file may have more than the model: rows behind the last token or position are left out."""
+"""Dimensions that may be longer in a file than in the model. The additional rows are ignored."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter inside of a tensor.
+    """A parameter within a tensor.
 
     Attributes:
-        path: of the leaf, as `jaxlm.core.tree` writes it.
-        dims: their dimensions, each as names of our axes.
+        path: path of the leaf, as in `jaxlm.core.tree`.
+        dims: dimensions of the tensor, each as a product of named axes.
     """
 
     path: str
     dims: tuple[tuple[str, ...], ...]
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The part's extent in each of their dimensions."""
+        """Size of the part in each dimension of the tensor."""
         return tuple(int(np.prod([sizes[axis] for axis in dim], dtype=int)) for dim in self.dims)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of their files.
+    """A tensor in Hugging Face format.
 
     Attributes:
-        name: with `{layer}` and `{expert}` for their numbers, where there is one for each.
-        parts: the parameters in it, one after the other.
-        along: the dimension in which they follow each other.
-        merged: how many leading dimensions are written as one: GPT-NeoX has queries, keys and values after each other
-            inside of every head.
+        name: tensor name, with `{layer}` and `{expert}` as placeholders if there is one tensor per layer or expert.
+        parts: the parameters that are concatenated in it.
+        along: dimension of the concatenation.
+        merged: number of leading dimensions that are stored as one. GPT-NeoX concatenates queries, keys and values
+            within each head.
     """
 
     name: str
@@ -56,48 +56,48 @@ class Tensor:
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """The axes of ours for each of whose numbers there is one."""
+        """The axes that have one tensor per index."""
         return tuple(axis for axis, number in _NUMBERS.items() if f"{{{number}}}" in self.name)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether there is one for each layer."""
+        """Whether there is one tensor per layer."""
         return LAYERS in self.stacked
 
     def own_axes(self, leaf: Any) -> list[str]:
-        """The names of a leaf's axes without those that are stacked."""
+        """Names of a leaf's axes, without the stacked ones."""
         return [axis.name for axis in leaf.axes if axis.name not in self.stacked]
 
     def numbered(self, numbers: Sequence[int]) -> str:
-        """Its name for one number of each stacked axis."""
+        """The tensor's name for one index of each stacked axis."""
         return self.name.format(**{_NUMBERS[axis]: n for axis, n in zip(self.stacked, numbers, strict=True)})
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Theirs, for a model with these axes."""
+        """Shape of the tensor in the files, for a model with these axis sizes."""
         shape = self._unmerged(sizes)
         return (int(np.prod(shape[: self.merged])), *shape[self.merged :])
 
     def read(self, theirs: np.ndarray, number: int, sizes: Sizes, axes: Sequence[str]) -> np.ndarray:
-        """The part with this number, as a view with our axes (without stacked ones) in the order given."""
+        """Part `number` of the tensor, as a view with the given axes (without stacked ones) in this order."""
         part = self.parts[number]
         whole = theirs.reshape(self._unmerged(sizes)) if self.merged > 1 else theirs
         starts = [0] * whole.ndim
         starts[self.along] = sum(before.shape(sizes)[self.along] for before in self.parts[:number])
         extents = part.shape(sizes)
-        mine = whole[tuple(slice(s, s + n) for s, n in zip(starts, extents, strict=True))]
+        section = whole[tuple(slice(s, s + n) for s, n in zip(starts, extents, strict=True))]
         order = [axis for dim in part.dims for axis in dim]
-        return mine.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
+        return section.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
 
     def write(self, parts: Sequence[np.ndarray], axes: Sequence[Sequence[str]], sizes: Sizes) -> np.ndarray:
-        """The tensor that holds these parameters; `axes` names those of each (without stacked ones)."""
-        in_step_layout = []
+        """Combines parameters to a tensor. `axes` has the axis names of each parameter (without stacked ones)."""
+        arranged = []
         for part, array, own in zip(self.parts, parts, axes, strict=True):
             order = [axis for dim in part.dims for axis in dim]
-            in_step_layout.append(array.transpose([list(own).index(axis) for axis in order]).reshape(part.shape(sizes)))
-        return np.concatenate(in_step_layout, axis=self.along).reshape(self.shape(sizes))
+            arranged.append(array.transpose([list(own).index(axis) for axis in order]).reshape(part.shape(sizes)))
+        return np.concatenate(arranged, axis=self.along).reshape(self.shape(sizes))
 
     def longer_dims(self) -> set[int]:
-        """Dimensions of theirs that may be longer than ours."""
+        """Dimensions that may be longer in the file than in the model."""
         first, *others = self.parts
         return set() if others else {i for i, dim in enumerate(first.dims) if dim in MAY_BE_LONGER}
 
@@ -109,12 +109,12 @@ class Tensor:
 
 
 def one(name: str, path: str, layout: str) -> Tensor:
-    """A tensor that is one parameter."""
+    """A tensor with a single parameter."""
     return Tensor(name, (_part(path, layout),))
 
 
 def fused(name: str, parts: dict[str, str], *, along: int = 0, merged: int = 1) -> Tensor:
-    """A tensor that holds several parameters: path -> layout."""
+    """A tensor with several parameters, given as path -> layout."""
     return Tensor(name, tuple(_part(path, layout) for path, layout in parts.items()), along, merged)
 
 
@@ -123,10 +123,10 @@ def _part(path: str, layout: str) -> Part:
 
 
 def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """(name, tensor, numbers) of everything in their files, layer by layer; `numbers` are those of its stacked axes.
+    """(name, tensor, indices of its stacked axes) for every tensor in the files, layer by layer.
 
     Args:
-        sizes: of our axes.
+        sizes: axis sizes of the model.
     """
     for tensor in tensors:
         if not tensor.stacked:
@@ -139,5 +139,5 @@ def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Ten
 
 
 def axis_sizes(leaves: Sequence[tuple[str, Any]]) -> Sizes:
-    """Axis name -> size over all named leaves."""
+    """Sizes of all axes of the named leaves."""
     return {axis.name: axis.size for _, leaf in leaves for axis in leaf.axes}

@@ -1,9 +1,9 @@
-"""Levanter's own spelling of a configuration, read as what it is called here.
+"""Translates Levanter configurations to jaxlm keys.
 
 Source: the configuration files that Levanter publishes, of version 1.2 and of its successor (`lib/levanter` of Marin), and
-the fields of its dataclasses that they write. What the configuration guide documents needs none of this: those keys have
-their names here. A key that asks for nothing (null, false, empty) is dropped; one that asks for something that is not
-here is an error that says what to do instead; whatever is read by another name is said in a note.
+the dataclass fields that they set. Keys in Levanter's configuration guide have the same names in jaxlm and need no
+translation. A key that requests nothing (null, false, empty) is dropped. A key that requests an unsupported feature is an
+error that says what to do instead. Every renamed key is reported in a note.
 """
 
 import copy
@@ -19,7 +19,7 @@ from jaxlm.interop.levanter.evals import harness_evals
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 
-# Path there -> path here.
+# Path in Levanter -> path in jaxlm.
 _RENAMED = {
     "model.max_seq_len": "model.seq_len",
     "train_length": "model.seq_len",
@@ -31,52 +31,52 @@ _RENAMED = {
     "trainer.per_device_eval_batch_size": "trainer.per_device_eval_parallelism",
     "trainer.jax_compilation_cache_dir": "trainer.compilation_cache_dir",
 }
-# Path there -> why it is not needed; a note says so.
-_NOT_NEEDED = {
-    "model.flash_attention_block_size": "attention chooses its blocks",
-    "model.cross_entropy_block_size": "the loss chooses its blocks",
-    "model.reference_checkpoint": "initialize_from_hf names weights",
-    "trainer.profiler_perfetto_link": "the trace lies in the log folder, for ui.perfetto.dev",
+# Path in Levanter -> why jaxlm ignores it; reported in a note.
+_IGNORED = {
+    "model.flash_attention_block_size": "attention chooses its block size automatically",
+    "model.cross_entropy_block_size": "the loss chooses its block size automatically",
+    "model.reference_checkpoint": "initialize_from_hf selects the weights",
+    "trainer.profiler_perfetto_link": "open the trace in the log folder with ui.perfetto.dev",
 }
-# Path there -> what to do instead; an error says so.
-_NOT_HERE = {
-    "data_seed": "trainer.seed is the one seed",
-    "hf_upload": "upload the folders of hf_save_path with the hub's own tools",
-    "log_entropy": "there is no such number here; leave it out",
-    "trainer.quantization": "there are no quantised matrix products here; mp: p=f32,c=bfloat16 is the nearest",
-    "optimizer.cooldown": "write it as optimizer.decay",
-    "optimizer.haps": "write the steps at which cycles end as optimizer.cycles",
-    "optimizer.lr": "it has no effect there; write optimizer.learning_rate",
+# Path in Levanter -> what to do instead; reported in an error.
+_UNSUPPORTED = {
+    "data_seed": "set trainer.seed, which also seeds the data order",
+    "hf_upload": "upload the folders in hf_save_path with the Hugging Face Hub's own tools",
+    "log_entropy": "remove it; this metric is not available",
+    "trainer.quantization": "set mp: p=f32,c=bfloat16; quantized matrix products are not available",
+    "optimizer.cooldown": "set optimizer.decay",
+    "optimizer.haps": "set optimizer.cycles to the steps at which cycles end",
+    "optimizer.lr": "set optimizer.learning_rate; this key has no effect in Levanter either",
 }
 _ATTENTION = {None: "auto", "default": "auto", "jax_flash": "blockwise", "nvte": "cudnn", "vanilla": "reference"}
-# Of models whose family has no such key: what it is there, always.
+# The only supported value of these keys in model families that do not have them.
 _ALWAYS = {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": False, "tie_word_embeddings": False}
 _NOTHING = (None, False, {}, [])
 
 
 def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:
-    """A configuration with Levanter's spellings replaced by those here, and a line on each that was.
+    """Translates a configuration, and returns it with one note per translated key.
 
     Raises:
-        ConfigError: a key asks for what is not here, or stands beside the one that it means.
+        ConfigError: a key requests an unsupported feature, or is set together with the key that it is translated to.
     """
-    reading = _Reading(source)
-    reading.trainer()
-    reading.model()
-    reading.supervised()
-    reading.data()
-    reading.evals()
-    for path, instead in _NOT_HERE.items():
-        reading.refuse(path, instead)
-    for path, why in _NOT_NEEDED.items():
-        reading.leave_out(path, why)
+    translation = _Translation(source)
+    translation.trainer()
+    translation.model()
+    translation.supervised()
+    translation.data()
+    translation.evals()
+    for path, instead in _UNSUPPORTED.items():
+        translation.refuse(path, instead)
+    for path, reason in _IGNORED.items():
+        translation.ignore(path, reason)
     for old, new in _RENAMED.items():
-        reading.rename(old, new)
-    return ConfigSource(reading.tree, reading.marks), reading.notes
+        translation.rename(old, new)
+    return ConfigSource(translation.tree, translation.marks), translation.notes
 
 
-class _Reading:
-    """The tree while it is rewritten. Every method leaves a tree without its keys as it is."""
+class _Translation:
+    """The tree during translation. Methods do nothing if their keys are missing."""
 
     def __init__(self, source: ConfigSource):
         self.tree: dict[str, Any] = copy.deepcopy(source.tree)
@@ -84,7 +84,7 @@ class _Reading:
         self.notes: list[str] = []
 
     def take(self, path: str) -> Any:
-        """Removes a key; None where it is not there."""
+        """Removes a key and returns its value; None if it is missing."""
         *sections, key = path.split(".")
         at: Any = self.tree
         for name in sections:
@@ -97,7 +97,7 @@ class _Reading:
         for name in sections:
             at = at.setdefault(name, {})
         if at.get(key, value) != value:
-            raise self.error(old, f"it means {path}, which is given too, as {at[key]!r}. Leave one out")
+            raise self.error(old, f"same as {path}, which is also set, to {at[key]!r}. Remove one")
         at[key] = value
         self.marks[tuple(path.split("."))] = ConfigSource({}, self.marks).where(tuple(old.split(".")))
 
@@ -108,11 +108,11 @@ class _Reading:
     def refuse(self, path: str, instead: str) -> None:
         value = self.take(path)
         if value not in _NOTHING:
-            raise self.error(path, f"{value!r} given, as in Levanter; that is not here: {instead}")
+            raise self.error(path, f"{value!r} given; jaxlm does not support this Levanter key: {instead}")
 
-    def leave_out(self, path: str, why: str) -> None:
+    def ignore(self, path: str, reason: str) -> None:
         if self.take(path) not in _NOTHING:
-            self.notes.append(f"{path} is left out: {why}")
+            self.notes.append(f"{path} is ignored: {reason}")
 
     def rename(self, old: str, new: str) -> None:
         value = self.take(old)
@@ -130,12 +130,10 @@ class _Reading:
             self.notes.append("trainer.wandb is read as trainer.tracker")
         given = trainer.get("tracker", [])
         trackers = given if isinstance(given, list) else [given]
-        kept = [t for t in trackers if not (isinstance(t, dict) and t.get("type") in ("json_logger", "noop"))]
-        if len(kept) < len(trackers):
-            trainer["tracker"] = kept
-            self.notes.append(
-                "trainer.tracker of type json_logger or noop is left out: metrics.jsonl is always written"
-            )
+        supported = [t for t in trackers if not (isinstance(t, dict) and t.get("type") in ("json_logger", "noop"))]
+        if len(supported) < len(trackers):
+            trainer["tracker"] = supported
+            self.notes.append("trainer.tracker of type json_logger or noop is ignored: metrics.jsonl is always written")
         profiler = trainer.get("profiler")
         steps = {key: self.take(f"trainer.profiler_{key}") for key in ("start_step", "num_steps")}
         if profiler is True:
@@ -150,7 +148,7 @@ class _Reading:
         reference = model.get("reference_checkpoint")
         if self.tree.get("initialize_from_hf") is True and reference:
             self.tree["initialize_from_hf"] = self.take("model.reference_checkpoint")
-            self.notes.append(f"initialize_from_hf: true means model.reference_checkpoint, {reference}")
+            self.notes.append(f"initialize_from_hf: true is read as model.reference_checkpoint, {reference}")
         if "attn_backend" in model and model["attn_backend"] in _ATTENTION:
             model["attn_backend"] = _ATTENTION[model["attn_backend"]]
         if self.take("model.use_flash_attention") is False:
@@ -159,7 +157,7 @@ class _Reading:
             model["gradient_checkpointing"] = "full"
             self.notes.append("model.gradient_checkpointing: nested is read as full")
         self._rope(model.get("rope"))
-        self._what_families_fix(model)
+        self._fixed_keys(model)
 
     def _rope(self, rope: Any) -> None:
         if isinstance(rope, dict) and rope.get("type", "default") == "default" and rope.get("factor") == 1:
@@ -167,31 +165,33 @@ class _Reading:
         if isinstance(rope, dict) and rope.get("mscale") == 1:
             del rope["mscale"]
 
-    def _what_families_fix(self, model: dict[str, Any]) -> None:
+    def _fixed_keys(self, model: dict[str, Any]) -> None:
         family = chosen_class(ModelConfig, model, LlamaConfig())
         known = {item.name for item in dataclasses.fields(family)} if family is not None else set(_ALWAYS)
         for key in sorted(model.keys() & (_ALWAYS.keys() - known)):
             given = model.pop(key)
             if given != _ALWAYS[key]:
                 given, always = (str(value).lower() for value in (given, _ALWAYS[key]))
-                raise self.error(f"model.{key}", f"{given} given; models of this family always have {always}")
+                raise self.error(
+                    f"model.{key}", f"{given} given; this model family always has {always}. Remove the key"
+                )
 
     def supervised(self) -> None:
         given, section = self.take("supervised_data"), self.tree.get("data")
         if given in _NOTHING:
             return
-        places = [section.get(key) for key in ("configs", "components")] if isinstance(section, dict) else []
-        named = next((place for place in places if isinstance(place, dict)), None)
-        if named is None or not isinstance(given, Mapping):
+        candidates = [section.get(key) for key in ("configs", "components")] if isinstance(section, dict) else []
+        sources = next((candidate for candidate in candidates if isinstance(candidate, dict)), None)
+        if sources is None or not isinstance(given, Mapping):
             raise self.error(
-                "supervised_data", f"{given!r} given; sources by name expected, beside those of data.configs"
+                "supervised_data", f"{given!r} given; sources by name expected, in addition to those of data.configs"
             )
         for name, source in supervised_sources(given, self.error).items():
-            if name in named:
-                raise self.error(f"supervised_data.{name}", "the name of a source of data, too. Rename one of them")
-            named[name] = source
+            if name in sources:
+                raise self.error(f"supervised_data.{name}", "data.configs has a source of the same name. Rename one")
+            sources[name] = source
         self.notes.append(
-            "supervised_data is read as sources of data.configs; eval/loss and eval/bpb are over them, too"
+            "supervised_data is read as sources of data.configs; eval/loss and eval/bpb include these sources"
         )
 
     def data(self) -> None:
@@ -203,12 +203,12 @@ class _Reading:
     def evals(self) -> None:
         given = self.take("eval_harness")
         if given in _NOTHING:
-            return self.leave_out("eval_harness_steps", "there is no eval_harness")
-        asked, notes = harness_evals(given, self.error)
+            return self.ignore("eval_harness_steps", "eval_harness is not set")
+        translated, notes = harness_evals(given, self.error)
         others = self.tree.pop("evals", [{"type": "loss"}])
         if not isinstance(others, list):
-            raise self.error("evals", f"{others!r} given beside eval_harness; a list expected, as in [{{type: loss}}]")
-        self.put("evals", [*others, *asked], "eval_harness")
+            raise self.error("evals", f"{others!r} given with eval_harness; a list expected, such as [{{type: loss}}]")
+        self.put("evals", [*others, *translated], "eval_harness")
         self.notes.append("eval_harness is read as evals of type harness")
         self.notes.extend(notes)
-        self.leave_out("eval_harness_steps", "all evals run every trainer.steps_per_eval steps")
+        self.ignore("eval_harness_steps", "all evals run every trainer.steps_per_eval steps")

@@ -1,4 +1,4 @@
-"""A folder of PEFT with one LoRA adapter, read: the inverse of `jaxlm.interop.peft.write`."""
+"""Reads a PEFT folder with one LoRA adapter. The inverse of `jaxlm.interop.peft.write`."""
 
 import json
 import math
@@ -19,27 +19,27 @@ from jaxlm.interop.peft.write import PREFIX
 from jaxlm.models.base import ModelConfig
 
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Whatever makes the adapter something else than scale * B A beside a linear layer that is otherwise as it was. What a key
-# is without effect: its value, or one that counts as false.
+# Options that change anything other than adding scale * B A to a linear layer are not supported. They must have the value
+# in _MUST_BE, or be unset or false.
 _MUST_BE = {"peft_type": "LORA", "bias": "none"}
 _MUST_BE_UNSET = (
     *("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora", "arrow_config", "use_bdlora", "velora_config"),
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "modules_to_save"),
     *("target_parameters", "trainable_token_indices", "megatron_config"),
 )
-# These begin from a base that is not the one on disk, and save the adapter relative to their own.
+# These initializations modify the base weights, and save the adapter relative to the modified weights.
 _OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
-_MOST_SHOWN = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True)
 class ReadAdapters:
-    """Adapters of a folder, by the paths of the modules that they stand beside.
+    """Adapters of a folder, by path of the adapted module.
 
     Attributes:
-        keys: of the surgery `lora` that makes room for them.
-        a: path -> [layers, rank, in], without the first dimension where there is one for the whole model.
-        b: path -> [layers, out, rank], likewise.
+        keys: keys of the `lora` surgery that adds these adapters.
+        a: path -> [layers, rank, in], without `layers` if the module is not in a layer.
+        b: path -> [layers, out, rank], without `layers` if the module is not in a layer.
     """
 
     keys: Mapping[str, Any]
@@ -48,45 +48,45 @@ class ReadAdapters:
 
 
 def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAdapters:
-    """The adapters in a folder that PEFT, or `save_adapters`, has written for a model of this configuration.
+    """Reads the adapters that PEFT or `save_adapters` wrote for a model of this configuration.
 
     Raises:
-        ConfigError: there are none, they are of another kind than plain LoRA, or they are not this model's.
+        ConfigError: there are no adapters, they are not plain LoRA, or they do not belong to this model.
     """
     settings = _settings(folder)
     file = SafetensorsFile(folder / _WEIGHTS)
-    left = set(file.tensors)
-    found: dict[str, dict[str, np.ndarray]] = {"A": {}, "B": {}}
+    unread = set(file.tensors)
+    adapters: dict[str, dict[str, np.ndarray]] = {"A": {}, "B": {}}
     for tensor in family_of_config(config).tensors(config):
         names = _names_of(tensor, num_layers)
-        there = [name for name in names if f"{name}.lora_A.weight" in left]
-        if not there:
+        adapted = [name for name in names if f"{name}.lora_A.weight" in unread]
+        if not adapted:
             continue
-        if len(there) < len(names):
+        if len(adapted) < len(names):
             raise ConfigError(
-                f"{folder}: adapters at {len(there)} of {len(names)} layers ({', '.join(there[:_MOST_SHOWN])}). Layers are"
-                " one array here, so all of them or none can have one"
+                f"{folder}: adapters at {len(adapted)} of {len(names)} layers ({', '.join(adapted[:_MAX_LISTED])})."
+                " jaxlm stacks all layers in one array, so either all layers or none must have an adapter"
             )
-        path = _module(tensor, there[0], folder)
-        for side, arrays in found.items():
+        path = _module(tensor, adapted[0], folder)
+        for side, arrays in adapters.items():
             keys = [f"{name}.lora_{side}.weight" for name in names]
-            missing = [key for key in keys if key not in left]
+            missing = [key for key in keys if key not in unread]
             if missing:
-                raise ConfigError(f"{folder / _WEIGHTS}: missing: {', '.join(missing[:_MOST_SHOWN])}")
+                raise ConfigError(f"{folder / _WEIGHTS}: missing: {', '.join(missing[:_MAX_LISTED])}")
             each = [file.view(key) for key in keys]
             arrays[path] = np.stack(each) if tensor.is_stacked else each[0]
-            left -= set(keys)
-    if left or not found["A"]:
-        nothing = f"{', '.join(sorted(left)[:_MOST_SHOWN])} belong to no layer of this model" if left else "no adapters"
-        raise _not_this_models(folder, nothing)
-    return ReadAdapters(_lora_keys(settings, found["A"]), a=found["A"], b=found["B"])
+            unread -= set(keys)
+    if unread or not adapters["A"]:
+        listed = ", ".join(sorted(unread)[:_MAX_LISTED])
+        raise _wrong_model(folder, f"{listed} belong to no layer of this model" if unread else "no adapters")
+    return ReadAdapters(_lora_keys(settings, adapters["A"]), a=adapters["A"], b=adapters["B"])
 
 
 def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """The keys of the surgery `lora` that makes room for the adapters of a folder, which are not read themselves.
+    """The keys of the `lora` surgery that adds the adapters of a folder. Reads no weights.
 
     Raises:
-        ConfigError: see `read_adapters`, which looks at every layer.
+        ConfigError: as `read_adapters`, but only the first layer is checked.
     """
     settings, names = _settings(folder), SafetensorsFile(folder / _WEIGHTS).tensors
     modules = [
@@ -96,7 +96,7 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
         if f"{name}.lora_A.weight" in names
     ]
     if not modules:
-        raise _not_this_models(folder, "no adapters at the first layer")
+        raise _wrong_model(folder, "no adapters at the first layer")
     return _lora_keys(settings, modules)
 
 
@@ -111,25 +111,31 @@ def _lora_keys(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
 
 
 def _module(tensor: Tensor, name: str, folder: Path) -> str:
-    """The path of the module here whose weight a tensor is. Args: name: of the module there."""
+    """The path in jaxlm of the module whose weight is `tensor`.
+
+    Args:
+        name: name of the module in the file.
+    """
     part, *others = tensor.parts
     if others:
         raise ConfigError(
-            f"{folder}: the adapter at {name} stands beside several parameters at once ("
-            f"{', '.join(p.path for p in tensor.parts)}), which are apart here. Merge it in PEFT and import the"
-            " whole model"
+            f"{folder}: the adapter at {name} adapts several parameters together ("
+            f"{', '.join(p.path for p in tensor.parts)}), which are separate in jaxlm. Merge it in PEFT and import the"
+            " merged model"
         )
     return part.path.removesuffix(".weight")
 
 
-def _not_this_models(folder: Path, found: str) -> ConfigError:
-    return ConfigError(f"{folder / _WEIGHTS}: {found}. Is it an adapter of a model of this configuration?")
+def _wrong_model(folder: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{folder / _WEIGHTS}: {problem}. Check that the adapter belongs to a model of this configuration"
+    )
 
 
 def _settings(folder: Path) -> dict[str, Any]:
     for name in (_SETTINGS, _WEIGHTS):
         if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: no {name} there. Give a folder that PEFT has written, with safetensors")
+            raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
     try:
         settings = json.loads((folder / _SETTINGS).read_text())
     except ValueError as error:
@@ -140,25 +146,27 @@ def _settings(folder: Path) -> dict[str, Any]:
         if settings.get(key) != value
     ]
     problems += [f"{key}: {settings[key]!r} given, null expected" for key in _MUST_BE_UNSET if settings.get(key)]
-    begun = settings.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(_OTHER_BASES):
-        problems.append(f"init_lora_weights: '{begun}' changes the base model too")
+    initialization = settings.get("init_lora_weights")
+    if isinstance(initialization, str) and initialization.startswith(_OTHER_BASES):
+        problems.append(f"init_lora_weights: '{initialization}' also changes the base model")
     for key in ("r", "lora_alpha"):
         value = settings.get(key)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             problems.append(f"{key}: {value!r} given, a positive number expected")
     if problems:
         raise ConfigError(
-            f"{folder / _SETTINGS}: only plain LoRA can be read:\n"
+            f"{folder / _SETTINGS}: only plain LoRA is supported:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + "\nMerge it in PEFT and import the whole model"
+            + "\nMerge the adapter in PEFT and import the merged model"
         )
     return settings
 
 
 def _names_of(tensor: Tensor, num_layers: int) -> list[str]:
-    """Of the modules that a tensor is the weight of, one for each layer; none where it is not the weight of a linear map, or
-    is that of an expert, beside which no adapter can stand."""
+    """Names of the modules whose weight is `tensor`, one per layer.
+
+    Empty if it is not the weight of a linear layer, or is the weight of an expert, which cannot have an adapter.
+    """
     if EXPERTS in tensor.stacked or not tensor.name.endswith(".weight"):
         return []
     name = PREFIX + tensor.name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""What the surgery `lora` takes from a PEFT folder before it is read itself."""
+"""Fills in the keys of a `lora` surgery from a PEFT folder before the configuration is decoded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,28 +9,28 @@ from jaxlm.interop.peft.read import lora_keys
 from jaxlm.models.base import ModelConfig
 
 KEY = "from_peft"
-_TAKEN = {"target", "rank", "alpha", "dropout", "rslora"}
+_LORA_KEYS = {"target", "rank", "alpha", "dropout", "rslora"}
 
 
 def peft_folder(name: str) -> Path:
-    """The folder that `from_peft` means: a path, or a name at the hub."""
+    """Resolves `from_peft`, a path or a Hub name, to a local folder."""
     return local_folder(name, f"surgery lora: {KEY}", weights=True)
 
 
 def with_peft_keys(tree: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The tree, in which every surgery that begins from a PEFT folder has the keys that it leaves out from there.
+    """Adds the missing keys of every surgery with `from_peft` from its PEFT folder.
 
-    A tree that has them all is what it was: a saved configuration needs no other files.
+    Returns the same tree if no keys are missing, so that a saved configuration does not depend on other files.
 
     Args:
-        tree: of a run, which has been read already and found well formed.
-        model: what the adapters stand in.
+        tree: tree of a run that can be decoded without errors.
+        model: config of the adapted model.
     """
-    if not any(_asks(one) for phase in tree.get("phases", []) for one in phase.get("surgery", [])):
+    if not any(_needs_keys(one) for phase in tree.get("phases", []) for one in phase.get("surgery", [])):
         return tree
 
     def filled(surgery: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**lora_keys(peft_folder(surgery[KEY]), model), **surgery} if _asks(surgery) else surgery
+        return {**lora_keys(peft_folder(surgery[KEY]), model), **surgery} if _needs_keys(surgery) else surgery
 
     phases = [
         {**phase, "surgery": [filled(one) for one in phase["surgery"]]} if "surgery" in phase else phase
@@ -39,5 +39,5 @@ def with_peft_keys(tree: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     return {**tree, "phases": phases}
 
 
-def _asks(surgery: Mapping[str, Any]) -> bool:
-    return surgery.get(KEY) is not None and not surgery.keys() >= _TAKEN
+def _needs_keys(surgery: Mapping[str, Any]) -> bool:
+    return surgery.get(KEY) is not None and not surgery.keys() >= _LORA_KEYS

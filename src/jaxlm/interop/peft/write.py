@@ -1,4 +1,4 @@
-"""Low-rank adapters alone, in the files of PEFT.
+"""Exports LoRA adapters in PEFT format.
 
 Source: PEFT's checkpoint format (github.com/huggingface/peft, docs/source/developer_guides/checkpoint.md):
 `adapter_config.json`, and in `adapter_model.safetensors` for every layer `lora_A` {rank, in} and `lora_B` {out, rank}.
@@ -26,19 +26,20 @@ from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
 
 PREFIX = "base_model.model."
-"""Of every module's name in their files."""
+"""Prefix of all module names in PEFT files."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter: scale * b a, beside a linear layer.
+    """An adapter that adds scale * b a to a linear layer.
 
     Attributes:
-        path: of the module.
+        path: path of the module.
         a: {layers, lora_rank, *In}.
         b: {layers, *Out, lora_rank}.
-        In, Out: axes of the layer.
-        dropout: of what `a` reads, in training.
+        In, Out: input and output axes of the layer.
+        scale: multiplier of the adapter's output.
+        dropout: dropout probability of the input of `a` in training.
     """
 
     path: str
@@ -53,14 +54,14 @@ class Adapter:
 def save_adapters(
     folder: Path, adapters: Sequence[Adapter], config: ModelConfig, layout: Layout, *, dtype: Any, base: str
 ) -> None:
-    """Writes the two files. Every process calls this; process 0 writes.
+    """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
     Args:
-        base: the model that they belong to, as a person would name it.
+        base: name of the base model, for adapter_config.json.
 
     Raises:
-        ConfigError: a layer is a part of a larger matrix there, of which PEFT has no adapter; or they differ in rank, scale
-            or dropout.
+        ConfigError: the weight of an adapted layer is part of a larger matrix in Hugging Face format, or the adapters have
+            different ranks, scales or dropouts.
     """
     check_unused(folder)
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
@@ -69,8 +70,8 @@ def save_adapters(
     dropouts = {adapter.dropout for adapter in adapters}
     if max(map(len, (ranks, scales, dropouts))) > 1:
         raise ConfigError(
-            f"adapters of several ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
-            " cannot be written as one PEFT adapter"
+            f"adapters with different ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
+            " cannot be exported as one PEFT adapter. Export the merged model: --adapters merge"
         )
     tensors: dict[str, np.ndarray] = {}
     modules: set[str] = set()
@@ -103,8 +104,8 @@ def _owner(adapter: Adapter, owners: dict[str, Tensor]) -> Tensor:
     owner = owners[f"{adapter.path}.weight"]
     if len(owner.parts) > 1:
         raise ConfigError(
-            f"the adapter at {adapter.path} stands beside a part of '{owner.name}', and PEFT's would stand beside all of"
-            " it. Export the merged model: --adapters merge"
+            f"the adapter at {adapter.path} adapts a part of '{owner.name}', but a PEFT adapter would adapt all of it."
+            " Export the merged model: --adapters merge"
         )
     return owner
 

@@ -1,4 +1,4 @@
-"""Tensors under other names: for files of programs that no family covers."""
+"""Renames tensors, to import weights from other programs."""
 
 import re
 from collections.abc import Mapping
@@ -11,15 +11,17 @@ from jaxlm.interop.hf.tensor_files import TensorSource
 
 
 class Renamed:
-    """A source under other names."""
+    """A tensor source with other names.
+
+    Args:
+        rules: regular expression on the full name in `source` -> new name (`\\1` for groups). The first match applies;
+            tensors without a match are skipped.
+
+    Raises:
+        ConfigError: an expression is invalid or matches nothing, or two tensors get the same name.
+    """
 
     def __init__(self, source: TensorSource, rules: Mapping[str, str]):
-        """Args: rules: regular expression on a whole name of the source -> the name it gets (`\\1` for groups); a name
-        that none matches is left out, and the first that matches counts.
-
-        Raises:
-            ConfigError: an expression that is none, or that matches nothing, or two names that become one.
-        """
         self._source = source
         self._names: dict[str, str] = {}
         compiled = {_compiled(pattern): name for pattern, name in rules.items()}
@@ -29,20 +31,20 @@ class Renamed:
                 if match := pattern.fullmatch(theirs):
                     ours = match.expand(name)
                     if ours in self._names:
-                        raise ConfigError(f"both '{self._names[ours]}' and '{theirs}' become '{ours}'")
+                        raise ConfigError(f"'{self._names[ours]}' and '{theirs}' are both renamed to '{ours}'")
                     self._names[ours] = theirs
                     used.add(pattern)
                     break
         for pattern in compiled:
             if pattern not in used:
                 raise ConfigError(
-                    f"the rule '{pattern.pattern}' matches no tensor. There are: {', '.join(list(source.tensors)[:8])}, ..."
+                    f"the rule '{pattern.pattern}' matches no tensor. Tensors: {', '.join(list(source.tensors)[:8])}, ..."
                 )
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        there = self._source.tensors
-        return {ours: there[theirs] for ours, theirs in self._names.items()}
+        infos = self._source.tensors
+        return {ours: infos[theirs] for ours, theirs in self._names.items()}
 
     def view(self, name: str) -> np.ndarray:
         return self._source.view(self._names[name])
@@ -52,4 +54,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"'{pattern}' is not a regular expression: {error}") from error
+        raise ConfigError(f"'{pattern}' is not a valid regular expression: {error}") from error

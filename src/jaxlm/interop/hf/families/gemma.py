@@ -1,4 +1,4 @@
-"""What the files of Gemma 2 and 3 have in common."""
+"""Keys and weight names shared by Gemma 2 and Gemma 3."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ from jaxlm.interop.hf.weights import Tensor
 def gemma_keys(
     *, length: int, pattern: int, attn_cap: float | None, final_cap: float | None, one_way: bool | None
 ) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
-    """All but the rotation.
+    """All keys except those of the rotary embedding.
 
     Args:
-        length, pattern, attn_cap, final_cap: what is meant where nothing is written.
-        one_way: how they write that tokens look back only.
+        length, pattern, attn_cap, final_cap: defaults for keys that are missing.
+        one_way: value of `use_bidirectional_attention` that means causal attention.
     """
     return (
         *size_keys(length=length, tied=True),
@@ -35,7 +35,7 @@ def gemma_keys(
 
 
 def gemma_tensors(config: Any) -> Iterator[Tensor]:
-    """All but norms of queries and keys."""
+    """All weights except query and key norms."""
     yield from ends(config)
     yield from four_norms()
     yield from attention()

@@ -1,4 +1,4 @@
-"""Gemma 2 in config.json and in its files."""
+"""Gemma 2: config.json keys and weight names."""
 
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, FixedKey

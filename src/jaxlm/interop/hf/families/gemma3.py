@@ -1,4 +1,4 @@
-"""Gemma 3's text models in config.json and in their files."""
+"""Gemma 3 text models: config.json keys and weight names."""
 
 from collections.abc import Mapping
 from typing import Any

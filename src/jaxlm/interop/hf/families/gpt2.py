@@ -1,4 +1,4 @@
-"""GPT-2 in config.json and in its files, whose linear maps are written {in, out}."""
+"""GPT-2: config.json keys and weight names. Its linear weights are stored as {in, out}."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from jaxlm.interop.hf.weights import Tensor, fused, one
 from jaxlm.models.families.gpt2 import Gpt2Config
 
 _LAYER = "transformer.h.{layer}."
-_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of a classifier
+_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # keys of a classification head
 
 
 def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
     if not config.use_bias:
-        raise ConfigError("model.use_bias: false, but GPT-2 at Hugging Face always has biases")
+        raise ConfigError("model.use_bias: false given, but GPT-2 in Hugging Face format always has biases")
     yield one("transformer.wte.weight", "tokens.weight", "vocab | embed")
     yield one("transformer.wpe.weight", "positions.weight", "position | embed")
     norms = {f"{_LAYER}ln_1": f"{BLOCK}attn_norm", f"{_LAYER}ln_2": f"{BLOCK}mlp_norm"}

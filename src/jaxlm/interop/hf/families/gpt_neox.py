@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia in config.json and in their files, where every head has its query, key and value together."""
+"""GPT-NeoX and Pythia: config.json keys and weight names. Queries, keys and values are interleaved per head."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Llama in config.json and in its files."""
+"""Llama: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys

@@ -1,4 +1,4 @@
-"""Mixtral in config.json and in its files."""
+"""Mixtral: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys

@@ -1,4 +1,4 @@
-"""MPT in config.json and in its files, where queries, keys and values are one matrix."""
+"""MPT: config.json keys and weight names. Queries, keys and values are one matrix."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,8 +11,8 @@ from jaxlm.models.families.mpt import MptConfig
 
 _RATIO = 4
 _LAYER = "transformer.blocks.{layer}."
-# Values of attn_config with which attention is what is built here. Of the slopes' range transformers knows no other.
-_PLAIN = {
+# Supported values of attn_config. transformers always uses this alibi_bias_max.
+_SUPPORTED = {
     "attn_type": ("multihead_attention",),
     "attn_pdrop": (0, 0.0),
     "clip_qkv": (None,),
@@ -42,23 +42,23 @@ def _tensors(config: MptConfig) -> Iterator[Tensor]:
 
 def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
     given = theirs.get("attn_config") or {}
-    for key, allowed in _PLAIN.items():
+    for key, allowed in _SUPPORTED.items():
         if given.get(key, allowed[0]) not in allowed:
-            raise ConfigError(f"attn_config.{key}: {given[key]} given, which cannot be imported; {allowed[0]} can")
-    unknown = sorted(set(given) - set(_PLAIN) - _IRRELEVANT)
+            raise ConfigError(f"attn_config.{key}: {given[key]} given, which is not supported; {allowed[0]} expected")
+    unknown = sorted(set(given) - set(_SUPPORTED) - _IRRELEVANT)
     if unknown:
-        raise ConfigError(f"attn_config: {', '.join(unknown)} given; it is not known what this means for the model")
+        raise ConfigError(f"attn_config: unknown keys {', '.join(unknown)}")
     return {"alibi_bias_max": 8.0}
 
 
 def _attention_to_theirs(config: MptConfig) -> Json:
-    return {"attn_config": {key: allowed[0] for key, allowed in _PLAIN.items()}}
+    return {"attn_config": {key: allowed[0] for key, allowed in _SUPPORTED.items()}}
 
 
 def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
     ratio = theirs.get("expansion_ratio", _RATIO)
-    if ratio != _RATIO:  # transformers builds 4 whatever is written
-        raise ConfigError(f"expansion_ratio: {ratio} given, which cannot be imported; {_RATIO} can")
+    if ratio != _RATIO:  # transformers ignores the key and always uses 4
+        raise ConfigError(f"expansion_ratio: {ratio} given, which is not supported; {_RATIO} expected")
     return {"intermediate_dim": _RATIO * theirs["d_model"]}
 
 
@@ -81,7 +81,9 @@ FAMILY = Family(
         FixedKey("resid_pdrop", 0.0, others=(0,)),
         FixedKey("emb_pdrop", 0.0, others=(0,)),
         FixedKey("norm_type", "low_precision_layernorm"),
-        FixedKey("learned_pos_emb", True, others=(False,)),  # with ALiBi there is no table of positions either way
+        FixedKey(
+            "learned_pos_emb", True, others=(False,)
+        ),  # with ALiBi there are no position embeddings in either case
         FixedKey("embedding_fraction", 1.0),
         FixedKey("init_device", "cpu", others=("meta",)),
         FixedKey("verbose", 0),

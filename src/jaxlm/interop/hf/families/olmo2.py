@@ -1,4 +1,4 @@
-"""OLMo 2 in config.json and in its files."""
+"""OLMo 2: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 in config.json and in their files, where queries, keys and values are one matrix, and gate and up too."""
+"""Phi-3 and Phi-4: config.json keys and weight names. Queries, keys and values are one matrix, as are gate and up."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def _original_to_theirs(config: Any) -> Json:
 
 
 def _original_to_ours(theirs: Mapping[str, Any]) -> Json:
-    return {}  # `rope` reads it
+    return {}  # `rope` reads this key
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 in config.json and in their files."""
+"""Qwen2 and Qwen2.5: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys

@@ -1,4 +1,4 @@
-"""Qwen3 in config.json and in its files."""
+"""Qwen3: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts in config.json and in their files."""
+"""Qwen3 mixture-of-experts models: config.json keys and weight names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
 
 
 def _width_to_theirs(config: Qwen3MoeConfig) -> Json:
-    # The first is of layers without experts, of which there are none.
+    # intermediate_size applies to layers without experts; there are none.
     return {"intermediate_size": config.intermediate_dim, "moe_intermediate_size": config.intermediate_dim}
 
 
