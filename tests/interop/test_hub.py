@@ -97,7 +97,10 @@ def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name in ("some/model@v1", "gpt2"):
-        message = f"initialize_from_hf: '{name}' must be a folder or a repository on the Hugging Face Hub.*no folder at .*/{name}.*\n.*path of that folder"
+        message = (
+            f"initialize_from_hf: '{name}' must be a folder or a repository on the Hugging Face Hub"
+            f".*no folder at .*/{name}.*\n.*path of that folder"
+        )
         with pytest.raises(ConfigError, match=message):
             local_folder(name, "initialize_from_hf", weights=True)
     for name in ("./no/such/folder", "no/such/folder", "no folder"):
