@@ -57,7 +57,7 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
     assert not config.use_hf_model_config, "what is saved needs no other files"
     with pytest.raises(ConfigError, match=r"model\.type: llama given, but .* contains a qwen3"):
         decode_run(ConfigSource({**tree, "model": {"type": "llama"}}), None)
-    with pytest.raises(ConfigError, match="names no folder"):
+    with pytest.raises(ConfigError, match="without initialize_from_hf"):
         decode_run(ConfigSource({"use_hf_model_config": True}), None)
 
 
@@ -68,7 +68,7 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
         ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: float32, bfloat16, float16"),
         ({"hf_weight_names": {"a": "b"}}, "initialize_from_hf names no weights"),
         ({"initialize_from_hf": "folder"}, "data.tokenizer would train another one"),
-        ({"initialize_from_hf": True}, "which is 'bpe'"),
+        ({"initialize_from_hf": True}, "but that is 'bpe'"),
     ],
     ids=str,
 )
