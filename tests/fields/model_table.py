@@ -114,7 +114,7 @@ ROPES: Table = {
     },
     "rope longrope": {
         "model.rope.theta": Change(77.0, frequencies(77.0, 2.0)),
-        "model.rope.partial_rotary_factor": Change(0.5, Refused(r"model\.rope\.short_factor: 4 .* 2 pairs")),
+        "model.rope.partial_rotary_factor": Change(0.5, Refused(r"model\.rope\.short_factor: 4 factors.*\b2\b")),
         "model.rope.short_factor": Change([3.0] * 4, frequencies(1e4, 3.0), also={"model": {"seq_len": 8}}),
         "model.rope.long_factor": Change([3.0] * 4, frequencies(1e4, 3.0)),
         "model.rope.original_max_position_embeddings": Change(512, _longrope_amplitude(512, 131_072)),

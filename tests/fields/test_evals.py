@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxlm.data.config import DataConfig
+from jaxlm.data.packing import PackedSequences
+from jaxlm.data.tokens import ValidationData
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
@@ -30,11 +32,9 @@ def test_every_field_of_an_eval_is_listed():
 @pytest.fixture
 def eval_hook(monkeypatch):
     """The hook of a run whose `trainer` section has these keys, and the context that its evaluation was opened with."""
-    from jaxlm.data.packing import PackedSequences
-
-    windows = PackedSequences(cache_of([[1] * 40 for _ in range(60)], 64), 16)
-    source = SimpleNamespace(name="", config=SimpleNamespace(tags=[]))
-    data: Any = SimpleNamespace(validation=[SimpleNamespace(windows=windows, source=source)])
+    sequences = PackedSequences(cache_of([[1] * 40 for _ in range(60)], 64), 16)
+    source: Any = SimpleNamespace(name="", config=SimpleNamespace(tags=[]))
+    data: Any = SimpleNamespace(validation=[ValidationData(source, sequences)])
     tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32))
     opened: list[EvalContext] = []
     loss = EvalConfig.get_known_choices()["loss"]
