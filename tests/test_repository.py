@@ -8,7 +8,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from jaxlm.__main__ import COMMANDS
@@ -34,7 +36,7 @@ def test_import_contracts():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_resolves_and_traces(path, tmp_path, monkeypatch):
+def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, tmp_path, monkeypatch):
     # Recipes that begin with a model of Hugging Face call it so.
     (tmp_path / "model-folder").mkdir()
     (tmp_path / "model-folder" / "config.json").write_text(
@@ -47,7 +49,18 @@ def test_every_recipe_resolves_and_traces(path, tmp_path, monkeypatch):
     plan = make_plan(config, "recipe", assumed_vocabulary(config)[0])
     with plan.layout.use():
         for phase in plan.phases:
-            assert "func.func public @main" in trace_step(plan, phase).lower().as_text()
+            step = trace_step(plan, phase)
+            state = plan.state_builder.abstract_state(phase)
+            after, report = step.out_info
+            assert jax.tree.map(shape_and_dtype, after) == jax.tree.map(shape_and_dtype, state)
+            assert {"train/objective", "train/loss", "grad/norm/total"} <= report.metrics.keys()
+            # XLA writes the new state into the buffers of the old one, all of them.
+            donated = re.findall(r"tf\.aliasing_output|jax\.buffer_donor", step.lower().as_text())
+            assert len(donated) == len(jax.tree.leaves(state))
+
+
+def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(array.shape), str(array.dtype)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

@@ -140,14 +140,14 @@ def check_schedule(shape: ScheduleSpec, cycles: dict, num_steps: int) -> None:
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, cycles=CYCLES, num_steps=st.integers(1, MOST_STEPS))
 @example(ScheduleSpec(1.0, 0, 1.0, "linear", 0.1), {"cycles": [199]}, 200)
-def test_whatever_is_asked_for(shape, cycles, num_steps):
+def test_random_schedules(shape, cycles, num_steps):
     check_schedule(shape, cycles, num_steps)
 
 
 @pytest.mark.soak
 @settings(max_examples=5000, deadline=None)
 @given(shape=SHAPES, cycles=CYCLES, num_steps=st.integers(1, MOST_STEPS))
-def test_whatever_is_asked_for_five_thousand_times(shape, cycles, num_steps):
+def test_five_thousand_random_schedules(shape, cycles, num_steps):
     check_schedule(shape, cycles, num_steps)
 
 

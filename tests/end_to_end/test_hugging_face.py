@@ -12,12 +12,20 @@ from jaxlm.interop.hf.folder import open_folder, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.qwen3 import Qwen3Config
+from jaxlm.run.init_from import InitFrom
 from jaxlm.run.plan import make_plan
 from tests.engine.helpers import one_device
 
-MODEL = Qwen3Config(
-    seq_len=64, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
-)
+SIZES = {
+    "seq_len": 64,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+MODEL = Qwen3Config(**SIZES)
 FROM = """
 initialize_from_hf: {folder}
 use_hf_model_config: true
@@ -79,6 +87,25 @@ def test_what_cannot_be_is_said_before_anything_is_done(change, message):
         make_plan(decode_run(ConfigSource(tree), None), "x", 64)
 
 
+def test_hf_weight_names_rename_the_tensors_of_a_file(imported, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(imported / "model.safetensors")
+    save_file({f"net.{name}": array for name, array in tensors.items()}, tmp_path / "renamed.safetensors")
+    tree = {
+        "initialize_from_hf": f"{tmp_path}/renamed.safetensors",
+        "hf_weight_names": {r"net\.(.*)": r"\1"},
+        "data": {"tokenizer": str(imported)},
+        "model": {"type": "qwen3", **SIZES},
+        "trainer": {"train_batch_size": 8},
+    }
+    plan = make_plan(decode_run(ConfigSource(tree), None), "x", open_folder(imported).vocab_size)
+    with plan.layout.use():
+        model = InitFrom().load_weights(plan, print)
+    assert model is not None
+    np.testing.assert_array_equal(model.lm_head().array, tensors["model.embed_tokens.weight"])
+
+
 @pytest.mark.slow
 def test_a_run_there_and_back(imported, workplace):
     """Learning rate 0 for a step: what is exported is what was imported, without the rows that are no tokens."""
@@ -98,6 +125,7 @@ def test_a_run_there_and_back(imported, workplace):
     assert before.tensors.keys() == after.tensors.keys()
     for name in before.tensors:
         theirs, ours = before.view(name), after.view(name)
+        assert (theirs.dtype.name, ours.dtype.name) == ("float32", "bfloat16")
         np.testing.assert_array_equal(ours, theirs[: len(ours)].astype(ours.dtype), err_msg=name)
     assert open_folder(exports / "step-2").vocab_size == open_folder(imported).vocab_size - 20
     assert (exports / "step-2" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -222,7 +222,11 @@ def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings
     else:
         found = (Path(base) / "x").iterdir()
     assert [str(path).rpartition("/")[2] for path in found] == ["step-3"]
-    checkpointer["delete_old_temp_checkpoints"] = False
-    if kind == "absolute":
-        trainings.run("kept", 3, trainer={"checkpointer": checkpointer})
-        assert len(find_checkpoints(Path(base) / "kept")) == 4
+    assert (trainings.folder / "staging").exists() == (kind == "url")
+
+
+def test_old_temporary_checkpoints_can_be_kept(trainings):
+    checkpointer = {**trainings.checkpointer, "save_interval": 0, "keep": [], "delete_old_temp_checkpoints": False}
+    trainings.run("kept", 3, trainer={"checkpointer": checkpointer})
+    names = [path.name for path in find_checkpoints(trainings.place("kept"))]
+    assert names == ["step-0", "step-1", "step-2", "step-3"]

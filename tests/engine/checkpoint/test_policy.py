@@ -17,10 +17,6 @@ def test_which_steps_are_kept():
     assert [s for s in range(1, 50) if is_permanent([KeepRule(7, 20)], s)] == [7, 14]
 
 
-def test_the_guides_own_example_is_allowed():
-    CheckpointerConfig(keep=[KeepRule(1000, 10_000), KeepRule(5000, 40_000), KeepRule(10_000)]).check()
-
-
 @pytest.mark.parametrize(
     ("keep", "named"),
     [

@@ -1,0 +1,173 @@
+"""The fields of models: what each does to the parameters, or to the program of the training step."""
+
+import math
+
+from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Shapes, Table
+
+BFLOAT16 = {"trainer": {"mp": "p=f32,c=bfloat16"}}
+RANDOM_BITS = Constant(0x1BD11BDA)  # of Threefry, which draws what is dropped
+
+
+def frequencies(theta: float, factor: float = 1.0, size: int = 8) -> Constant:
+    """The table of frequencies, Su et al. 2021, section 3.2.2, slowed by a factor."""
+    return Constant(*(theta ** (-i / size) / factor for i in range(0, size, 2)))
+
+
+COMMON: dict[str, Entry] = {
+    "model.seq_len": Change(32, Program(gains=r"tensor<1x16x32xi32>")),
+    "model.gradient_checkpointing": Change("full", Program(gains=r"stablehlo.dot_general")),
+    "model.scan_layers": Change(False, Program(loses=r"stablehlo.while")),
+    "model.attn_backend": Change("reference", Constant(-3.40282347e38)),
+}
+WINDOW = Change(5, Constant(5))
+SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
+EXPERTS: dict[str, Entry] = {
+    "model.num_experts": Change(8, Shapes({r"^model.*router": (2, 8, 32)})),
+    "model.router_aux_loss_coef": Change(0.3, Constant(0.3)),
+    "model.router_z_loss_coef": Change(0.3, Constant(0.3)),
+}
+
+GPT2: dict[str, Entry] = {
+    **COMMON,
+    "model.hidden_dim": Change(64, Shapes({r"^model\.tokens": (64, 64)})),
+    "model.num_layers": Change(3, Shapes({r"^model.*q_proj\.weight": (3, 4, 8, 32)})),
+    "model.num_heads": Change(2, Shapes({r"^model.*q_proj\.weight": (2, 2, 16, 32)})),
+    "model.mlp_scale": Change(8, Shapes({r"^model.*up_proj\.weight": (2, 256, 32)})),
+    "model.initializer_range": Change(0.04, Initial(r"tokens|positions|proj\.weight", 2.0)),
+    "model.layer_norm_epsilon": Change(1e-3, Constant(1e-3)),
+    "model.activation_function": Change("relu", Program(loses=r"stablehlo.tanh")),
+    "model.embed_pdrop": Change(0.5, RANDOM_BITS),
+    "model.resid_pdrop": Change(0.5, RANDOM_BITS),
+    "model.attn_pdrop": Change(0.5, RANDOM_BITS),
+    "model.scale_attn_by_inverse_layer_idx": Change(True, Program(gains=r"stablehlo.divide")),
+    "model.upcast_attn": Change(True, Program(loses=r"dot_general.*bf16"), also=BFLOAT16),
+    "model.use_bias": Change(False, Shapes({r"^model.*bias": None})),
+}
+
+LLAMA: dict[str, Entry] = {
+    **COMMON,
+    "model.hidden_dim": Change(64, Shapes({r"^model\.tokens": (64, 64)})),
+    "model.intermediate_dim": Change(64, Shapes({r"^model.*up_proj\.weight": (2, 64, 32)})),
+    "model.num_layers": Change(3, Shapes({r"^model.*q_proj\.weight": (3, 4, 8, 32)})),
+    "model.num_heads": Change(8, Shapes({r"^model.*q_proj\.weight": (2, 8, 4, 32)})),
+    "model.num_kv_heads": Change(2, Shapes({r"^model.*k_proj\.weight": (2, 2, 8, 32)})),
+    "model.head_dim": Change(16, Shapes({r"^model.*q_proj\.weight": (2, 4, 16, 32)})),
+    "model.activation_function": Change("relu", Program(gains="call @relu", loses="call @silu")),
+    "model.initializer_range": Change(0.04, Initial(r"tokens|proj\.weight|head", 2.0)),
+    "model.layer_norm_epsilon": Change(1e-3, Constant(1e-3)),
+    "model.tie_word_embeddings": Change(True, Shapes({r"^model\.head": None})),
+    "model.sliding_window": WINDOW,
+    "model.rope": SCALED_ROPE,
+    "model.attention_bias": Change(True, Shapes({r"^model.*q_proj\.bias": (2, 4, 8)})),
+    "model.mlp_bias": Change(True, Shapes({r"^model.*up_proj\.bias": (2, 48)})),
+}
+
+FLAX: dict[str, Entry] = {
+    "model.seq_len": Change(32, Program(gains=r"tensor<1x16x32xi32>")),
+    "model.gradient_checkpointing": COMMON["model.gradient_checkpointing"],
+    "model.scan_layers": Change(False, Refused(r"model\.scan_layers: False given")),
+    "model.attn_backend": Change("reference", Refused(r"model\.attn_backend: reference given")),
+    "model.factory": Change("examples.nnx_model:none", Refused(r"model\.factory: .*'none' in examples\.nnx_model")),
+    "model.kwargs": Change({"width": 32, "depth": 2}, Shapes({r"^model.*blocks\.1\.qkv\.kernel": (32, 96)})),
+    "model.axes": Change({"qkv": [None, "embed"]}, Refused(r"model\.axes: 'embed' is 32 in .* and 96 in .*qkv")),
+}
+
+
+def llama3(theta: float = 5e5, factor: float = 8.0, low: float = 1.0, high: float = 4.0, original: int = 8) -> Constant:
+    """Llama 3's table: waves that are long beside the original context are slowed by `factor`."""
+    plain = [theta ** (-i / 8) for i in range(0, 8, 2)]
+    kept = [min(max((original * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in plain]
+    return Constant(*(f * (k + (1 - k) / factor) for f, k in zip(plain, kept, strict=True)))
+
+
+def _longrope_amplitude(original: int, stretched: int) -> Constant:
+    return Constant(math.sqrt(1 + math.log(stretched / original) / math.log(original)))
+
+
+ROPES: Table = {
+    "rope default": {
+        "model.rope.theta": Change(77.0, frequencies(77.0)),
+        "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4, size=4)),
+    },
+    "rope linear": {
+        "model.rope.theta": Change(77.0, frequencies(77.0, 8.0)),
+        "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4, 8.0, size=4)),
+        "model.rope.factor": Change(16.0, frequencies(1e4, 16.0)),
+    },
+    "rope llama3": {
+        "model.rope.theta": Change(77.0, llama3(theta=77.0)),
+        "model.rope.partial_rotary_factor": Change(0.5, Constant(llama3().numbers[0], 5e5**-0.5 / 8)),
+        "model.rope.factor": Change(16.0, llama3(factor=16.0)),
+        "model.rope.low_freq_factor": Change(0.5, llama3(low=0.5)),
+        "model.rope.high_freq_factor": Change(2.0, llama3(high=2.0)),
+        "model.rope.original_max_position_embeddings": Change(512, llama3(original=512)),
+    },
+    # With theta 16 the pairs turn at 1, 1/2, 1/4 and 1/8; waves beyond the ramp are slowed by 4, those on it in part.
+    "rope yarn": {
+        "model.rope.theta": Change(77.0, Constant(1.0, 77**-0.25, 77**-0.5 * 0.75, 77**-0.75 / 2)),
+        "model.rope.partial_rotary_factor": Change(0.5, Constant(1.0, 1 / 4)),
+        "model.rope.factor": Change(16.0, Constant(0.1 * math.log(16.0) + 1)),
+        "model.rope.beta_fast": Change(4.0, Constant(1.0, 1 / 2, 1 / 4, 1 / 8)),
+        "model.rope.beta_slow": Change(2.0, Constant(1.0, 1 / 2, 1 / 4, 0.75 / 8)),
+        "model.rope.attention_factor": Change(2.0, Constant(2.0)),
+        "model.rope.original_max_position_embeddings": Change(512, Constant(1.0, 1 / 2, 1 / 4, 1 / 8)),
+    },
+    "rope longrope": {
+        "model.rope.theta": Change(77.0, frequencies(77.0, 2.0)),
+        "model.rope.partial_rotary_factor": Change(0.5, Refused(r"model\.rope\.short_factor: 4 factors.*\b2\b")),
+        "model.rope.short_factor": Change([3.0] * 4, frequencies(1e4, 3.0), also={"model": {"seq_len": 8}}),
+        "model.rope.long_factor": Change([3.0] * 4, frequencies(1e4, 3.0)),
+        "model.rope.original_max_position_embeddings": Change(512, _longrope_amplitude(512, 131_072)),
+        "model.rope.max_position_embeddings": Change(1000, _longrope_amplitude(8, 1000)),
+    },
+}
+
+GEMMA: dict[str, Entry] = {
+    "model.query_pre_attn_scalar": Change(64.0, Constant(64**-0.5)),
+    "model.attn_soft_cap": Change(3.0, Constant(3.0)),
+    "model.final_soft_cap": Change(3.0, Constant(3.0)),
+    "model.sliding_window": WINDOW,
+    "model.rope": SCALED_ROPE,
+}
+# The first layers see everything: the loop goes over blocks of two kinds.
+LATE_WINDOW: dict[str, Entry] = {
+    "model.sliding_window": WINDOW,
+    "model.rope": SCALED_ROPE,
+    "model.max_window_layers": Change(1, Program(gains=r"stablehlo.dot_general")),
+}
+TABLE: Table = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "flax": FLAX,
+    **ROPES,
+    "gemma2": {**GEMMA, "model.sliding_window_pattern": Change(1, Program(loses="dense<4096>"))},
+    "gemma3": {
+        **GEMMA,
+        "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
+        "model.local_rope": SCALED_ROPE,
+    },
+    "gpt_neox": {
+        "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),
+        "model.rope": Change({"theta": 77.0, "partial_rotary_factor": 0.5}, frequencies(77.0, size=4)),
+    },
+    "mistral": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
+    "mixtral": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(2, Program(gains=r"chlo.top_k\(%\w+, k = 2\)")),
+    },
+    "mpt": {"model.alibi_bias_max": Change(4.0, Constant(1 / 2, 1 / 4, 1 / 8, 1 / 16))},
+    "olmo2": {"model.rope": SCALED_ROPE},
+    "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
+    "qwen2": LATE_WINDOW,
+    "qwen3": {**LATE_WINDOW, "model.attention_bias": LLAMA["model.attention_bias"]},
+    "qwen3_moe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+    },
+}

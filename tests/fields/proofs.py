@@ -1,0 +1,276 @@
+"""What proves that a field has an effect: an exact error, an exact difference in the program, the state or the schedule.
+
+Each proof compares the plan of a base tree with that of the same tree after one field was changed, and names the
+difference that it expects. A changed start-up line proves nothing.
+"""
+
+import ast
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.run.compile import trace_step
+from jaxlm.run.plan import Plan, make_plan
+from tests.fields.trees import Tree
+
+_ROOT = Path(__file__).parents[2]
+
+
+class Outcome:
+    """What a tree leads to: a plan, or an error. Everything is computed when it is first read."""
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+
+    @functools.cached_property
+    def _planned(self) -> Plan | ConfigError:
+        try:
+            return make_plan(decode_run(ConfigSource(self.tree), None), self.tree["trainer"]["id"], 64)
+        except ConfigError as error:
+            return error
+
+    @property
+    def error(self) -> str:
+        """The message of the `ConfigError`; empty where there is none."""
+        return str(self._planned) if isinstance(self._planned, ConfigError) else ""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, where there is one."""
+        assert isinstance(self._planned, Plan), self.error
+        return self._planned
+
+    @functools.cached_property
+    def program(self) -> str:
+        """The lowered training step of every phase."""
+        with self.plan.layout.use():
+            return "\n".join(trace_step(self.plan, phase).lower().as_text() for phase in self.plan.phases)
+
+    @functools.cached_property
+    def constants(self) -> Counter[tuple[str, ...]]:
+        """How often each number, or list of numbers, is a constant of the program; to five digits."""
+        found = re.findall(r"dense<([-+.\deE, \[\]]+)>", self.program)
+        return Counter(tuple(_digits(float(number)) for number in re.findall(r"[^\[\], ]+", one)) for one in found)
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path -> shape, of every array in the first phase's state."""
+        state = self.plan.state_builder.abstract_state(self.plan.phases[0])
+        return {path: tuple(tree.raw(leaf).shape) for path, leaf in tree.leaves(state)}
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Path -> initial parameters of the first phase."""
+        builder = self.plan.state_builder
+        model = builder.apply_surgeries(builder.initial_model(), self.plan.phases[0])
+        return {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(model)}
+
+    @functools.cached_property
+    def decays(self) -> dict[str, float]:
+        """Path -> weight decay, of every trained parameter of the first phase."""
+        phase = self.plan.phases[0]
+        groups = phase.groups(self.plan.state_builder.abstract_state(phase).model)
+        return {path: group.weight_decay for group in groups for path in group.paths}
+
+
+def _digits(number: float) -> str:
+    return f"{number:.4e}"
+
+
+@functools.cache
+def _cached(text: str) -> Outcome:
+    return Outcome(json.loads(text))
+
+
+def outcome_of(tree: Tree) -> Outcome:
+    """The outcome of a tree, planned once for all the fields that are changed in it."""
+    return _cached(json.dumps(tree))
+
+
+class Proof(Protocol):
+    """Fails where the change of a field does not show as it must."""
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        """Asserts the difference."""
+        ...
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The changed value is an error with this text."""
+
+    pattern: str
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        assert not before.error
+        assert re.search(self.pattern, after.error), f"the error is {after.error!r}"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The base is an error with this text; after the change the program has `contains` in it."""
+
+    pattern: str
+    contains: str
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        assert re.search(self.pattern, before.error), f"the error is {before.error!r}"
+        assert re.search(self.contains, after.program)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The lowered step has more matches of `gains` and fewer of `loses` than before."""
+
+    gains: str = ""
+    loses: str = ""
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        assert self.gains or self.loses
+        for pattern, sign in ((self.gains, 1), (self.loses, -1)):
+            if pattern:
+                old, new = (len(re.findall(pattern, outcome.program)) for outcome in (before, after))
+                assert sign * (new - old) > 0, f"{pattern}: {old} before and {new} after"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The program has a constant of this number, or a list of these numbers, more often than before."""
+
+    numbers: tuple[float, ...]
+
+    def __init__(self, *numbers: float):
+        object.__setattr__(self, "numbers", numbers)
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        wanted = tuple(map(_digits, self.numbers))
+        old, new = (outcome.constants[wanted] for outcome in (before, after))
+        assert new > old, f"{wanted}: {old} before and {new} after"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Arrays of the state that match each pattern have this shape, and had another; None means that none matches."""
+
+    expected: Mapping[str, tuple[int, ...] | None]
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        for pattern, shape in self.expected.items():
+            old, new = ({s for p, s in o.shapes.items() if re.search(pattern, p)} for o in (before, after))
+            assert new == (set() if shape is None else {shape}), f"{pattern}: {new}"
+            assert old != new, f"{pattern}: {old} before too"
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Initial parameters that match `pattern` are `factor` times what they were; None means other random numbers."""
+
+    pattern: str
+    factor: float | None = None
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        pairs = [
+            (before.parameters[path], new) for path, new in after.parameters.items() if re.search(self.pattern, path)
+        ]
+        assert pairs
+        for old, new in pairs:
+            assert old.shape == new.shape
+            if self.factor is None:
+                assert not np.any(old == new)
+            else:
+                np.testing.assert_allclose(new, old * self.factor, rtol=1e-6)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The learning rate after some steps of the first phase is this, and was another."""
+
+    expected: Mapping[int, float]
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        for step, rate in self.expected.items():
+            old, new = (
+                float(phase.optimizer.schedule(phase.num_steps)(step))
+                for phase in (before.plan.phases[0], after.plan.phases[0])
+            )
+            assert new == pytest.approx(rate, rel=1e-5), f"step {step}"
+            assert old != pytest.approx(rate, rel=1e-3), f"step {step} before"
+
+
+@dataclass(frozen=True)
+class Decays:
+    """Parameters that match each pattern have this weight decay, and had another."""
+
+    expected: Mapping[str, float]
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        for pattern, decay in self.expected.items():
+            old, new = ({d for p, d in o.decays.items() if re.search(pattern, p)} for o in (before, after))
+            assert new == {decay}, f"{pattern}: {new}"
+            assert old
+            assert old != new, f"{pattern}: {old} before too"
+
+
+@dataclass(frozen=True)
+class Value:
+    """Something that the run reads from the plan is this, and was something else."""
+
+    read: Callable[[Plan], Any]
+    expected: Any
+
+    def check(self, before: Outcome, after: Outcome) -> None:
+        assert self.read(after.plan) == self.expected
+        assert self.read(before.plan) != self.expected
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value for a field, and the proof that it has an effect.
+
+    Attributes:
+        also: keys that the field needs beside it, set before and after the change.
+    """
+
+    value: Any
+    proof: Proof
+    also: Tree = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShownIn:
+    """A test shows the effect: `path::name`, with the names of classes between."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """The field is a section: its own fields are listed one by one."""
+
+
+Entry = Change | ShownIn | Section
+Table = dict[str, dict[str, Entry]]
+"""Name of a base tree -> path of a field -> what shows its effect."""
+
+
+def assert_test_exists(test: str) -> None:
+    """Fails where a file has no such test: `path::name`, with the names of classes between."""
+    path, *names = test.split("::")
+    assert names[-1].startswith("test_")
+    body = ast.parse((_ROOT / path).read_text(encoding="utf-8")).body
+    for name in names:
+        found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
+        assert found, f"{path} has no {name}"
+        body = found[0].body

@@ -1,0 +1,201 @@
+"""The fields of everything but models: trainer, optimizer, objective, surgery, phases, and the top level."""
+
+from tests.fields.proofs import (
+    Allowed,
+    Change,
+    Constant,
+    Decays,
+    Entry,
+    Initial,
+    Program,
+    Rates,
+    Refused,
+    Section,
+    Shapes,
+    ShownIn,
+    Table,
+    Value,
+)
+
+# Where the mesh axis `model` splits a parameter at rest, and where it splits something in the computation.
+PARAMETER_OVER_MODEL = r'%arg\d+: tensor<[^>]*> \{sdy.sharding = #sdy.sharding<@mesh, \[[^]]*"model"'
+COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
+INIT_FROM = "tests/run/test_init_from.py::"
+HUGGING_FACE = "tests/end_to_end/test_hugging_face.py::"
+FIELDS = "tests/fields/"
+
+
+def watched(name: str) -> str:
+    """A number of `trainer.watch` among the program's results."""
+    return rf"watched\['{name}"
+
+
+TOP_LEVEL: dict[str, Entry] = {
+    "data": ShownIn(FIELDS + "test_data.py::test_data_field"),
+    "model": Section(),
+    "trainer": Section(),
+    "optimizer": Section(),
+    "objective": Section(),
+    "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
+    "phases": Section(),
+    "initialize_from_hf": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
+    "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_the_tensors_of_a_file"),
+    "use_hf_model_config": ShownIn(HUGGING_FACE + "test_the_model_section_lies_over_that_of_the_folder"),
+    "hf_save_path": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
+    "hf_save_steps": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
+    "hf_save_dtype": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
+    "epoch": ShownIn("tests/run/test_num_steps.py::test_epochs_are_as_many_steps_as_they_take"),
+    "dry_run": ShownIn("tests/end_to_end/test_command.py::test_dry_run_needs_nothing"),
+}
+TRAINER: dict[str, Entry] = {
+    "trainer.id": Change("y", Value(lambda plan: (plan.checkpoints.place.name, plan.log_folder.name), ("y", "y"))),
+    "trainer.seed": Change(1, Initial(r"tokens|proj")),
+    "trainer.num_train_steps": Change(200, Rates({101: 5.5e-5})),
+    "trainer.train_batch_size": Change(32, Program(gains=r"tensor<1x32x16xi32>")),
+    "trainer.per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
+    "trainer.per_device_train_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
+    "trainer.allow_nondivisible_batch_size": Change(
+        True,
+        Allowed(r"trainer\.train_batch_size: 12 .* 8 ", r"tensor<1x16x16xi32>"),
+        also={"trainer": {"train_batch_size": 12}},
+    ),
+    "trainer.per_device_eval_parallelism": ShownIn(FIELDS + "test_evals.py::test_per_device_eval_parallelism"),
+    "trainer.steps_per_eval": ShownIn(FIELDS + "test_evals.py::test_steps_per_eval"),
+    "trainer.max_eval_batches": ShownIn(FIELDS + "test_evals.py::test_max_eval_batches"),
+    "trainer.mp": Change("p=f32,c=bfloat16", Program(gains="bf16")),
+    "trainer.log_dir": Change("elsewhere", Value(lambda plan: str(plan.log_folder), "elsewhere/x")),
+    "trainer.compilation_cache_dir": ShownIn(FIELDS + "test_processes.py::test_compilation_cache_dir"),
+    "trainer.strict_performance": ShownIn(FIELDS + "test_processes.py::test_strict_performance_refuses_fallbacks"),
+    "trainer.batch_axis": Change(None, Program(loses=r"stablehlo.all_reduce")),
+    "trainer.fsdp_axis": Change(None, Program(loses=r"stablehlo.reduce_scatter")),
+    "trainer.tensor_parallel_axes": Change(["mlp"], Program(gains=PARAMETER_OVER_MODEL)),
+    "trainer.model_axis_size": Change(
+        2, Program(gains=r'@mesh = .*"model"=2'), also={"trainer": {"tensor_parallel_axes": ["mlp"]}}
+    ),
+    "trainer.replica_ici_axis_size": Change(2, Program(gains=r'@mesh = .*"replica"=2, "data"=4')),
+    "trainer.replica_dcn_axis_size": Change(2, Refused(r"trainer\.replica_dcn_axis_size: 2 given")),
+    "trainer.axis_resources": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
+    "trainer.parameter_axis_resources": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
+    "trainer.compute_axis_resources": Change({"mlp": "model"}, Program(gains=COMPUTATION_OVER_MODEL)),
+    "trainer.mesh": Change({"axes": {"data": -1, "replica": 2}}, Program(gains=r'@mesh = .*"data"=4, "replica"=2')),
+    "trainer.mesh.axes": Change({"data": 4, "replica": 2}, Program(gains=r'@mesh = .*"data"=4, "replica"=2')),
+    "trainer.mesh.dcn_axes": Change({"data": 2}, Refused(r"trainer\.mesh\.dcn_axes: .*'data': 2")),
+    "trainer.mesh.shared_mapping": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
+    "trainer.mesh.compute_mapping": Change({"mlp": "model"}, Program(gains=COMPUTATION_OVER_MODEL)),
+    "trainer.mesh.param_mapping": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
+    "trainer.load_checkpoint": ShownIn(INIT_FROM + "test_beginning_again_over_checkpoints_is_refused"),
+    "trainer.load_checkpoint_path": ShownIn(
+        INIT_FROM + "test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own"
+    ),
+    "trainer.initialize_from": ShownIn(INIT_FROM + "test_initialize_from_loads_only_the_model"),
+    "trainer.initialize_from_state": ShownIn(
+        INIT_FROM + "test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own"
+    ),
+    "trainer.allow_partial_checkpoint": ShownIn(
+        INIT_FROM + "test_partial_checkpoints_list_what_is_missing_and_what_is_left_out"
+    ),
+    "trainer.require_accelerator": ShownIn("tests/run/test_startup.py::test_require_accelerator_is_off_by_default"),
+    "trainer.crash_on_nan": ShownIn("tests/observe/test_hooks.py::test_crash_on_nan_and_on_inf_each_stop_at_their_own"),
+    "trainer.crash_on_inf": ShownIn("tests/observe/test_hooks.py::test_crash_on_nan_and_on_inf_each_stop_at_their_own"),
+    "trainer.shutdown_at_exit": Change(True, Refused(r"trainer\.shutdown_at_exit: ")),
+    "trainer.jax_config": ShownIn(
+        "tests/run/test_startup.py::test_jax_config_sets_options_of_jax_and_names_wrong_ones"
+    ),
+    "trainer.log_jaxprs": ShownIn(INIT_FROM + "test_programs_are_written_where_they_are_asked_for"),
+    "trainer.log_xla_hlo": ShownIn(INIT_FROM + "test_programs_are_written_where_they_are_asked_for"),
+    "trainer.model_averaging": Change({"type": "ema"}, Shapes({r"^slots\.ema\.weights\.tokens": (64, 32)})),
+    "trainer.checkpointer": Section(),
+    "trainer.tracker": ShownIn(FIELDS + "test_trackers.py::test_tracker_field"),
+    "trainer.watch": Change({"interval": 1}, Program(gains=watched("grad/norm/total"))),
+    "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
+    "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),
+    "trainer.ray": ShownIn(
+        "tests/data/test_ray_cluster.py::test_workers_are_killed_and_join_and_the_cache_is_the_same"
+    ),
+    "trainer.checkpointer.base_path": Change("other", Value(lambda plan: str(plan.checkpoints.place), "other/x")),
+    "trainer.checkpointer.append_run_id_to_base_path": Change(
+        False, Value(lambda plan: str(plan.checkpoints.place), "checkpoints")
+    ),
+    "trainer.checkpointer.save_interval": ShownIn(INIT_FROM + "test_old_temporary_checkpoints_can_be_kept"),
+    "trainer.checkpointer.keep": ShownIn(INIT_FROM + "test_the_last_step_is_saved_permanently"),
+    "trainer.checkpointer.delete_old_temp_checkpoints": ShownIn(
+        INIT_FROM + "test_old_temporary_checkpoints_can_be_kept"
+    ),
+    "trainer.checkpointer.staging_dir": ShownIn(
+        INIT_FROM + "test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path"
+    ),
+}
+KEEP: dict[str, Entry] = {
+    "trainer.checkpointer.keep.0.every": ShownIn(INIT_FROM + "test_the_last_step_is_saved_permanently"),
+    "trainer.checkpointer.keep.0.until": ShownIn(
+        "tests/engine/checkpoint/test_policy.py::test_reads_the_guides_keep_example"
+    ),
+}
+WATCH: dict[str, Entry] = {
+    "trainer.watch.watch_targets": Change(["updates"], Program(gains=watched("updates/norm/total"))),
+    "trainer.watch.include_norms": Change(False, Program(loses=watched("grad/norm/total"))),
+    "trainer.watch.include_per_parameter_norms": Change(False, Program(loses=watched("grad/norm/tokens.weight"))),
+    "trainer.watch.include_histograms": Change(True, Program(gains=watched("grad/hist/tokens.weight"))),
+    "trainer.watch.split_scan_layers": Change(
+        False, Program(loses=r"tensor<2xf32> \{jax.result_info = \"[^\"]*watched\['grad/norm/body.layers")
+    ),
+    "trainer.watch.interval": Change(7, Constant(7)),
+}
+DECAY = {"optimizer": {"weight_decay": 0.1}}
+# All rates below: 100 steps to a peak of 1e-4 and down to a tenth of it, after a warmup of one step, by a cosine.
+OPTIMIZER: dict[str, Entry] = {
+    "optimizer.learning_rate": Change(3e-4, Rates({1: 3e-4})),
+    "optimizer.weight_decay": Change(0.3, Decays({r"q_proj\.weight": 0.3})),
+    "optimizer.lr_schedule": Change("linear", Rates({34: 7e-5})),
+    "optimizer.min_lr_ratio": Change(0.5, Rates({100: 5e-5})),
+    "optimizer.warmup": Change(10, Rates({5: 5e-5})),
+    "optimizer.decay": Change(10, Rates({50: 1e-4, 90: 1e-4})),
+    "optimizer.rewarmup": Change(10, Rates({55: 5.5e-5}), also={"optimizer": {"cycles": 2}}),
+    "optimizer.cycles": Change(2, Rates({50: 1e-4})),
+    "optimizer.cycle_length": Change(25, Rates({25: 1e-4, 50: 1e-4, 75: 1e-4})),
+    "optimizer.weight_decay_modules": Change(["norm"], Decays({"norm": 0.1, "proj": 0.0}), also=DECAY),
+    "optimizer.default_weight_decay_mask": Change(False, Decays({"tokens|norm": 0.1}), also=DECAY),
+    "optimizer.skip_bad_steps": Change(True, Shapes({r"^slots\.bad_steps\.losses\.values": (128,)})),
+    "optimizer.beta1": Change(0.7, Constant(0.7)),
+    "optimizer.beta2": Change(0.7, Constant(0.7)),
+    "optimizer.epsilon": Change(0.7, Constant(0.7)),
+    "optimizer.max_grad_norm": Change(0.7, Constant(0.7)),
+    "optimizer.nesterov": Change(True, Program(gains=r"stablehlo.add")),
+    "optimizer.update_rms_clipping": Change(0.7, Constant(0.7)),
+    "optimizer.clip_update_norm": Change({"rolling_interval_length": 16}, Shapes({r"^opt_state\.3\..*values": (16,)})),
+    "optimizer.adamc_weight_decay": Change(True, Shapes({r"^opt_state\.2\.count": ()}), also=DECAY),
+    "objective.z_loss_weight": Change(1e-3, Program(gains=r"metrics\['train/z_loss'\]")),
+    "objective.label_smoothing": Change(0.1, Constant(0.1 / 64)),
+}
+LORA: dict[str, Entry] = {
+    "surgery.target": Change("mlp", Shapes({r"attn\.q_proj\.a$": None})),
+    "surgery.rank": Change(4, Shapes({r"^model.*q_proj\.a$": (2, 4, 32)})),
+    "surgery.alpha": Change(7.0, Constant(3.5)),
+    "surgery.dropout": Change(0.5, Constant(0x1BD11BDA)),
+    "surgery.rslora": Change(True, Constant(16 / 2**0.5)),
+    "surgery.from_peft": ShownIn("tests/run/test_adapters.py::test_a_run_begins_with_the_adapters_of_peft_bit_for_bit"),
+}
+PHASES: dict[str, Entry] = {
+    "phases.0.name": ShownIn(
+        "tests/end_to_end/test_phases.py::test_cursor_tells_entry_from_end_and_a_damaged_entry_is_made_again"
+    ),
+    "phases.0.num_train_steps": Change(50, Rates({50: 1e-5})),
+    "phases.0.surgery": Change([{"type": "lora", "rank": 2}], Shapes({r"^model.*attn\.q_proj\.a$": (2, 2, 32)})),
+    "phases.0.trainable": Change(["mlp"], Shapes({r"^opt_state.*attn": None})),
+    "phases.0.data": ShownIn("tests/end_to_end/test_prepare.py::test_shows_the_rows_that_a_step_sees"),
+    "phases.0.objective": Change(
+        {"type": "next_token", "z_loss_weight": 1e-3}, Program(gains=r"metrics\['train/z_loss'\]")
+    ),
+    "phases.0.optimizer": Change({"type": "adam", "learning_rate": 3e-4}, Rates({1: 3e-4})),
+}
+TABLE: Table = {
+    "llama": {**TOP_LEVEL, **TRAINER, **OPTIMIZER},
+    "keep": KEEP,
+    "watch": WATCH,
+    "stages": {
+        "trainer.train_batch_size.1.start": Change(30, Value(lambda plan: plan.batches.train.at(25).size, 16)),
+        "trainer.train_batch_size.1.value": Change(48, Program(gains=r"tensor<1x48x16xi32>")),
+    },
+    "lora": LORA,
+    "phases": PHASES,
+}

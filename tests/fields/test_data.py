@@ -1,0 +1,133 @@
+"""What each field of `data` does to the batches, the tokenizer and the folders."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.data.config import DataConfig
+from jaxlm.data.loader import train_batches
+from tests.fields.proofs import assert_test_exists, outcome_of
+from tests.fields.trees import tree
+
+HUB, MIXTURE = "tests/data/test_hugging_face.py::TestKeys::", "tests/data/test_mixture.py::test_mixture_fields"
+SHOWN_ELSEWHERE = {
+    "id": HUB + "test_a_folder_of_splits",
+    "name": HUB + "test_what_cannot_be",
+    "split": HUB + "test_a_folder_of_splits",
+    "validation_split": HUB + "test_a_folder_of_splits",
+    "stream": HUB + "test_streamed_rows_are_those_that_are_loaded",
+    "source": "tests/data/test_corpus.py::test_its_records_are_trained_and_evaluated_on_like_those_of_a_file",
+    "format": "tests/data/test_formats.py::test_every_format_and_field_is_shown_somewhere",
+    **dict.fromkeys(("tags", "configs", "train_weights", "stop_strategy", "mixture_block_size"), MIXTURE),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a section comes to.
+
+    Attributes:
+        tokenizer: of the section.
+        ids: int [rows, positions], the tokens of the first batch.
+        segments: int [rows, positions], their documents.
+        num_validation: sets of validation text.
+        folders: that were made.
+    """
+
+    tokenizer: Any
+    ids: np.ndarray
+    segments: np.ndarray
+    num_validation: int
+    folders: list[str]
+
+    @property
+    def text(self) -> str:
+        """All rows, decoded one after another."""
+        return self.tokenizer.decode(self.ids.ravel().tolist())
+
+    @property
+    def ends(self) -> set[bool]:
+        """Whether documents end with the tokenizer's token for that, where the next one begins in the same row."""
+        return set((self.ids[:, :-1][self._boundaries] == self.tokenizer.eos_id).tolist())
+
+    @property
+    def begins(self) -> set[bool]:
+        """Whether documents begin with the tokenizer's token for that, where another one ends in the same row."""
+        return set((self.ids[:, 1:][self._boundaries] == self.tokenizer.bos_id).tolist())
+
+    @property
+    def _boundaries(self) -> np.ndarray:
+        before, after = self.segments[:, :-1], self.segments[:, 1:]
+        return (before != after) & (before > 0) & (after > 0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    records = [f'{{"text": "some text {i}", "other": "what {i}"}}\n' for i in range(99)]
+    (folder / "a.jsonl").write_text("".join(records))
+    (folder / "b.txt").write_text("entirely different words " * 40)
+    other = DataConfig(train_urls=[f"{folder}/b.txt"], cache_dir=f"{folder}/cache", vocab_size=270)
+    other.load_tokenizer(log=lambda _: None).save(folder / "saved")
+    return folder
+
+
+@pytest.fixture
+def opened(corpus, tmp_path):
+    """Opens the section with these fields and reads its first batch."""
+
+    def open_section(**fields: Any) -> Opened:
+        usual = {"train_urls": [f"{corpus}/a.jsonl"], "cache_dir": f"{tmp_path}/cache", "vocab_size": 280}
+        config = DataConfig(**usual | fields)
+        tokenizer = config.load_tokenizer(log=lambda _: None)
+        data = config.open(tokenizer, 16, log=lambda _: None)
+        eight = BatchSchedule.constant(8)
+        batches = train_batches(data.examples(eight, seed=0), eight, outcome_of(tree()).plan.layout)
+        batch = next(batches)
+        batches.close()
+        ids, segments = (np.asarray(column.array)[0] for column in (batch.tokens, batch.segment_ids))
+        return Opened(tokenizer, ids, segments, len(data.validation), sorted(path.name for path in tmp_path.iterdir()))
+
+    return open_section
+
+
+# Field -> (another value, what the first batch must then be like, and was not before).
+FIELDS: dict[str, tuple[Any, Callable[[Opened], bool]]] = {
+    "train_urls": (["{corpus}/b.txt"], lambda data: "entirely different" in data.text),
+    "validation_urls": (["{corpus}/b.txt"], lambda data: data.num_validation == 1),
+    "cache_dir": ("{cache}-other", lambda data: data.folders == ["cache-other"]),
+    "tokenizer": ("{corpus}/saved", lambda data: data.tokenizer.vocab_size == 270),
+    "vocab_size": (300, lambda data: data.tokenizer.vocab_size == 300),
+    "text_key": ("other", lambda data: "what" in data.text and "some" not in data.text),
+    "shuffle": (False, lambda data: "text 0some text 1some text 2" in data.text),
+    "enforce_bos": (False, lambda data: data.begins == {False}),
+    "enforce_eos": (False, lambda data: data.ends == {False}),
+}
+
+
+def test_every_field_of_the_data_section_is_listed():
+    assert {field.name for field in dataclasses.fields(DataConfig)} == {*FIELDS, *SHOWN_ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_data_field(opened, corpus, tmp_path, name):
+    value, holds = FIELDS[name]
+    places = {"corpus": corpus, "cache": tmp_path / "cache"}
+    if isinstance(value, list):
+        value = [text.format(**places) for text in value]
+    elif isinstance(value, str):
+        value = value.format(**places)
+    usual = {"vocab_size": None} if name == "tokenizer" else {}
+    assert holds(opened(**usual, **{name: value}))
+    (tmp_path / "cache-usual").mkdir()
+    assert not holds(opened(cache_dir=str(tmp_path / "cache-usual")))
+
+
+@pytest.mark.parametrize("test", sorted(set(SHOWN_ELSEWHERE.values())))
+def test_a_test_that_shows_a_data_field_exists(test):
+    assert_test_exists(test)

@@ -1,0 +1,141 @@
+"""What the fields of evaluations do: when they run, on which batches, and what each kind is called with."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.data.config import DataConfig
+from jaxlm.data.packing import PackedSequences
+from jaxlm.data.tokens import ValidationData
+from jaxlm.evals import harness
+from jaxlm.evals.base import EvalConfig, EvalContext
+from jaxlm.models.base import vocab_axis
+from jaxlm.run.resources import Run
+from tests.data.helpers import cache_of
+from tests.fields.proofs import Outcome, outcome_of
+from tests.fields.trees import merged, tree
+
+SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
+HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
+
+
+def test_every_field_of_an_eval_is_listed():
+    choices = EvalConfig.get_known_choices()
+    fields = {kind: [field.name for field in dataclasses.fields(choices[kind])] for kind in choices}
+    assert fields == {"loss": [], "samples": SAMPLES, "harness": HARNESS}
+
+
+@pytest.fixture
+def eval_hook(monkeypatch):
+    """The hook of a run whose `trainer` section has these keys, and the context that its evaluation was opened with."""
+    sequences = PackedSequences(cache_of([[1] * 40 for _ in range(60)], 64), 16)
+    source: Any = SimpleNamespace(name="", config=SimpleNamespace(tags=[]))
+    data: Any = SimpleNamespace(validation=[ValidationData(source, sequences)])
+    tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32))
+    opened: list[EvalContext] = []
+    loss = EvalConfig.get_known_choices()["loss"]
+    monkeypatch.setattr(loss, "open", lambda self, context: opened.append(context))
+
+    def make(**trainer: Any) -> tuple[Any, EvalContext]:
+        plan = Outcome(merged(tree(), {"trainer": trainer})).plan
+        console: Any = SimpleNamespace(log=print)
+        run = Run(plan, tokenizer, console, *(None,) * (len(dataclasses.fields(Run)) - 3))  # pyright: ignore
+        hook = run.eval_hook(plan.phases[0], data)
+        return hook, opened.pop()
+
+    return make
+
+
+def test_steps_per_eval(eval_hook):
+    hook, _ = eval_hook(steps_per_eval=40)
+    assert [step for step in range(1, 101) if hook.due(step)] == [40, 80, 100]
+
+
+def shapes(context: EvalContext) -> list[tuple[int, ...]]:
+    return [batch.tokens.array.shape for batch in context.validation[0].batches()]
+
+
+def test_max_eval_batches(eval_hook):
+    _, usual = eval_hook()
+    assert len(shapes(usual)) == 10  # 60 documents of 40 tokens in windows of 16, 16 a batch
+    _, few = eval_hook(max_eval_batches=3)
+    assert len(shapes(few)) == 3
+
+
+def test_per_device_eval_parallelism(eval_hook):
+    _, usual = eval_hook()
+    assert set(shapes(usual)) == {(16, 16)}
+    _, larger = eval_hook(per_device_eval_parallelism=4)
+    assert set(shapes(larger)) == {(32, 16)}
+
+
+def test_the_eval_hook_runs_the_configured_evals(eval_hook, monkeypatch):
+    opened: list[str] = []
+    for kind in ("loss", "samples"):
+        config = EvalConfig.get_known_choices()[kind]
+        monkeypatch.setattr(config, "open", lambda self, context: opened.append(type(self).__name__))
+    plan = Outcome(tree(evals=[{"type": "samples"}, {"type": "loss"}])).plan
+    tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32))
+    run = Run(plan, tokenizer, SimpleNamespace(log=print), *(None,) * (len(dataclasses.fields(Run)) - 3))  # pyright: ignore
+    run.eval_hook(plan.phases[0], SimpleNamespace(validation=[]))  # pyright: ignore
+    assert opened == ["SamplesEvalConfig", "LossEvalConfig"]
+
+
+def test_harness_fields(monkeypatch):
+    """What the harness is called with, and with which backend."""
+    folders: list[Any] = []
+    calls: list[dict[str, Any]] = []
+
+    def manager(include_path: Any) -> Any:
+        folders.append(include_path)
+        return SimpleNamespace(all_tasks=["a", "b"], load=lambda tasks: {"tasks": {}})
+
+    monkeypatch.setattr(harness, "_harness", lambda: (lambda **call: calls.append(call) or {"results": {}}, manager))
+    monkeypatch.setattr(harness, "_backend", lambda model, tokenizer, batch_size: f"batches of {batch_size}")
+    fields = {"tasks": ["b"], "task_folder": "elsewhere", "num_fewshot": 2, "limit": 3, "batch_size": 5}
+    assert list(fields) == HARNESS
+    for config in (harness.HarnessEvalConfig(tasks=["a"]), harness.HarnessEvalConfig(**fields)):
+        harness.open_tasks(config, 32).run(None, None)  # pyright: ignore
+    assert folders == [None, "elsewhere"]
+    names = ("tasks", "num_fewshot", "limit", "model")
+    assert [calls[0][name] for name in names[:3]] == [["a"], None, None]
+    assert [calls[1][name] for name in names] == [["b"], 2, 3, "batches of 5"]
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """Lines that the eval `samples` prints of a model with random weights, which is made once."""
+    folder = tmp_path_factory.mktemp("samples")
+    (folder / "a.txt").write_text("abcd " * 200)
+    data = DataConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
+    tokenizer = data.load_tokenizer(log=lambda _: None)
+    plan = outcome_of(tree()).plan
+    model = plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+    model = jax.tree.map(lambda x: x * 20, model)
+
+    def sample(**fields: Any) -> str:
+        lines: list[str] = []
+        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), lines.append, 32)
+        config: Any = EvalConfig.get_known_choices()["samples"]
+        config(**{"prompts": ["ab"], "max_new_tokens": 8, "temperature": 3.0} | fields).open(context).run(model)
+        return "\n".join(lines)
+
+    return sample
+
+
+def test_sample_fields(sampled):
+    usual, greedy = sampled(), sampled(temperature=0.0)
+    assert usual == sampled()
+    assert usual.startswith("  | ab")
+    assert sampled(prompts=["cd", "ef"]).count("  | ") >= 2
+    assert sampled(prompts=["cd"]).startswith("  | cd")
+    assert usual.startswith(short := sampled(max_new_tokens=3))
+    assert len(short) < len(usual)
+    assert greedy != usual
+    assert greedy == sampled(temperature=0.0, seed=7)
+    assert sampled(top_k=1) == sampled(top_p=1e-6) == greedy
+    assert sampled(seed=7) not in (usual, greedy)

@@ -1,0 +1,86 @@
+"""What the libraries of trackers are called with, field by field."""
+
+import dataclasses
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from jaxlm.observe.trackers import RunInfo, TrackerConfig, environment
+
+# Field -> (another value, the part of the recorded calls that it must lead to; a leading "no " means that it must go).
+FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+    "tensorboard": {
+        "logdir": ("elsewhere", "call('elsewhere/run', "),
+        "comment": ("-two", "call('tblogs/run-two', "),
+        "purge_step": (3, "purge_step=3,"),
+        "max_queue": (5, "max_queue=5,"),
+        "flush_secs": (7, "flush_secs=7,"),
+        "filename_suffix": (".x", "filename_suffix='.x',"),
+        "write_to_disk": (False, "write_to_disk=False)"),
+    },
+    "trackio": {
+        "project": ("p", "call.init(project='p',"),
+        "name": ("n", "name='n',"),
+        "group": ("g", "group='g',"),
+        "space_id": ("user/space", "space_id='user/space',"),
+    },
+    "wandb": {
+        "entity": ("e", "entity='e',"),
+        "project": ("p", "project='p',"),
+        "name": ("n", "name='n',"),
+        "tags": (["t"], "tags=['t'],"),
+        "id": ("i", "id='i',"),
+        "group": ("g", "group='g',"),
+        "mode": ("online", "mode='online',"),
+        "resume": ("must", "resume='must',"),
+        "save_code": (False, "no log_code("),
+        "save_xla_dumps": (True, "add_dir("),
+    },
+}
+
+
+def test_every_tracker_field_is_listed():
+    kinds = TrackerConfig.get_known_choices()
+    listed = {kind: list(fields) for kind, fields in FIELDS.items()}
+    assert {kind: [f.name for f in dataclasses.fields(kinds[kind])] for kind in kinds} == listed
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Opens and closes a tracker over a stand-in for its library; the calls of the library."""
+    import tensorboardX
+    import wandb
+
+    (tmp_path / "dumped").mkdir()
+    (tmp_path / "dumped" / "a.txt").write_text("a program")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path / 'dumped'}")
+
+    def opened(kind: str, **fields: Any) -> str:
+        library = mock.MagicMock()
+        library.step = 0
+        library.id = "id"
+        library.init.return_value._next_step = 0
+        monkeypatch.setattr(tensorboardX, "SummaryWriter", library)
+        monkeypatch.setattr(wandb, "init", library)
+        monkeypatch.setitem(sys.modules, "trackio", library)
+        monkeypatch.setattr(wandb, "login", lambda **_: True)
+        monkeypatch.setattr(wandb, "Artifact", lambda name, type: library)
+        monkeypatch.setattr(wandb, "Settings", dict)
+        monkeypatch.setattr(environment, "repository", lambda: tmp_path)
+        monkeypatch.setattr(environment, "packages", lambda: ["a==1"])
+        config = TrackerConfig.get_known_choices()[kind](**fields)
+        config.check()
+        config.open(RunInfo("run", 0, False, {}, "", {})).close()
+        return str(library.mock_calls)
+
+    return opened
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in FIELDS for name in FIELDS[kind]])
+def test_tracker_field(calls, kind, name):
+    value, part = FIELDS[kind][name]
+    part, expected = (part.removeprefix("no "), False) if part.startswith("no ") else (part, True)
+    assert (part in calls(kind)) is not expected
+    assert (part in calls(kind, **{name: value})) is expected

@@ -1,0 +1,121 @@
+"""Small configurations to change fields in, and the list of all fields that need a proof."""
+
+import copy
+import dataclasses
+from typing import Any
+
+from jaxlm.config.run import PhaseConfig, RunConfig
+from jaxlm.config.trainer import TrainerConfig
+from jaxlm.core.batch_schedule import BatchSize
+from jaxlm.core.mesh import MeshConfig
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
+from jaxlm.engine.watch import WatchConfig
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import DecoderConfig
+from jaxlm.models.rope import RotaryConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.surgery.base import SurgeryConfig
+
+Tree = dict[str, Any]
+
+SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
+LLAMA = {**SIZES, "intermediate_dim": 48, "num_kv_heads": 4}
+MODELS: dict[str, Tree] = {
+    "gpt2": {"type": "gpt2", **SIZES},
+    "llama": {"type": "llama", **LLAMA},
+    "mistral": {"type": "mistral", **LLAMA},
+    "qwen2": {"type": "qwen2", **LLAMA, "sliding_window": 4},
+    "gemma2": {"type": "gemma2", **LLAMA, "head_dim": 8},
+    "gemma3": {"type": "gemma3", **LLAMA, "head_dim": 8, "sliding_window_pattern": 2},
+    "gpt_neox": {"type": "gpt_neox", **LLAMA},
+    "mpt": {"type": "mpt", **LLAMA},
+    "olmo2": {"type": "olmo2", **LLAMA},
+    "phi3": {"type": "phi3", **LLAMA},
+    "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
+    "mixtral": {"type": "mixtral", **LLAMA, "num_experts": 4, "num_experts_per_token": 1},
+    "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
+}
+TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
+ROPES: dict[str, Tree] = {
+    "default": {},
+    "linear": {},
+    "llama3": {"original_max_position_embeddings": 8},
+    "yarn": {"theta": 16.0, "beta_fast": 8.0, "original_max_position_embeddings": 256},
+    "longrope": {
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.0, 1.0, 1.0],
+        "long_factor": [2.0, 2.0, 2.0, 2.0],
+    },
+}
+
+
+def tree(model: str = "llama", **sections: Any) -> Tree:
+    """The configuration of a small run."""
+    return {"model": dict(MODELS[model]), "trainer": dict(TRAINER), **copy.deepcopy(sections)}
+
+
+def merged(base: Any, over: Any) -> Any:
+    """`base` with the keys of `over` replaced, at any depth."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: merged(base.get(key), value) for key, value in over.items()}
+    return over
+
+
+def _trainer(**keys: Any) -> Tree:
+    return merged(tree(), {"trainer": keys})
+
+
+BASES: dict[str, Tree] = {
+    **{name: tree(name) for name in MODELS},
+    **{f"rope {name}": merged(tree(), {"model": {"rope": {"type": name, **keys}}}) for name, keys in ROPES.items()},
+    "stages": _trainer(train_batch_size=[{"start": 0, "value": 16}, {"start": 20, "value": 32}]),
+    "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
+    "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
+    "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
+    "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
+}
+
+
+def at_path(base: Tree, path: str, value: Any) -> Tree:
+    """The tree with another value at a dotted path."""
+    result = copy.deepcopy(base)
+    *parents, last = path.replace("surgery.", "phases.0.surgery.0.").split(".")
+    node: Any = result
+    for key in parents:
+        node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
+    node[last] = value
+    return result
+
+
+def _fields(base: str, prefix: str, kind: type) -> list[tuple[str, str]]:
+    return [(base, f"{prefix}.{field.name}".lstrip(".")) for field in dataclasses.fields(kind)]
+
+
+def all_fields() -> list[tuple[str, str]]:
+    """(name of a base tree, dotted path) of every field of the configuration.
+
+    The fields of `data`, `evals`, trackers, profiler, distributed and Ray have tests of their own in this folder; those of
+    optimizers other than Adam are in tests/optim.
+    """
+    decoder = {field.name for field in dataclasses.fields(DecoderConfig)}
+    found = [*_fields("llama", "", RunConfig), *_fields("llama", "model", DecoderConfig)]
+    for name, kind in ModelConfig.get_known_choices().items():
+        # Llama's relatives share the code of these fields with Llama.
+        shared = decoder if issubclass(kind, DecoderConfig) else set()
+        found += [(name, path) for name, path in _fields(name, "model", kind) if path.split(".")[-1] not in shared]
+    for name, kind in RotaryConfig.get_known_choices().items():
+        found += _fields(f"rope {name}", "model.rope", kind)
+    found += _fields("llama", "trainer", TrainerConfig)
+    found += _fields("llama", "trainer.checkpointer", CheckpointerConfig)
+    found += _fields("keep", "trainer.checkpointer.keep.0", KeepRule)
+    found += _fields("llama", "trainer.mesh", MeshConfig)
+    found += _fields("watch", "trainer.watch", WatchConfig)
+    found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
+    found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
+    for kind in ObjectiveConfig.get_known_choices().values():
+        found += _fields("llama", "objective", kind)
+    for kind in SurgeryConfig.get_known_choices().values():
+        found += _fields("lora", "surgery", kind)
+    return found + _fields("phases", "phases.0", PhaseConfig)
