@@ -3,7 +3,9 @@
 YAML is decoded by tests/test_guide.py. A block that cannot be checked has a reason above it: `<!-- not run: why -->`.
 """
 
+import ast
 import contextlib
+import difflib
 import importlib
 import json
 import os
@@ -262,3 +264,28 @@ def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def messages() -> list[str]:
+    """Every text in the source, with `...` for each value in it. Texts that are joined to one count as one."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_errors_that_are_explained_exist():
+    """Each error of the page on troubleshooting is a message of the source; `...` stands for anything."""
+    known = messages()
+    gone = {}
+    for block in blocks(ROOT / "docs" / "start" / "troubleshoot.md"):
+        quoted = block.text.strip()
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in quoted.split("...")), re.DOTALL)
+        if not any(pattern.search(message) for message in known):
+            gone[quoted] = difflib.get_close_matches(quoted, known, n=1, cutoff=0.2)
+    assert gone == {}, "quoted text: what the source says now"
