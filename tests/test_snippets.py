@@ -4,7 +4,6 @@ YAML is decoded by tests/test_guide.py. A block that cannot be checked has a rea
 """
 
 import ast
-import contextlib
 import difflib
 import importlib
 import json
@@ -226,32 +225,46 @@ def test_blocks_say_what_they_are():
     assert unmatched == reasons, "a reason does not stand directly above its block"
 
 
+def run_python(source: str, folder: Path) -> None:
+    """Runs a program in a process of its own, which may register classes, on one device."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    command = [sys.executable, "-c", source]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a tiny run `mine` that is complete: mine.yaml, its text, its checkpoint and its logs."""
-    from jaxlm.train import main
-
     folder = tmp_path_factory.mktemp("trained")
     (folder / "corpus.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[:20000])
     (folder / "mine.yaml").write_text(TINY)
-    with contextlib.chdir(folder):
-        assert main(["--config_path", "mine.yaml"]) == 0
+    run_python("from jaxlm.train import main; raise SystemExit(main(['--config_path', 'mine.yaml']))", folder)
     return folder
 
 
 PYTHON = {page: [block for block in blocks(page) if block.language == "python"] for page in DOCUMENTS}
 
 
-@pytest.mark.parametrize("page", [page for page in DOCUMENTS if PYTHON[page]], ids=lambda page: page.name)
+PYTHON_PAGES = [page for page in DOCUMENTS if PYTHON[page]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_in_the_documents_runs(page, trained):
-    """A page's blocks run one after another, in a process of their own: they may register classes."""
+    """A page's blocks run one after another, as one program."""
     run = [block.text for block in PYTHON[page] if block.reason is None]
-    source = "\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run(
-        [sys.executable, "-c", source], cwd=trained, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run_python("\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run]), trained)
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+def test_python_in_the_documents_compiles_and_its_imports_exist(page):
+    for block in PYTHON[page]:
+        program = ast.parse(block.text)
+        compile(program, str(page), "exec")
+        imports = [node for node in program.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        if block.reason is None:
+            exec(compile(ast.Module(imports, []), str(page), "exec"), {})
 
 
 def test_json_in_the_documents_can_be_read():
