@@ -59,8 +59,10 @@ def run() -> str:
         box(390, 12, 158, 56, ["enter a phase", "surgery, optimizer"]),
         arrow((180, 40), (210, 40)),
         arrow((360, 40), (390, 40)),
-        '<rect x="30" y="100" width="518" height="236" rx="12" fill="none" stroke="currentColor" stroke-opacity="0.6"'
-        ' stroke-dasharray="5 4"/>',
+        (
+            '<rect x="30" y="100" width="518" height="236" rx="12" fill="none" stroke="currentColor" stroke-opacity="0.6"'
+            ' stroke-dasharray="5 4"/>'
+        ),
         text(44, 124, "each phase, until its steps are done", anchor="start"),
         arrow((470, 68), (470, 146)),
         box(44, 146, 130, 76, ["batch", "a function of", "step and seed"]),
