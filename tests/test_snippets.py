@@ -3,7 +3,8 @@
 YAML is decoded by tests/test_guide.py. A block that cannot be checked has a reason above it: `<!-- not run: why -->`.
 """
 
-import contextlib
+import ast
+import difflib
 import importlib
 import json
 import os
@@ -224,32 +225,46 @@ def test_blocks_say_what_they_are():
     assert unmatched == reasons, "a reason does not stand directly above its block"
 
 
+def run_python(source: str, folder: Path) -> None:
+    """Runs a program in a process of its own, which may register classes, on one device."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    command = [sys.executable, "-c", source]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a tiny run `mine` that is complete: mine.yaml, its text, its checkpoint and its logs."""
-    from jaxlm.train import main
-
     folder = tmp_path_factory.mktemp("trained")
     (folder / "corpus.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[:20000])
     (folder / "mine.yaml").write_text(TINY)
-    with contextlib.chdir(folder):
-        assert main(["--config_path", "mine.yaml"]) == 0
+    run_python("from jaxlm.train import main; raise SystemExit(main(['--config_path', 'mine.yaml']))", folder)
     return folder
 
 
 PYTHON = {page: [block for block in blocks(page) if block.language == "python"] for page in DOCUMENTS}
 
 
-@pytest.mark.parametrize("page", [page for page in DOCUMENTS if PYTHON[page]], ids=lambda page: page.name)
+PYTHON_PAGES = [page for page in DOCUMENTS if PYTHON[page]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_in_the_documents_runs(page, trained):
-    """A page's blocks run one after another, in a process of their own: they may register classes."""
+    """A page's blocks run one after another, as one program."""
     run = [block.text for block in PYTHON[page] if block.reason is None]
-    source = "\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run(
-        [sys.executable, "-c", source], cwd=trained, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run_python("\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run]), trained)
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+def test_python_in_the_documents_compiles_and_its_imports_exist(page):
+    for block in PYTHON[page]:
+        program = ast.parse(block.text)
+        compile(program, str(page), "exec")
+        imports = [node for node in program.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        if block.reason is None:
+            exec(compile(ast.Module(imports, []), str(page), "exec"), {})
 
 
 def test_json_in_the_documents_can_be_read():
@@ -262,3 +277,28 @@ def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def messages() -> list[str]:
+    """Every text in the source, with `...` for each value in it. Texts that are joined to one count as one."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_errors_that_are_explained_exist():
+    """Each error of the page on troubleshooting is a message of the source; `...` stands for anything."""
+    known = messages()
+    gone = {}
+    for block in blocks(ROOT / "docs" / "start" / "troubleshoot.md"):
+        quoted = block.text.strip()
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in quoted.split("...")), re.DOTALL)
+        if not any(pattern.search(message) for message in known):
+            gone[quoted] = difflib.get_close_matches(quoted, known, n=1, cutoff=0.2)
+    assert gone == {}, "quoted text: what the source says now"
