@@ -1,6 +1,6 @@
-"""Draws the two pictures of docs/concepts.md: `python docs/generate_pictures.py`.
+"""Draws the two diagrams in docs/concepts.md: `python docs/generate_pictures.py`.
 
-Lines and letters are of one grey that can be read on white and on dark pages; fills are pale and nearly see-through.
+Lines and text are a gray that is readable on light and on dark pages. Fills are pale and nearly transparent.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ FILLS = {"plain": "none", "state": "#4c8dff", "step": "#2fa84f", "disk": "#d9822
 
 
 def box(x: int, y: int, width: int, height: int, lines: list[str], kind: str = "plain") -> str:
-    """A rounded box with lines of text in its middle, the first of them bold."""
+    """A rounded box with centered lines of text, the first one bold."""
     fill = f'fill="{FILLS[kind]}" fill-opacity="0.15" stroke="{INK}"'
     shape = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" {fill}/>'
     top = y + height / 2 - 9 * (len(lines) - 1) + 5
@@ -22,20 +22,20 @@ def box(x: int, y: int, width: int, height: int, lines: list[str], kind: str = "
 
 
 def text(x: float, y: float, line: str, *, bold: bool = False, anchor: str = "middle") -> str:
-    """One line."""
+    """One line of text."""
     weight = ' font-weight="600"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{escape(line)}</text>'
 
 
 def arrow(*points: tuple[int, int], label: str = "", at: tuple[int, int] | None = None) -> str:
-    """A line with a head at its end."""
+    """A polyline with an arrowhead at its end."""
     path = " ".join(f"{x},{y}" for x, y in points)
     line = f'<polyline points="{path}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#head)"/>'
     return line + (text(*at, label) if at else "")
 
 
 def picture(name: str, title: str, width: int, height: int, parts: list[str]) -> str:
-    """A whole SVG file."""
+    """A complete SVG file."""
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker>'
@@ -49,25 +49,25 @@ def picture(name: str, title: str, width: int, height: int, parts: list[str]) ->
 
 
 def run() -> str:
-    """A run: what happens before, in and between the steps of a phase."""
+    """The diagram of a run: what happens before, inside and between the steps of a phase."""
     parts = [
         box(20, 20, 150, 60, ["resolve, check", "YAML to a plan"]),
-        box(210, 20, 190, 60, ["begin", "checkpoint, weights, or seed"]),
-        box(440, 20, 290, 60, ["enter the phase", "surgery, what trains, optimizer state"]),
+        box(210, 20, 190, 60, ["start", "checkpoint, weights, or seed"]),
+        box(440, 20, 290, 60, ["enter the phase", "surgery, trainable leaves, optimizer state"]),
         arrow((170, 50), (210, 50)),
         arrow((400, 50), (440, 50)),
         f'<rect x="20" y="115" width="710" height="215" rx="12" fill="none" stroke="{INK}" stroke-dasharray="5 4"/>',
-        text(36, 138, "each phase, until its steps are done", anchor="start"),
+        text(36, 138, "each phase, until its last step", anchor="start"),
         arrow((585, 80), (585, 160)),
-        box(40, 160, 150, 70, ["batch", "example i of seed", "and weights"]),
-        box(270, 160, 190, 70, ["step", "one compiled program;", "not finite: left out"], "step"),
+        box(40, 160, 150, 70, ["batch", "a function of step,", "seed and weights"]),
+        box(270, 160, 190, 70, ["step", "one compiled program;", "non-finite: skipped"], "step"),
         box(520, 160, 190, 70, ["state", "step, key, model,", "optimizer state, slots"], "state"),
         arrow((190, 195), (270, 195)),
         arrow((460, 185), (520, 185)),
         arrow((520, 207), (460, 207)),
-        box(40, 262, 190, 50, ["reports", "at most four steps behind"]),
-        box(270, 262, 190, 50, ["evaluations", "look, and change nothing"]),
-        box(520, 262, 190, 50, ["saves", "complete, or invisible"]),
+        box(40, 262, 190, 50, ["metrics", "at most four steps behind"]),
+        box(270, 262, 190, 50, ["evaluations", "look, change nothing"]),
+        box(520, 262, 190, 50, ["saves", "complete or invisible"]),
         arrow((310, 230), (190, 262)),
         arrow((560, 230), (440, 262)),
         arrow((615, 230), (615, 262)),
@@ -76,7 +76,7 @@ def run() -> str:
         arrow((135, 312), (135, 356)),
         arrow((615, 312), (615, 356)),
         arrow(
-            (615, 410), (615, 435), (8, 435), (8, 50), (20, 50), label="killed: the same command again", at=(380, 428)
+            (615, 410), (615, 435), (8, 435), (8, 50), (20, 50), label="killed: the same command resumes", at=(380, 428)
         ),
     ]
     return picture(
@@ -85,7 +85,7 @@ def run() -> str:
 
 
 def mesh() -> str:
-    """The mesh: eight devices as replica x data x model, and where parameters and batch lie on it."""
+    """The diagram of a mesh: eight devices as replica x data x model, and how parameters and batch are sharded."""
     parts = [text(20, 24, "replica 1 x data 4 x model 2: eight devices", bold=True, anchor="start")]
     for data in range(4):
         parts.append(text(20, 92 + 62 * data, f"data {data}", anchor="start"))
@@ -94,14 +94,14 @@ def mesh() -> str:
             parts.append(box(x, y, 120, 52, [f"device {2 * data + model}"], "step"))
     parts += [text(150 + 130 * model, 52, f"model {model}") for model in range(2)]
     rows = [
-        ("fsdp_axis: embed", "data", "a parameter's `embed` rests in four parts,", "and is gathered layer by layer"),
-        ("tensor_parallel_axes: mlp, heads", "model", "`mlp` and `heads` stay in two parts,", "computation too"),
-        ("batch_axis: batch", "replica, data", "every row of devices has a quarter", "of the sequences"),
+        ("fsdp_axis: embed", "data", "`embed` of each parameter has four shards,", "gathered layer by layer"),
+        ("tensor_parallel_axes: mlp, heads", "model", "`mlp` and `heads` have two shards,", "also during computation"),
+        ("batch_axis: batch", "replica, data", "every row of devices processes", "a quarter of the sequences"),
     ]
     for number, (key, axis, *meaning) in enumerate(rows):
         y = 62 + 86 * number
         parts.append(box(390, y, 360, 76, [f"{key} -> {axis}", *(line.replace("`", "") for line in meaning)], "state"))
-    return picture("mesh", "The mesh of devices, and which logical axes lie along which of its axes", 760, 330, parts)
+    return picture("mesh", "The device mesh, and which logical axes are sharded over which mesh axes", 760, 330, parts)
 
 
 def pictures() -> dict[str, str]:
