@@ -1,10 +1,10 @@
-"""Two states of jaxlm on the same run, in turn: has anything become slower that this run does not use?
+"""Compares two commits of jaxlm on the same run. Shows whether features that the run does not use slow it down.
 
     python benchmarks/commits.py --before 371befe --rounds 5 --steps 120 --config_path config/quickstart.yaml
 
-Checks the earlier commit out beside the working tree (`git worktree`), tokenizes once for each, and then runs both, round
-after round. Reports the time from the start of the process to the end of its first step (programs kept from the run that
-tokenized), the median step as `metrics.jsonl` has it, and peak memory. Prints one JSON line last.
+Checks out the earlier commit beside the working tree (`git worktree`), tokenizes once for each, and then runs both in
+turn, round after round. Reports the time from the start of the process to the end of its first step (with a filled
+compilation cache), the median step time from `metrics.jsonl`, and peak memory. The last line printed is JSON.
 """
 
 import argparse
@@ -23,15 +23,15 @@ import psutil
 from processes import spread
 
 ROOT = Path(__file__).resolve().parents[1]
-WARMUP = 10  # steps at the beginning that are not counted
+WARMUP = 10  # first steps, which are not counted
 
 
 def main() -> None:
-    """Takes turns."""
+    """Runs both commits in turn and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", required=True, help="an earlier commit")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--before", required=True, help="the earlier commit")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each commit (default 5)")
+    parser.add_argument("--steps", type=int, default=120, help="steps per run (default 120)")
     parser.add_argument("--config_path", type=Path, default=ROOT / "config" / "quickstart.yaml")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, checked_out(options.before, Path(folder) / "tree") as earlier:
@@ -41,14 +41,14 @@ def main() -> None:
             for name, tree in trees.items():
                 answer = run(tree, Path(folder) / name, options.config_path.resolve(), options.steps, number)
                 print(f"round {number}: {name}: {answer}", file=sys.stderr)
-                if number:  # the first one tokenizes and compiles
+                if number:  # round 0 tokenizes and compiles
                     found[name].append(answer)
     report(found)
 
 
 @contextmanager
 def checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    """The sources of a commit."""
+    """A worktree of the commit, removed on exit."""
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
     try:
@@ -58,7 +58,7 @@ def checked_out(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def run(tree: Path, home: Path, config: Path, steps: int, number: int) -> dict[str, float]:
-    """One process of a tree, in a folder of its own."""
+    """Runs one process of a tree in its own folder. Returns seconds to the first step, step time and peak memory."""
     home.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "jaxlm.train", "--config_path", str(config)]
     command += ["--trainer.num_train_steps", str(steps), "--trainer.id", f"round-{number}", "--trainer.log_dir", "logs"]
@@ -85,7 +85,7 @@ def run(tree: Path, home: Path, config: Path, steps: int, number: int) -> dict[s
 
 
 def report(found: dict[str, list[dict]]) -> None:
-    """A line for each state, their ratio, and everything as JSON."""
+    """Prints a line per quantity with both commits and their ratio, then everything as JSON."""
     before, now = found.values()
     summary: dict[str, dict] = {}
     for key in ("first_step_s", "step_s", "peak_bytes"):

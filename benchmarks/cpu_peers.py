@@ -1,11 +1,12 @@
-"""jaxlm beside its peers on a CPU: one model, one data, one batch, every peer in processes and an environment of its own.
+"""Compares jaxlm with its peers on a CPU: same model, data and batch; each peer has its own processes and environment.
 
     python benchmarks/cpu_peers.py --rounds 5 --steps 20
 
-Makes a virtual environment for each kind of peer (under benchmarks/.venvs, once), then runs them in turn, round after
-round, so that whatever else the machine does falls on all of them alike. Reports medians with the first and third quartile
-of tokens/s, the time from the start of the process to the end of its first step with an empty and with a filled
-compilation cache, peak memory, and how far the losses are from those of the first peer. Prints one JSON line last.
+Makes a virtual environment for each kind of peer once (under benchmarks/.venvs). Then runs the peers in turn, round
+after round, so that other load on the machine affects all of them alike. Reports medians with the first and third
+quartile of tokens/s, the time from the start of the process to the end of its first step with an empty and with a
+filled compilation cache, peak memory, and the difference of the losses from those of the first peer. The last line
+printed is JSON.
 """
 
 import argparse
@@ -23,28 +24,28 @@ from processes import PeerFailedError, answer_of, spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-CACHE = "{cache}"  # in a command: a folder for compiled programs, where the peer can keep any
+CACHE = "{cache}"  # in a command: a folder for compiled programs, for peers that can cache them
 
 TORCH = ["torch==2.13.0", "numpy", "psutil"]
 ENVIRONMENTS = {
     "jaxlm": ["-e", str(ROOT), "psutil"],
     "torch": TORCH,
     "hf": [*TORCH, "transformers>=5.20", "accelerate>=1.1"],
-    # Not among levanter's own requirements, but imported by it: gitpython, chex.
+    # levanter imports gitpython and chex but does not require them.
     "levanter": ["levanter==1.2.dev1644", "gitpython", "chex", "psutil"],
 }
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way of training the model."""
+    """One way to train the model."""
 
     name: str
     environment: str
     command: tuple[str, ...]
 
     def run(self, steps: int, cache: Path) -> dict:
-        """One process; its answer."""
+        """Runs one process and returns its JSON answer."""
         python = HERE / ".venvs" / self.environment / "bin" / "python"
         script, *rest = (part.replace(CACHE, str(cache)) for part in self.command)
         command = [str(python), str(HERE / "peers" / script), str(steps), *rest]
@@ -71,7 +72,7 @@ PEERS = (
 
 @dataclass
 class Record:
-    """What a peer's processes have answered."""
+    """Results of a peer's processes."""
 
     rates: list[float] = field(default_factory=list)
     cold: list[float] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
 
     def add(self, cold: dict, warm: dict) -> None:
-        """The answers of a process with an empty cache and of one after it."""
+        """Adds the answers of a process with an empty cache and of the next one with a filled cache."""
         self.rates.append(warm["tokens_per_second"])
         self.cold.append(cold["first_step_s"])
         self.warm.append(warm["first_step_s"])
@@ -89,17 +90,19 @@ class Record:
 
 
 def main() -> None:
-    """Runs every peer in every round."""
+    """Runs every peer in every round and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of a process")
-    parser.add_argument("--only", default="", help="run only peers whose name contains one of these, with commas")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of processes per peer (default 5)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps per process (default 20)")
+    parser.add_argument(
+        "--only", default="", help="run only peers whose name contains one of these, separated by commas"
+    )
     options = parser.parse_args()
     wanted = options.only.lower().split(",")
     peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in wanted)]
     for name in dict.fromkeys(peer.environment for peer in peers):
         prepare(name)
-    # As installing does for every other peer: an editable installation leaves it to the first import, if that may write.
+    # Installing compiles bytecode for the other peers. An editable installation leaves it to the first import.
     compileall.compile_dir(ROOT / "src", quiet=1)
     records = {peer.name: Record() for peer in peers}
     for number in range(options.rounds):
@@ -111,7 +114,7 @@ def main() -> None:
 
 
 def prepare(name: str) -> None:
-    """Makes a peer's environment, if it is not there."""
+    """Makes a peer's environment unless it exists."""
     folder = HERE / ".venvs" / name
     if (folder / "ready").exists():
         return
@@ -122,7 +125,7 @@ def prepare(name: str) -> None:
 
 
 def report(records: dict[str, Record]) -> None:
-    """One line a peer, then everything as JSON."""
+    """Prints one line per peer, then everything as JSON."""
     reference = next(iter(records.values()))
     base = statistics.median(reference.rates)
     print(f"{'':32} {'tokens/s':>20} {'ratio':>6} {'first step':>11} {'cached':>7} {'memory':>8} {'loss differs':>12}")

@@ -1,16 +1,16 @@
-"""How fast data is read and made: caches read in shuffled order, and text tokenized beside `tokenizers` alone.
+"""Measures reading caches in shuffled order, and building caches compared with `tokenizers` alone.
 
     python benchmarks/data.py [--repeats 7] [--characters 12000000]
 
-(a) Windows of 1,024 tokens, 64 a batch, from a memory-mapped cache of 100 million tokens, on one core: order, reading,
-    and the columns that training takes; all but placing them on a device. Then the same from a mixture of four sources
-    whose weights change twice a repeat.
-(b) The whole of building a cache (reading .jsonl, checksums, writing, fsync) beside `encode_batch` and `encode_batch_fast`
-    of the library `tokenizers` on the same texts in memory, all on all cores, interleaved. A ratio of 0.9 means that
-    everything around the tokenizer costs a tenth of the time. Ratios of CPU seconds are less disturbed by other work on
-    the machine, and say nothing about idle cores.
+(a) Reads windows of 1,024 tokens, 64 per batch, from a memory-mapped cache of 100 million tokens on one core. This
+    includes the order, reading, and the columns of a training batch, but not placing them on a device. Then reads the
+    same from a mixture of four sources whose weights change twice per repeat.
+(b) Builds a cache (reading .jsonl, checksums, writing, fsync) and compares it with `encode_batch` and
+    `encode_batch_fast` of the library `tokenizers` on the same texts in memory. All use all cores and run in turn. A
+    ratio of 0.9 means that everything around the tokenizer costs a tenth of the time. Ratios of CPU seconds depend less
+    on other load on the machine, but say nothing about idle cores.
 
-Text: the source files of Python's standard library. One JSON line comes last.
+The text is the source files of Python's standard library. The last line printed is JSON.
 """
 
 import argparse
@@ -41,16 +41,16 @@ from jaxlm.data.train_weights import block_counts
 
 SEQ_LEN, BATCH = 1024, 64
 CACHE_TOKENS, DOCUMENT_TOKENS = 100_000_000, 600
-BATCHES_A_REPEAT = 200
-MIXED = 4  # sources of the mixture
+BATCHES_PER_REPEAT = 200
+NUM_SOURCES = 4  # of the mixture
 VOCABULARY = 8192
 
 
 def main() -> None:
-    """Runs both parts and prints the line."""
+    """Runs both parts and prints the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--characters", type=int, default=12_000_000, help="of text to tokenize")
+    parser.add_argument("--repeats", type=int, default=7, help="measured repeats of each part (default 7)")
+    parser.add_argument("--characters", type=int, default=12_000_000, help="characters of text to tokenize")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = {
@@ -68,11 +68,11 @@ def main() -> None:
 
 
 def reading(folder: Path, repeats: int) -> dict[str, float]:
-    """Tokens/s on one core: of one source, and of a mixture of several whose weights change within each repeat."""
-    caches = [_random_cache(folder / str(number), CACHE_TOKENS // MIXED) for number in range(MIXED)]
+    """Tokens/s on one core, for one source and for a mixture whose weights change within each repeat."""
+    caches = [_random_cache(folder / str(number), CACHE_TOKENS // NUM_SOURCES) for number in range(NUM_SOURCES)]
     mixed = {f"source{number}": PackedSequences(cache, SEQ_LEN) for number, cache in enumerate(caches)}
     weights = [dict(zip(mixed, values, strict=True)) for values in ((5, 3, 1, 1), (1, 2, 3, 4))]
-    examples = BATCHES_A_REPEAT * BATCH
+    examples = BATCHES_PER_REPEAT * BATCH
     stages = [
         MixtureStage(number * examples // 2, block_counts(weights[number % 2], list(mixed), 2048))
         for number in range(2 * (repeats + 1))
@@ -88,7 +88,7 @@ def reading(folder: Path, repeats: int) -> dict[str, float]:
     os.sched_setaffinity(0, {min(cores)})
     try:
         rates = [
-            (_reading_rate(single, number * BATCHES_A_REPEAT), _reading_rate(mixture, number * BATCHES_A_REPEAT))
+            (_reading_rate(single, number * BATCHES_PER_REPEAT), _reading_rate(mixture, number * BATCHES_PER_REPEAT))
             for number in range(repeats + 1)
         ]
     finally:
@@ -102,10 +102,10 @@ def reading(folder: Path, repeats: int) -> dict[str, float]:
 
 def _reading_rate(mixture: Mixture, first: int) -> float:
     began = time.perf_counter()
-    for number in range(first, first + BATCHES_A_REPEAT):
+    for number in range(first, first + BATCHES_PER_REPEAT):
         examples = number * BATCH + np.arange(BATCH)
         mixture.read(examples)
-    return BATCHES_A_REPEAT * BATCH * SEQ_LEN / (time.perf_counter() - began)
+    return BATCHES_PER_REPEAT * BATCH * SEQ_LEN / (time.perf_counter() - began)
 
 
 def _random_cache(folder: Path, num_tokens: int) -> TokenCache:
@@ -120,12 +120,12 @@ def _random_cache(folder: Path, num_tokens: int) -> TokenCache:
 
 
 def tokenizing(folder: Path, repeats: int, characters: int) -> dict[str, float]:
-    """Tokens/s on all cores, and the ratios to `tokenizers` alone: medians of each repeat's ratio."""
+    """Tokens/s on all cores, and quartiles of each repeat's ratio to `tokenizers` alone."""
     texts = _texts(characters)
     tokenizer = train_bpe(texts[:200], VOCABULARY)
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     files = find_files([str(folder / "text.jsonl")], "text", "text")
-    backend = tokenizer._backend  # the very same object, with nothing of ours around it
+    backend = tokenizer._backend  # the same tokenizer, without our wrapper
     contestants: dict[str, Callable[[], int]] = {
         "cache": lambda: _build(folder / "cache", files, tokenizer),
         "encode_batch": lambda: _num_tokens(backend.encode_batch(texts, add_special_tokens=False)),

@@ -1,10 +1,10 @@
-"""Greedy decoding beside transformers' `generate`: one random Llama, one prompt, float32, one CPU.
+"""Compares greedy decoding with transformers' `generate`: one random Llama, the same prompts, float32, one CPU.
 
     python benchmarks/decode.py --rounds 5
 
-Both read the same folder, in processes of their own that take turns, round after round, so that whatever else the machine
-does falls on both alike. Reading the prompts counts; compiling and a first call do not, and are reported apart. Prints
-medians with quartiles of tokens/s, and how many of the tokens are the same; one JSON line comes last. Needs the extras
+Both read the same folder. Their processes run in turn, round after round, so that other load on the machine affects
+both alike. Processing the prompts counts. Compiling and the first call do not count and are reported separately. Prints
+medians with quartiles of tokens/s and the fraction of equal tokens. The last line printed is JSON. Needs the extras
 `torch` and `hf`.
 """
 
@@ -23,15 +23,15 @@ VOCAB = 8192
 
 
 def main() -> None:
-    """Runs every peer in every round, for each batch size."""
+    """Runs every peer in every round for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help="measured calls of a process")
-    parser.add_argument("--batches", default="1,16", help="numbers of prompts")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each")
-    parser.add_argument("--new", type=int, default=64, help="tokens to write")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5, help="processes per peer (default 5)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured calls per process (default 3)")
+    parser.add_argument("--batches", default="1,16", help="batch sizes, separated by commas (default 1,16)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt (default 128)")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate per prompt (default 64)")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the model (default 12)")
+    parser.add_argument("--hidden", type=int, default=768, help="width of the model (default 768)")
     options = parser.parse_args()
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, num_layers: int, hidden_dim: int) -> int:
-    """A random Llama with a tokenizer that nobody uses. Returns its number of parameters."""
+    """Writes a random Llama with an unused tokenizer. Returns its number of parameters."""
     import tokenizers
     import torch
     import transformers
@@ -67,7 +67,7 @@ def write_model(folder: Path, num_layers: int, hidden_dim: int) -> int:
 
 
 def measured(sizes: list[str], rounds: int) -> dict[str, dict]:
-    """Peer -> its numbers; shows them as a table."""
+    """Runs all peers and prints a line for each. Returns the numbers by peer."""
     answers: dict[str, list[dict]] = {name: [] for name in PEERS}
     for number in range(rounds):
         for name, script in PEERS.items():
@@ -80,7 +80,7 @@ def measured(sizes: list[str], rounds: int) -> dict[str, dict]:
     reference = [token for row in answers["transformers"][0]["tokens"] for token in row]
     found = {}
     for name, given in answers.items():
-        # A process is one measurement: its calls share whatever befell it.
+        # One process is one measurement: its calls are not independent.
         rate, low, high = spread([statistics.median(answer["tokens_per_second"]) for answer in given])
         tokens = [token for row in given[0]["tokens"] for token in row]
         same = statistics.mean(a == b for a, b in zip(tokens, reference, strict=True))

@@ -1,13 +1,14 @@
-"""jaxlm beside torch.compile on one NVIDIA card, and its kernels beside references. Offline, in less than nine minutes.
+"""Compares jaxlm with torch.compile on one NVIDIA GPU, and its kernels with references. Offline, in under nine minutes.
 
     python benchmarks/gpu.py --output gpu
-    python benchmarks/gpu.py --tiny              # the same code on a CPU, with shapes that mean nothing
-    python benchmarks/gpu.py --forecast h200-1   # jaxlm alone, compiled for a card that is not here; nothing runs
+    python benchmarks/gpu.py --tiny              # the same code on a CPU, with tiny shapes
+    python benchmarks/gpu.py --forecast h200-1   # jaxlm alone, compiled for a GPU you do not have; nothing runs
 
-GPT-2 124M on 1,024 tokens, a Llama of 1.2B and one of 1.4B with heads of 128 on 4,096, in bfloat16 with float32 parameters,
-on random tokens. Both are measured by processes of their own, in turn, round after round while the time lasts: jaxlm by
-`python -m jaxlm.bench`, PyTorch by a step compiled around whichever backend of its attention is fastest at the shape of the
-model, cut into micro-batches only where it does not fit. Writes OUTPUT.md and OUTPUT.json.
+The models are GPT-2 124M on 1,024 tokens, and a 1.2B Llama and a 1.4B Llama with heads of 128 on 4,096 tokens, in
+bfloat16 with float32 parameters, on random tokens. jaxlm and PyTorch run in separate processes, in turn, round after
+round while time remains. jaxlm is measured by `python -m jaxlm.bench`. PyTorch runs a compiled step with the attention
+backend that is fastest at the model's shape, and splits the batch into micro-batches only if it does not fit. Writes
+OUTPUT.md and OUTPUT.json.
 """
 
 import argparse
@@ -32,7 +33,7 @@ PROBES = {
 
 @dataclass(frozen=True)
 class Model:
-    """One model at one batch; sizes as the PyTorch peer names them."""
+    """One model at one batch size. `shape` uses the PyTorch peer's names."""
 
     name: str
     rows: int
@@ -40,7 +41,7 @@ class Model:
 
     @property
     def config(self) -> dict:
-        """The run as jaxlm reads it."""
+        """The run's configuration for jaxlm."""
         s = self.shape
         model = {
             "type": s["family"],
@@ -57,7 +58,7 @@ class Model:
 
 
 def model(name: str, rows: int, family: str, **sizes) -> Model:
-    """A model; `mlp`, `kv_heads` and `tied` are those of GPT-2 unless given."""
+    """A model. `mlp`, `kv_heads` and `tied` default to GPT-2's."""
     usual = {"kv_heads": sizes["heads"], "mlp": 4 * sizes["hidden"], "tied": family == "gpt2"}
     return Model(name, rows, {"family": family, **usual, **sizes})
 
@@ -78,7 +79,7 @@ DOCUMENTS = (1, 12)
 
 @dataclass
 class Run:
-    """The benchmark's options, and what it has found."""
+    """The benchmark's options and results."""
 
     models: tuple[Model, ...]
     steps: int
@@ -91,11 +92,11 @@ class Run:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it must be done."""
+        """Seconds until the benchmark must end."""
         return self.ends - time.monotonic()
 
-    def ask(self, what: str, command: list[str]) -> dict | None:
-        """A process's answer; None, and a note, where it has none."""
+    def answer_or_none(self, what: str, command: list[str]) -> dict | None:
+        """Runs a process and returns its answer. Records a failure and returns None if it has none."""
         began = time.monotonic()
         try:
             answer = answer_of(command, timeout_s=max(1.0, self.left_s))
@@ -108,7 +109,7 @@ class Run:
         return answer
 
     def compare_kernels(self) -> None:
-        """Attention at every model's shape, with few and many documents, and the loss."""
+        """Measures attention at every model's shape, with one and with many documents, and the loss."""
         attention, losses = [], []
         for one in self.models:
             s = one.shape
@@ -116,24 +117,24 @@ class Run:
             size = s["hidden"] // s["heads"]
             attention += [{**common, "head_size": size, "documents": n} for n in DOCUMENTS]
             losses.append({"tokens": one.rows * s["seq_len"], "embed": s["hidden"], "vocab": s["vocab"]})
-        asked = {"attention": attention, "loss": losses, "repeats": min(10, self.steps)}
+        request = {"attention": attention, "loss": losses, "repeats": min(10, self.steps)}
         script = str(PEERS / "jaxlm_kernels.py")
-        self.kernels = self.ask("kernels", [self.python["jax"], script, json.dumps(asked)]) or {}
+        self.kernels = self.answer_or_none("kernels", [self.python["jax"], script, json.dumps(request)]) or {}
 
     def commands(self, one: Model, folder: Path) -> Iterator[tuple[str, list[str]]]:
-        """(peer, command) of every peer that can run."""
+        """Yields (peer, command) for every peer that can run."""
         path = folder / f"{MODELS.index(one) if one in MODELS else TINY.index(one)}.yaml"
-        path.write_text(json.dumps(one.config))  # every JSON is YAML
+        path.write_text(json.dumps(one.config))  # JSON is valid YAML
         count = ["--steps", str(self.steps), "--warmup", str(self.warmup)]
         cache = ["--trainer.compilation_cache_dir", str(folder / "programs")]
         yield "jaxlm", [self.python["jax"], "-m", "jaxlm.bench", "--config_path", str(path), *count, *cache]
         if "torch" in self.python:
-            asked = {"shape": one.shape, "rows": one.rows, "steps": self.steps, "warmup": self.warmup}
-            yield "torch.compile", [self.python["torch"], str(PEERS / "torch_decoder.py"), json.dumps(asked)]
+            request = {"shape": one.shape, "rows": one.rows, "steps": self.steps, "warmup": self.warmup}
+            yield "torch.compile", [self.python["torch"], str(PEERS / "torch_decoder.py"), json.dumps(request)]
 
     def take_turns(self, rounds: int) -> None:
-        """Every peer at every model, round after round; none is begun that would not end in time. The kernels come after
-        the first round."""
+        """Runs every peer on every model, round after round. Starts no process that would not end in time. Measures the
+        kernels after the first round."""
         with tempfile.TemporaryDirectory() as folder:
             for number in range(rounds):
                 if number == 1:
@@ -143,27 +144,29 @@ class Run:
                         answers = self.answers.setdefault(one.name, {}).setdefault(peer, [])
                         longest = max((a["process_seconds"] for a in answers), default=0.0)
                         if self.left_s < longest or len(answers) < number:
-                            continue  # no time for it, or it failed before
-                        answer = self.ask(f"round {number + 1}, {one.name}, {peer}", command)
+                            continue  # no time left, or it failed before
+                        answer = self.answer_or_none(f"round {number + 1}, {one.name}, {peer}", command)
                         answers += [answer] if answer else []
 
 
 def main() -> None:
-    """The kernels, then the rounds, then the report."""
+    """Runs all rounds and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tiny", action="store_true", help="shapes and a number of steps for walking through it on a CPU"
+        "--tiny", action="store_true", help="tiny shapes and few steps, to run all of the code on a CPU"
     )
-    parser.add_argument("--forecast", metavar="TOPOLOGY", help="what `jaxlm.bench --topology` expects of the models")
-    parser.add_argument("--rounds", type=int, default=3, help="at the most (default 3)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of a process (default 10)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
-    parser.add_argument("--minutes", type=float, default=8.5, help="end within so many (default 8.5)")
+    parser.add_argument("--forecast", metavar="TOPOLOGY", help="print what `jaxlm.bench --topology` expects")
+    parser.add_argument("--rounds", type=int, default=3, help="maximum number of rounds (default 3)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per process (default 10)")
+    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default 3)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="time limit in minutes (default 8.5)")
+    parser.add_argument("--jax_python", default=sys.executable, help="interpreter that has jaxlm (default: this one)")
     parser.add_argument(
-        "--jax_python", default=sys.executable, help="the interpreter that has jaxlm (default: this one)"
+        "--torch_python", default=sys.executable, help="interpreter that has PyTorch (default: this one)"
     )
-    parser.add_argument("--torch_python", default=sys.executable, help="the one that has PyTorch (default: this one)")
-    parser.add_argument("--output", type=Path, default=Path("gpu"), help="writes OUTPUT.md and OUTPUT.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu"), help="prefix of the files OUTPUT.md and OUTPUT.json"
+    )
     options = parser.parse_args()
     if options.forecast:
         forecast(options.jax_python, options.forecast)
@@ -174,7 +177,7 @@ def main() -> None:
         run = Run(TINY, 2, 1, given, ends)
     else:
         run = Run(MODELS, options.steps, options.warmup, usable(given), ends)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax takes 0.75 of a card unless told
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax's default is 0.75 of the GPU's memory
     run.take_turns(2 if options.tiny else options.rounds)
     text = report(run)
     options.output.with_suffix(".md").write_text(text)
@@ -182,12 +185,12 @@ def main() -> None:
     options.output.with_suffix(".json").write_text(json.dumps(found, indent=1))
     print(text)
     if run.failures:
-        raise SystemExit(f"{len(run.failures)} process(es) failed; {options.output}.json says how")
+        raise SystemExit(f"{len(run.failures)} process(es) failed. See {options.output}.json")
 
 
 def forecast(python: str, topology: str) -> None:
-    """Prints a table of what is to be expected of the models."""
-    print("| model | tokens/s | causal MFU | products and attention | memory-bound | memory a card | how |")
+    """Prints a table of the expected results for the models."""
+    print("| model | tokens/s | causal MFU | products and attention | memory-bound | memory per GPU | how |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for one in MODELS:
         with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +207,7 @@ def forecast(python: str, topology: str) -> None:
 
 
 def usable(given: dict[str, str]) -> dict[str, str]:
-    """The interpreters whose library finds an NVIDIA card.
+    """The interpreters whose library finds an NVIDIA GPU.
 
     Raises:
         SystemExit: jax finds none.
@@ -218,14 +221,14 @@ def usable(given: dict[str, str]) -> dict[str, str]:
         if answer["gpu"]:
             found[name] = python
         else:
-            print(f"{name} in {python} finds no NVIDIA card: {answer['is']}", file=sys.stderr)
+            print(f"{name} in {python} finds no NVIDIA GPU: {answer['is']}", file=sys.stderr)
     if "jax" not in found:
         raise SystemExit(
-            "there is nothing to measure without an NVIDIA card that jax finds (pip install 'jaxlm[gpu]'). --tiny walks"
-            " through the same code on a CPU"
+            "jax finds no NVIDIA GPU, so there is nothing to measure. Install it with `pip install 'jaxlm[gpu]'`, or use"
+            " --tiny to run the same code on a CPU"
         )
     if "torch" not in found:
-        print("going on without the PyTorch peer; --torch_python names an interpreter that has it", file=sys.stderr)
+        print("PyTorch is not measured. Set --torch_python to an interpreter that has it", file=sys.stderr)
     return found
 
 
@@ -233,20 +236,20 @@ def usable(given: dict[str, str]) -> dict[str, str]:
 
 
 def report(run: Run) -> str:
-    """One markdown table."""
-    heads = ("what", "peer", "measured", "beside PyTorch", "causal MFU", "memory", "how")
+    """The results as one markdown table."""
+    heads = ("what", "peer", "measured", "vs. PyTorch", "causal MFU", "memory", "how")
     rows = [heads, ["---"] * len(heads)]
     rows += [row for name, answers in run.answers.items() for row in model_rows(name, answers)]
     rows += [attention_row(case, name) for case in run.kernels.get("attention", []) for name in sorted(measured(case))]
     rows += [row for case in run.kernels.get("loss", []) for row in loss_rows(case)]
     device = run.kernels.get("device", "unknown device")
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    legend = "the lowest and the highest of the processes, how many, and the quartiles' distance in the last of them"
-    return "\n".join([f"{device}. Medians; in brackets {legend}.", "", *lines, ""])
+    legend = "lowest and highest process, number of processes, and interquartile range within the last one"
+    return "\n".join([f"{device}. Medians; in brackets: {legend}.", "", *lines, ""])
 
 
 def model_rows(name: str, answers: dict[str, list[dict]]) -> Iterator[list[str]]:
-    """A row a peer: tokens/s over its processes, and MFU by jaxlm's count of operations."""
+    """One row per peer: tokens/s over its processes, and MFU with jaxlm's FLOP count."""
     rates = {peer: [a["tokens_per_second"] for a in some] for peer, some in answers.items() if some}
     ours, theirs = (rates.get(peer) for peer in ("jaxlm", "torch.compile"))
     for peer, some in rates.items():
@@ -264,7 +267,7 @@ def model_rows(name: str, answers: dict[str, list[dict]]) -> Iterator[list[str]]
 
 
 def how(peer: str, answer: dict) -> str:
-    """What a peer's step is made of."""
+    """How a peer's step was compiled, in words."""
     if peer == "jaxlm":
         kernels = ", ".join(f"{name} x {n}" for name, n in answer["kernels"].items()) or "no library kernels"
         return f"recomputation {answer['recomputation']}; {kernels}; compiled in {answer['compile_seconds']:.0f} s"
@@ -272,12 +275,12 @@ def how(peer: str, answer: dict) -> str:
 
 
 def measured(case: dict) -> list[str]:
-    """The backends of an attention case."""
+    """The backends measured in an attention case."""
     return [name for name, found in case.items() if isinstance(found, dict)]
 
 
 def attention_row(case: dict, name: str) -> list[str]:
-    """An attention backend's time and largest error."""
+    """An attention backend's time and errors."""
     sizes = "{rows} x {length}, {heads}/{kv_heads} heads of {head_size}, {documents} document(s)".format(**case)
     found = case[name]
     errors = ", ".join(f"{key} {value:.1e}" for key, value in found["errors"].items())
@@ -286,7 +289,7 @@ def attention_row(case: dict, name: str) -> list[str]:
 
 
 def loss_rows(case: dict) -> Iterator[list[str]]:
-    """The loss in chunks and with all logits at once."""
+    """Rows for the loss in chunks and with all logits at once."""
     what = "loss, {tokens} tokens, {embed} to {vocab}".format(**case)
     errors = ", ".join(f"{key} {value:.1e}" for key, value in case["errors"].items())
     yield [what, "jaxlm", milliseconds(case["seconds"]), "-", "-", "-", f"errors {errors}"]
@@ -294,7 +297,7 @@ def loss_rows(case: dict) -> Iterator[list[str]]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Of forward and backward together."""
+    """Forward and backward together, in words."""
     return "does not fit" if seconds is None else f"{seconds * 1e3:.2f} ms"
 
 

@@ -1,9 +1,9 @@
-"""Tasks of lm-evaluation-harness: jaxlm's numbers beside those of its own backend `hf`.
+"""Compares jaxlm with the harness's own backend `hf` on tasks of lm-evaluation-harness.
 
     cd FOLDER_WITH_CORE && python benchmarks/harness.py --checkpoint exported --tasks examples/tasks --limit 500
 
-The tasks of `examples/tasks` read `core/*.jsonl` in the current folder. Prints a row for each number of each task and how
-long both took; one JSON line comes last. Needs the extras `eval`, `torch` and `hf`.
+The tasks in `examples/tasks` read `core/*.jsonl` in the current folder. Prints a row for each metric of each task, and
+the seconds that both took. The last line printed is JSON. Needs the extras `eval`, `torch` and `hf`.
 """
 
 import argparse
@@ -15,25 +15,27 @@ import time
 from pathlib import Path
 
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"
-LEFT_OUT = ("alias", "sample_len")
+SKIPPED = ("alias", "sample_len")
 
 
 def main() -> None:
-    """Asks both for all tasks of a folder."""
+    """Runs all tasks of a folder with both backends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, help="a folder of Hugging Face")
-    parser.add_argument("--tasks", type=Path, default=TASKS, help="a folder of .yaml files")
-    parser.add_argument("--limit", type=int, default=500, help="documents of each task")
-    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--checkpoint", required=True, help="a Hugging Face model folder")
+    parser.add_argument(
+        "--tasks", type=Path, default=TASKS, help="a folder of task .yaml files (default examples/tasks)"
+    )
+    parser.add_argument("--limit", type=int, default=500, help="maximum documents per task (default 500)")
+    parser.add_argument("--batch_size", type=int, default=16, help="requests per batch (default 16)")
     options = parser.parse_args()
     os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     names = sorted(path.stem for path in options.tasks.glob("*.yaml"))
     rows = []
     for name in names:
-        ours, our_s = timed(lambda name=name: of_jaxlm(options, name))
-        theirs, their_s = timed(lambda name=name: of_the_harness(options, name))
+        ours, our_s = timed(lambda name=name: jaxlm_metrics(options, name))
+        theirs, their_s = timed(lambda name=name: hf_metrics(options, name))
         for metric, value in ours.items():
-            if metric in LEFT_OUT or "stderr" in metric:
+            if metric in SKIPPED or "stderr" in metric:
                 continue
             rows.append({"task": name, "metric": metric, "jaxlm": value, "hf": theirs[metric]})
             print(f"{name:24} {metric:24} {value!r:24} {theirs[metric]!r:24} {value == theirs[metric]}")
@@ -42,13 +44,13 @@ def main() -> None:
 
 
 def timed(fun) -> tuple[dict, float]:
-    """What it returns, and after how many seconds."""
+    """Calls `fun`. Returns its result and the seconds it took."""
     began = time.perf_counter()
     return fun(), time.perf_counter() - began
 
 
-def of_jaxlm(options: argparse.Namespace, task: str) -> dict:
-    """Metric -> value, of the command."""
+def jaxlm_metrics(options: argparse.Namespace, task: str) -> dict:
+    """Metric -> value, from `python -m jaxlm.evaluate`."""
     command = [sys.executable, "-m", "jaxlm.evaluate", "--checkpoint", options.checkpoint, "--trainer.mp", "f32"]
     command += ["--tasks", task, "--task_folder", options.tasks, "--limit", options.limit]
     command += ["--batch_size", options.batch_size]
@@ -58,8 +60,8 @@ def of_jaxlm(options: argparse.Namespace, task: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])["tasks"][task]
 
 
-def of_the_harness(options: argparse.Namespace, task: str) -> dict:
-    """Metric -> value, of transformers."""
+def hf_metrics(options: argparse.Namespace, task: str) -> dict:
+    """Metric -> value, from the backend `hf`."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -1,17 +1,18 @@
-"""What logging costs a step: metrics file, progress line and two trackers, beside nothing at all.
+"""Measures what logging costs per step: metrics file, progress line and two trackers, compared with no logging.
 
     python benchmarks/logging_cost.py --config_path config/quickstart.yaml --minutes 4 [--keep pairs.json]
 
-One process, one compiled step, random tokens, four steps in flight as in training. Short stretches with everything
-switched on and with nothing take turns, in the order on-off, off-on, ...; the first second and a bit of each, in which
-the trackers' threads may still be at the records of the one before, is not counted. A pair gives the logarithm of the
-ratio of its stretches' mean steps; their mean without the outer tenths is the result, with the interval that holds 95 %
-of its bootstraps. `--keep` adds the pairs to those of earlier calls.
+Uses one process, one compiled step, random tokens, and four steps in flight as in training. Short stretches with and
+without logging alternate, in the order on-off, off-on, ... The first 1.2 seconds or so of each stretch do not count,
+because the trackers' threads may still be processing earlier records. Each pair of stretches gives the logarithm of the
+ratio of their mean step times. The result is the trimmed mean of these (without the outer tenths), with a 95 %
+bootstrap interval. `--keep` adds the pairs to those of earlier calls.
 
-Beside it the CPU seconds that logging takes a step, by thread, and those of wandb's process (on Linux): they depend less
-on what else the machine does. Where the step itself uses all cores to the full, they are what logging takes from it.
+Also measures the CPU seconds per step that logging takes, by thread, and those of wandb's process (on Linux). These
+depend less on other load on the machine. If the step itself uses all cores fully, they are the time that logging takes
+from it.
 
-Prints one JSON line last. The goal: a ratio of 1.01 at the most.
+The last line printed is JSON. The goal is a ratio of at most 1.01.
 """
 
 import argparse
@@ -48,16 +49,16 @@ from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
 
 _TRIMMED, _BOOTSTRAPS = 0.1, 2000
-_SETTLE_S = TrackerTimeouts().gather_s + 0.2  # a tracker's thread is done with what came before
+_SETTLE_S = TrackerTimeouts().gather_s + 0.2  # by then, tracker threads have processed earlier records
 _WARMUP_PAIRS, _FEWEST_PAIRS = 2, 10
 
 
 def main() -> None:
-    """Takes turns."""
+    """Measures, adds earlier pairs if there are any, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4, help="of measured steps, more or less")
-    parser.add_argument("--steps", type=int, default=12, help="of a stretch that count")
-    parser.add_argument("--keep", type=Path, help="JSON file of pairs: those in it count, and new ones are added")
+    parser.add_argument("--minutes", type=float, default=4, help="approximate minutes of measured steps (default 4)")
+    parser.add_argument("--steps", type=int, default=12, help="counted steps per stretch (default 12)")
+    parser.add_argument("--keep", type=Path, help="JSON file of pairs to include; new pairs are added")
     options, rest = parser.parse_known_args()
     config = load_config(rest, "benchmarks/logging_cost.py")
     plan = make_plan(config, "logging_cost", assumed_vocabulary(config)[0])
@@ -71,40 +72,47 @@ def main() -> None:
 
 
 def log(pairs: Sequence[tuple[float, float]], cpu_s: dict[str, float]) -> None:
-    """Prints the result. Args: pairs: seconds of a step (silent, logged). cpu_s: of a logged step, by who took it."""
+    """Prints the result.
+
+    Args:
+        pairs: seconds per step (without logging, with logging).
+        cpu_s: CPU seconds per logged step, by thread or process.
+    """
     silent, logged = np.asarray(pairs).T
     logs = np.log(logged / silent)
     drawn = np.random.default_rng(0).choice(logs, (_BOOTSTRAPS, len(logs)))
     ratio = math.exp(trimmed_mean(logs))
     low, high = (float(np.exp(np.quantile([trimmed_mean(one) for one in drawn], q))) for q in (0.025, 0.975))
     step = statistics.median(silent)
-    print(f"\na silent step {step * 1e3:.2f} ms, a logged one {statistics.median(logged) * 1e3:.2f} ms (medians)")
+    print(
+        f"\nstep without logging {step * 1e3:.2f} ms, with logging {statistics.median(logged) * 1e3:.2f} ms (medians)"
+    )
     print(f"ratio {ratio:.4f} (95 %: {low:.4f} to {high:.4f}; {len(pairs)} pairs)")
     for name, seconds in sorted(cpu_s.items(), key=lambda item: -item[1]):
-        print(f"  {name:<32} {seconds * 1e6:8.1f} us CPU a step, {seconds / step:.2%} of it")
+        print(f"  {name:<32} {seconds * 1e6:8.1f} us CPU per step, {seconds / step:.2%} of it")
     result = {"silent_s": step, "ratio": ratio, "low": low, "high": high, "pairs": len(pairs), "cpu_s": cpu_s}
     print(json.dumps(result))
 
 
 def trimmed_mean(values: np.ndarray) -> float:
-    """The mean without the lowest and the highest tenth."""
+    """The mean without the lowest and highest tenth."""
     cut = int(len(values) * _TRIMMED)
     return float(np.sort(values)[cut : len(values) - cut].mean())
 
 
 @dataclass
 class Switch:
-    """Listeners that hear of a step or do not.
+    """Passes steps to listeners only while it is on.
 
     Attributes:
-        cpu_s: of the loop's own thread, in them.
-        heard: steps that they heard of.
+        cpu_s: CPU seconds that the loop's thread spent in the listeners.
+        num_steps: steps passed to the listeners.
     """
 
     listeners: Sequence[Listener]
     on: bool = False
     cpu_s: float = 0.0
-    heard: int = 0
+    num_steps: int = 0
 
     def __call__(self, info: StepInfo) -> None:
         if self.on:
@@ -112,14 +120,14 @@ class Switch:
             for listener in self.listeners:
                 listener(info)
             self.cpu_s += time.thread_time() - began
-            self.heard += 1
+            self.num_steps += 1
 
 
 def measure(
     plan: Plan, folder: Path, enough_s: float, steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """Mean seconds of a step in each pair of stretches, without and with logging, and CPU seconds of a logged step."""
-    trackers = open_trackers(plan, folder)  # first: wandb takes seconds to begin
+    """Mean seconds per step in each pair of stretches, without and with logging, and CPU seconds per logged step."""
+    trackers = open_trackers(plan, folder)  # first, because wandb takes seconds to start
     phase = plan.phases[0]
     step = compile_step(plan, phase, print).call
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
@@ -153,19 +161,19 @@ def measure(
 
     for warming in range(_WARMUP_PAIRS):
         pair(bool(warming % 2))
-    switch.cpu_s, switch.heard, before = 0.0, 0, cpu_seconds()
+    switch.cpu_s, switch.num_steps, before = 0.0, 0, cpu_seconds()
     end = time.monotonic() + enough_s
     while time.monotonic() < end or len(found) < _FEWEST_PAIRS:
         found.append(pair(bool(len(found) % 2)))
-    spent = {name: (now - before.get(name, 0.0)) / switch.heard for name, now in cpu_seconds().items()}
+    spent = {name: (now - before.get(name, 0.0)) / switch.num_steps for name, now in cpu_seconds().items()}
     reports.drain()
     for tracker in trackers:
         tracker.close()
-    return found, {"loop": switch.cpu_s / switch.heard} | {name: s for name, s in spent.items() if s > 0}
+    return found, {"loop": switch.cpu_s / switch.num_steps} | {name: s for name, s in spent.items() if s > 0}
 
 
 def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
-    """The metrics file, TensorBoard and Weights & Biases, as a run opens them."""
+    """Opens the metrics file, TensorBoard and Weights & Biases as a run does."""
     facts = RunInfo("logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()})
     foreign = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
     guarded = [
@@ -176,7 +184,7 @@ def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Of every Python thread but this one, and of the processes that this one has started. Empty where nobody says."""
+    """CPU seconds of every Python thread except this one, and of child processes. Empty without /proc."""
     own, me = Path("/proc/self/task"), threading.get_native_id()
     threads = {t.name: own / str(t.native_id) for t in threading.enumerate() if t.native_id != me}
     found = {name: seconds for name, path in threads.items() if (seconds := _ran(path)) is not None}

@@ -1,4 +1,4 @@
-"""What benchmarks of several processes share: a process that answers in JSON, and how its answers are summed up."""
+"""Shared by the benchmarks: running a process that prints JSON, and summarizing its results."""
 
 import json
 import statistics
@@ -8,25 +8,25 @@ from pathlib import Path
 
 
 class PeerFailedError(Exception):
-    """A process that ended without an answer."""
+    """A process ended without an answer."""
 
 
 def answer_of(command: Sequence[str | Path], *, timeout_s: float | None = None) -> dict:
-    """Runs a process and reads the last line that it prints, which is JSON.
+    """Runs a process and parses the last line it prints as JSON.
 
     Raises:
-        PeerFailedError: it failed, or was not done in time; says how.
+        PeerFailedError: the process failed or timed out.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise PeerFailedError(f"not done after {timeout_s:.0f} s") from error
+        raise PeerFailedError(f"timed out after {timeout_s:.0f} s") from error
     if done.returncode:
         raise PeerFailedError(done.stderr[-3000:] or done.stdout[-3000:])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, first and third quartile; of one value three times that."""
+    """Median, first and third quartile. For a single value, that value three times."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else list(values) * 3
     return median, low, high

@@ -1,4 +1,4 @@
-"""The benchmarks that need a card, walked through without one."""
+"""The benchmarks that need a GPU, run without one."""
 
 import json
 import os
@@ -38,4 +38,4 @@ def test_the_gpu_benchmark_walks_through_all_of_itself(tmp_path):
 def test_without_a_card_it_says_so():
     done = run()
     assert done.returncode == 1
-    assert "there is nothing to measure without an NVIDIA card" in done.stderr
+    assert "jax finds no NVIDIA GPU, so there is nothing to measure" in done.stderr

@@ -1,4 +1,4 @@
-"""A bare JAX step: the model in plain functions, optax, one jit. Arguments: steps, scan | unroll, micro-batches, [cache]."""
+"""A bare JAX step: plain functions, optax, one jit. Arguments: steps, scan | unroll, micro-batches, [cache]."""
 
 import sys
 

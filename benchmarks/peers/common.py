@@ -1,8 +1,8 @@
-"""What all peers share: the shape, the data, the clock, the form of the answer. Needs numpy and psutil only.
+"""Shared by all peers: the shape, the data, the clock and the output format. Needs only numpy and psutil.
 
-GPT-2 with hidden 256, 4 heads, 4 layers, 256 positions, a vocabulary of 8,192 and a tied head; 8 rows a step; float32;
-AdamW (0.9, 0.95, 1e-8), weight decay 0.1 on matrices, clipping at 1.0, a constant learning rate of 6e-4. Every peer starts
-from the same weights and reads the same rows, so that equal work can be seen by equal losses.
+GPT-2 with hidden 256, 4 heads, 4 layers, 256 positions, a vocabulary of 8,192 and a tied head; 8 rows per step;
+float32; AdamW (0.9, 0.95, 1e-8), weight decay 0.1 on matrices, clipping at 1.0, a constant learning rate of 6e-4. Every
+peer starts from the same weights and reads the same rows, so equal losses show equal work.
 """
 
 import json
@@ -20,7 +20,7 @@ WARMUP_STEPS = 5
 
 
 def weights() -> dict[str, np.ndarray]:
-    """GPT-2's initialisation, matrices as [in, out], by plain names."""
+    """GPT-2's initialization by plain names; matrices are [in, out]."""
     rng = np.random.default_rng(0)
     normal = lambda *shape, std=0.02: (rng.standard_normal(shape) * std).astype(np.float32)  # noqa: E731
     residual = 0.02 / (2 * LAYERS) ** 0.5
@@ -39,14 +39,14 @@ def weights() -> dict[str, np.ndarray]:
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a step, int32 [8, 256]; tokens are frequent or rare as words are (Zipf)."""
+    """Inputs and targets of a step, int32 [8, 256]; token frequencies follow Zipf's law, as words do."""
     rng = np.random.default_rng(step)
     tokens = (rng.zipf(1.2, size=(BATCH, SEQ_LEN + 1)) - 1) % VOCAB
     return tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
 
 
 class Clock:
-    """Times steps as they come: call `tick(loss)` when a step's loss is on the host."""
+    """Times steps. Call `tick(loss)` when a step's loss is on the host."""
 
     def __init__(self, name: str, num_steps: int):
         self.name = name
@@ -56,12 +56,12 @@ class Clock:
         self._losses: list[float] = []
 
     def tick(self, loss: float) -> None:
-        """A step has ended."""
+        """Records the end of a step and its loss."""
         self._times.append(time.time())
         self._losses.append(float(loss))
 
     def answer(self, **more) -> None:
-        """Prints the one JSON line that the benchmark reads."""
+        """Prints the JSON line that the benchmark reads."""
         steps = np.diff(self._times)[WARMUP_STEPS:]
         print(
             json.dumps(
@@ -79,5 +79,5 @@ class Clock:
 
 
 def num_steps() -> int:
-    """The first argument: steps after the first and the warm-up."""
+    """Total steps: the first, the warm-up, and as many as the first argument says."""
     return 1 + WARMUP_STEPS + int(sys.argv[1])

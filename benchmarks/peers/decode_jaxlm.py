@@ -1,4 +1,4 @@
-"""jaxlm continues prompts: python decode_jaxlm.py FOLDER BATCH PROMPT NEW REPEATS. Answers in one JSON line."""
+"""Times jaxlm's generation: python decode_jaxlm.py FOLDER BATCH PROMPT NEW REPEATS. Prints one JSON line."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from jaxlm.run.load_model import open_model
 
 
 def main() -> None:
-    """Compiles once, then times."""
+    """Compiles in a first call, then times the others."""
     folder, *numbers = sys.argv[1:6]
     batch, length, new, repeats = map(int, numbers)
     named = open_model(folder, {"trainer.mp": "f32"})

@@ -1,4 +1,4 @@
-"""transformers continues prompts: python decode_torch.py FOLDER BATCH PROMPT NEW REPEATS. Answers in one JSON line."""
+"""Times transformers' `generate`: python decode_torch.py FOLDER BATCH PROMPT NEW REPEATS. Prints one JSON line."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import transformers
 
 
 def main() -> None:
-    """Warms up once, then times."""
+    """Warms up in a first call, then times the others."""
     folder, *numbers = sys.argv[1:6]
     batch, length, new, repeats = map(int, numbers)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer on GPT2LMHeadModel, nothing evaluated, logged or saved. Argument: steps."""
+"""Hugging Face Trainer on GPT2LMHeadModel without evaluation, logging or saving. Argument: steps."""
 
 import tempfile
 
@@ -27,12 +27,12 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         inputs, targets = (torch.from_numpy(a[index % 8]).long() for a in self._batches[index // 8])
-        # The model shifts labels itself: the row with its last target, and the first token no target at all.
+        # The model shifts labels itself, so the row includes its last target and the first token is not a target.
         return {"input_ids": torch.cat([inputs, targets[-1:]]), "labels": torch.cat([inputs, targets[-1:]])}
 
 
 class InOrder(transformers.Trainer):
-    """The Trainer, with rows in the order given and a clock."""
+    """A Trainer that keeps the order of rows and records each step's loss."""
 
     def __init__(self, *args, clock, **kwargs):
         super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ def main():
     given = common.weights()
     given["positions"] = given["positions"][
         [*range(common.SEQ_LEN), common.SEQ_LEN - 1]
-    ]  # the row's last token has one too
+    ]  # the row's last token needs a position too
     load(model, given)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(

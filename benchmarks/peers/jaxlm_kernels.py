@@ -3,9 +3,9 @@
     {"attention": [{"rows": 16, "length": 4096, "heads": 32, "kv_heads": 8, "head_size": 64, "documents": 1}],
      "loss": [{"tokens": 65536, "embed": 2048, "vocab": 128256}], "repeats": 10}
 
-Errors are root mean squares relative to the reference. The reference for attention is the `reference` backend in float32
-on one row. The reference for the loss is all logits at once in float32 on a part of the tokens. Seconds are medians of
-forward and backward together.
+Errors are root mean squares relative to the reference. The reference for attention is the `reference` backend in
+float32 on one row. The reference for the loss is all logits at once in float32 on a part of the tokens. Seconds are
+medians of forward and backward together.
 """
 
 import json
@@ -54,7 +54,7 @@ def error_of(got, wanted) -> float:
 def attend(backend, q, k, v, segments):
     row = lambda a: hax.named(a, ("batch", "position"))  # noqa: E731
     position = jnp.broadcast_to(jnp.arange(q.shape[1]), segments.shape)
-    attention_mask = AttentionMask.within(Inputs(row(segments), row(position), row(segments)))
+    attention_mask = AttentionMask.of(Inputs(row(segments), row(position), row(segments)))
     q = hax.named(q, ("batch", "position", "heads", "head_size"))
     k, v = (hax.named(t, ("batch", "key_position", "kv_heads", "head_size")) for t in (k, v))
     return attention(q, k, v, attention_mask, backend=backend).rearrange(q.axes).array

@@ -1,4 +1,4 @@
-"""jaxlm's compiled step, as `python -m jaxlm.train` makes it. Arguments: steps, micro-batches, [compilation cache]."""
+"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: steps, micro-batches, [compilation cache]."""
 
 import sys
 import tempfile
@@ -38,7 +38,7 @@ def config(micro: int, folder: str):
                 "trainer": {
                     "train_batch_size": common.BATCH,
                     "per_device_parallelism": common.BATCH // micro,
-                    "num_train_steps": 1000,  # the same for all: programs are kept for the next start of the same run
+                    "num_train_steps": 1000,  # the same for all, so that cached programs can be reused
                     "log_dir": folder,
                 },
                 "optimizer": {
@@ -58,7 +58,7 @@ def config(micro: int, folder: str):
 
 
 def loaded(model, given):
-    """The model with the weights that all peers start from."""
+    """The model with the initial weights of all peers."""
     names = {"attn.q_proj": "q", "attn.k_proj": "k", "attn.v_proj": "v", "attn.o_proj": "o"}
     names |= {"mlp.up_proj": "up", "mlp.down_proj": "down"}
     arrays = {}
@@ -96,7 +96,7 @@ def main():
 
 
 def given_batch(like, number):
-    """The rows of a step, in the shape of a training batch."""
+    """The rows of a step as a training batch."""
     inputs, targets = (jnp.asarray(a).reshape(like.tokens.array.shape) for a in common.batch(number))
     column = lambda array: type(like.tokens)(array, like.tokens.axes)  # noqa: E731
     return type(like)(column(inputs), column(targets), like.loss_mask, like.segment_ids, like.positions)

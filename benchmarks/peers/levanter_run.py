@@ -1,8 +1,8 @@
-"""Levanter's own Trainer and GPT-2, with its own initialisation. Arguments: steps, compilation cache.
+"""Levanter's own Trainer and GPT-2, with its own initialization. Arguments: steps, compilation cache.
 
-It does not run as installed (1.2.dev1644): gitpython and chex are missing from its requirements, and its default loss hands
-`jnp.mean` a mask that is not boolean, which jax has refused since 0.10; the mask is made boolean here. Its next-token loss
-has no target for a row's last token: 255 targets a row where the others have 256.
+It does not run as installed (1.2.dev1644). gitpython and chex are missing from its requirements. Its default loss
+passes `jnp.mean` a mask that is not boolean, which jax rejects since 0.10; here the mask is made boolean. Its
+next-token loss has no target for a row's last token: 255 targets per row instead of 256.
 """
 
 import sys
@@ -33,7 +33,7 @@ def example(config, step):
 
 
 def mean(losses, axis=None, where=None):
-    """The mean that jax accepts: over a boolean mask."""
+    """The mean over a boolean mask, which jax accepts."""
     return hax.mean(losses, axis, where=where.astype(bool))
 
 
@@ -57,7 +57,7 @@ def main():
         trainer_config = TrainerConfig(
             id="peer",
             tracker=NoopConfig(),
-            num_train_steps=1000,  # as in jaxlm's
+            num_train_steps=1000,  # as in jaxlm's peer
             train_batch_size=common.BATCH,
             mp=jmp.get_policy("f32"),
             checkpointer=CheckpointerConfig(base_path=folder, save_interval=timedelta(hours=9), keep=[]),

@@ -1,9 +1,9 @@
-"""PyTorch: a compiled training step in bfloat16 with the fastest attention that it has. Argument: one JSON object.
+"""PyTorch: a compiled training step in bfloat16 with its fastest attention backend. Argument: one JSON object.
 
     {"shape": {...}, "rows": 16, "steps": 20, "warmup": 5}
 
-Tries every backend of scaled_dot_product_attention at the shape of the model and takes the fastest; where a batch does not
-fit into memory, cuts it into micro-batches, as few as do. Parameters, gradients and optimizer state are float32.
+Tries every backend of scaled_dot_product_attention at the model's shape and uses the fastest. If a batch does not fit
+into memory, splits it into the fewest micro-batches that do. Parameters, gradients and optimizer state are float32.
 """
 
 import json
@@ -32,14 +32,14 @@ def done():
 
 
 def attention_seconds(shape: Shape, rows: int, repeats: int) -> dict[str, float]:
-    """Seconds forward and backward by backend, medians; those that cannot do it are left out."""
+    """Median seconds of forward and backward, by backend. Backends that cannot run are omitted."""
     found = {}
     for name, backend in BACKENDS.items():
         q, k, v = (heads_of(shape, rows, num) for num in (shape.heads, shape.kv_heads, shape.kv_heads))
         try:
             with sdpa_kernel([backend]):
                 found[name] = statistics.median(attend_once(q, k, v) for _ in range(repeats + 2))
-        except RuntimeError as error:  # no such kernel here, or not enough memory for it
+        except RuntimeError as error:  # no such kernel, or not enough memory
             print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
     return found
 
@@ -59,7 +59,7 @@ def attend_once(q, k, v) -> float:
 
 
 def train(shape: Shape, rows: int, num_micro: int, steps: int) -> list[float]:
-    """Seconds of every step."""
+    """Seconds per step, for every step."""
     torch.manual_seed(0)
     model = Decoder(shape).to(DEVICE)
     optimizer = optimizer_of(model, learning_rate=3e-4, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
@@ -82,7 +82,7 @@ def train(shape: Shape, rows: int, num_micro: int, steps: int) -> list[float]:
 
 
 def train_in_memory(shape: Shape, rows: int, steps: int) -> tuple[list[float], int]:
-    """Seconds of every step, and the fewest micro-batches that fit."""
+    """Seconds per step, and the smallest number of micro-batches that fits."""
     num_micro = 1
     while True:
         try:

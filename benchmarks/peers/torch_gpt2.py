@@ -1,4 +1,4 @@
-"""PyTorch: GPT-2 as one would write it, eager or compiled. Arguments: steps, eager | compile."""
+"""PyTorch: a plain GPT-2, eager or compiled. Arguments: steps, eager | compile."""
 
 import sys
 

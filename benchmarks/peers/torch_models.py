@@ -1,4 +1,4 @@
-"""GPT-2 and Llama as one would write them in PyTorch."""
+"""Plain PyTorch implementations of GPT-2 and Llama."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. `family` is gpt2 or llama; `mlp` the width of the feed-forward network."""
+    """Sizes of a decoder. `family` is gpt2 or llama. `mlp` is the width of the feed-forward network."""
 
     family: str
     hidden: int
@@ -23,7 +23,6 @@ class Shape:
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
         return self.hidden // self.heads
 
 
@@ -77,7 +76,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens and targets to the mean loss."""
+    """A decoder that maps tokens and targets to the mean loss."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -91,7 +90,7 @@ class Decoder(nn.Module):
         self.rotation = None if shape.family == "gpt2" else cosine_and_sine(shape)
         self.apply(initialised)
 
-    def to(self, device):  # the rotation is no parameter
+    def to(self, device):  # the rotation is not a parameter
         if self.rotation is not None:
             self.rotation = tuple(a.to(device) for a in self.rotation)
         return super().to(device)
@@ -128,7 +127,7 @@ def rotated(x, cosine, sine):
 
 
 def optimizer_of(model, *, learning_rate, betas, epsilon, weight_decay):
-    """AdamW that decays matrices, but not the embeddings."""
+    """AdamW with weight decay on matrices except the embeddings."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "tokens" not in n and "positions" not in n]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
