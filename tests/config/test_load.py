@@ -138,6 +138,7 @@ def test_without_a_configuration_the_first_step_is_named(here, capsys):
 def test_the_id_is_the_files_stem_unless_given(here):
     (here / "mine.yaml").write_text(GOOD)
     assert read_config(here / "mine.yaml").trainer.id == "mine"
+    assert read_config(str(here / "mine.yaml")) == read_config(here / "mine.yaml")
     (here / "mine.yaml").write_text(GOOD.replace("trainer: {", "trainer: {id: other, "))
     assert read_config(here / "mine.yaml").trainer.id == "other"
 

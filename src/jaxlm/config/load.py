@@ -71,9 +71,9 @@ def refuse_dry_run(config: RunConfig, reason: str) -> None:
         )
 
 
-def read_config(path: Path) -> RunConfig:
-    """Loads a configuration from a file alone, without command-line overrides."""
-    return decode_run(from_levanter(load_yaml(path))[0], path.stem)
+def read_config(path: Path | str) -> RunConfig:
+    """Loads a configuration from a file alone, or a recipe (`jaxlm:quickstart.yaml`), without command-line overrides."""
+    return decode_run(from_levanter(load_yaml(path))[0], config_file(path).stem)
 
 
 def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig) -> R:

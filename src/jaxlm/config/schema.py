@@ -34,7 +34,7 @@ class ConfigSection:
     """Keys that stand side by side.
 
     Attributes:
-        path: dotted; `N` stands for a place in a list, `NAME` for a key of one's own.
+        path: dotted; `N` stands for a place in a list, `NAME` for a name you choose.
         choice: what `type:` must say for these keys; None where there is no choice, or for what all choices share.
         is_default: whether this choice, or this section, holds without being written.
         meaning: of the section.
