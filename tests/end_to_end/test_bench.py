@@ -99,7 +99,7 @@ def test_forecast_by_the_compiler_of_nvidia_cards(workplace):
     ("arguments", "message"),
     [
         (("--topology", "v5p-7"), "--topology v5p-7"),
-        (("--topology", ""), "chip and number expected"),
+        (("--topology", ""), "a chip and a number expected"),
         (("--topology", "h100-8", "--steps", "20"), "--steps and --warmup have no effect"),
         (("--topology", "h100-8", "--warmup", "0"), "--steps and --warmup have no effect"),
         (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm.bench measures steps"),

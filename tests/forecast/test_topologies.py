@@ -34,7 +34,7 @@ def test_every_power_of_two_makes_a_torus():
     for dimensions in (2, 3):
         for exponent in range(13):
             assert math.prod(torus(2**exponent, dimensions)) == 2**exponent
-    with pytest.raises(ConfigError, match="no torus"):
+    with pytest.raises(ConfigError, match="do not form a torus"):
         torus(7, 3)
 
 

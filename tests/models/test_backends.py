@@ -169,7 +169,7 @@ def test_kernels_see_their_own_rows_and_heads():
             queries = named(q, "batch", "position", "heads", "head_size")
             place = HeadSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
             assert (place.heads == place.kv_heads) == (model == 2)
-            out = jax.jit(place.mapped(run))(q, k, v, segments, SCALE)
+            out = jax.jit(place.shard_map(run))(q, k, v, segments, SCALE)
             assert where.mesh.size == 8
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 

@@ -132,11 +132,11 @@ def factories(monkeypatch):
         ("examples.nnx_model:mak", {}, "there is nothing named 'mak' in examples.nnx_model"),
         ("examples.nnx_model", {}, "`package.module:name` expected"),
         ("examples.nnx_model:make", {"kwargs": {"widht": 3}}, "unexpected keyword argument 'widht'.*takes .*width"),
-        ("examples.nnx_model:make", {"kwargs": {"vocab_size": 3}}, "vocab_size: given, but it is worked out"),
+        ("examples.nnx_model:make", {"kwargs": {"vocab_size": 3}}, "vocab_size: given, but its value is derived"),
         ("examples.nnx_model:make", {"scan_layers": True}, "model.scan_layers: True given"),
         ("examples.nnx_model:make", {"attn_backend": "reference"}, "model.attn_backend: reference given"),
         ("examples.nnx_model:make", {"gradient_checkpointing": ["mlp"]}, "Allowed: auto, none, cheap, full"),
-        ("flax_factories:averages", {}, r"keeps norm.mean \(BatchStat\), norm.var"),
+        ("flax_factories:averages", {}, r"has the state norm.mean \(BatchStat\), norm.var"),
         (
             "flax_factories:narrow",
             {},
@@ -148,10 +148,10 @@ def factories(monkeypatch):
         (
             "flax_factories:wide",
             {"axes": {"nothing": ["embed"]}},
-            "'nothing' is found in no path. There are: embedding",
+            "'nothing' matches no parameter. The parameters are: embedding",
         ),
-        ("flax_factories:wide", {"axes": {"embedding": ["embed"]}}, "one or null for each dimension expected"),
-        ("flax_factories:wide", {"axes": {"embedding": ["embed", "embed"]}}, "two are the same"),
+        ("flax_factories:wide", {"axes": {"embedding": ["embed"]}}, "one name or null per dimension expected"),
+        ("flax_factories:wide", {"axes": {"embedding": ["embed", "embed"]}}, "which contain a duplicate"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_trains(factories, factory, options, message):

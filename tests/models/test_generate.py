@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate, generate_tokens, stream_tokens
-from jaxlm.models.inference.kv_cache import quantized
+from jaxlm.models.inference.kv_cache import quantize
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from tests.engine.helpers import layout
@@ -155,7 +155,7 @@ def test_int8_is_the_nearest_of_255_steps():
     values = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32) * np.logspace(-3, 3, 5)[None, :, None]
     values[1, 2] = 0.0
     axes = (Axis("batch", 3), Axis("key_position", 5), Axis("head_size", 16))
-    numbers, scale = quantized(hax.named(jnp.asarray(values, jnp.float32), axes))
+    numbers, scale = quantize(hax.named(jnp.asarray(values, jnp.float32), axes))
     steps = np.abs(values).max(axis=-1) / 127
     np.testing.assert_allclose(scale.array, steps, rtol=1e-6)
     assert numbers.array.dtype == jnp.int8
@@ -182,19 +182,19 @@ def cached_logits(model, dtype):
 def test_shapes_are_compiled_once(llama):
     options = {"max_new_tokens": 5, "temperature": 0.7}
     generate(llama, [[1, 2]], **options)
-    before = decode._advance._cache_size()
+    before = decode._decode._cache_size()
     for length in range(1, 20):
         generate(llama, [[1] * length], **{**options, "max_new_tokens": 1 + length % 7, "seed": length})
-    assert decode._advance._cache_size() == before
+    assert decode._decode._cache_size() == before
 
 
 @pytest.mark.parametrize(
     ("prompts", "num_new", "message"),
     [
         ([[1], []], 4, "prompt 1 is empty"),
-        ([[1, 40]], 4, "ids from 1 to 40; the vocabulary has 40"),
+        ([[1, 40]], 4, "token ids from 1 to 40, but the vocabulary has 40 tokens"),
         ([[-1]], 4, "ids from -1"),
-        ([[1] * 30], 3, "prompt 0 has 30 tokens, .* seq_len of 32. .* at most 2"),
+        ([[1] * 30], 3, "prompt 0 has 30 tokens. .* seq_len of 32. .* at most 2"),
         ([[1]], -1, "max_new_tokens: -1"),
     ],
 )

@@ -85,7 +85,7 @@ def test_whatever_the_cache_is_of(name, built, monkeypatch):
 @pytest.mark.slow
 def test_on_a_mesh_and_in_pieces(built, monkeypatch):
     """A long turn is read in pieces beside the cache; rows that fill up the batch are padding throughout."""
-    monkeypatch.setattr(prefix_cache_module, "_PIECE", 64)
+    monkeypatch.setattr(prefix_cache_module, "_PREFILL_CHUNK", 64)
     model, where, decoding = built(LLAMA), layout(model=2), GenerationConfig(NEW, temperature=0.0)
     prefix_cache, prompts = PrefixCache(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
     expected = [generate_tokens(Generator.of(model), [prompt], decoding)[0] for prompt in prompts]

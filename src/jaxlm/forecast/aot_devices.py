@@ -1,6 +1,7 @@
-"""Devices to compile for that are not here, as the real compilers of TPUs and NVIDIA cards describe them.
+"""Devices for ahead-of-time (AOT) compilation with the real compilers of TPUs and NVIDIA GPUs.
 
-Neither needs a device: TPUs need `libtpu`, cards jax's CUDA plugin with its libraries (`pip install 'jaxlm[gpu]'`).
+No device needs to be attached. TPUs need `libtpu`; GPUs need jax's CUDA plugin and its libraries
+(`pip install 'jaxlm[gpu]'`).
 """
 
 import importlib.util
@@ -16,11 +17,11 @@ CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclass(frozen=True)
 class AotDevices:
-    """What can be compiled for and not run on.
+    """Devices that programs can be compiled for, but not run on.
 
     Attributes:
-        devices: jax's, as many as the topology has.
-        compiler: which compiler that is, in words.
+        devices: jax devices, as many as the topology has.
+        compiler: description of the compiler.
     """
 
     devices: Sequence[Any]
@@ -28,50 +29,50 @@ class AotDevices:
 
 
 def has_compiler(topology: Topology) -> bool:
-    """Whether the compiler for these devices is installed. Nothing of jax's is asked."""
+    """Whether the compiler for these devices is installed. Does not initialize jax."""
     if topology.chip.platform == "tpu":
         return is_installed("libtpu")
     return topology.chip.cuda is not None and any(map(is_installed, CUDA_PLUGINS))
 
 
 def aot_devices(topology: Topology) -> AotDevices:
-    """The devices of a topology whose compiler is installed.
+    """Creates the devices of a topology. Its compiler must be installed.
 
     Raises:
-        ConfigError: the compiler does not start, or knows no such devices.
+        ConfigError: the compiler does not start, or does not support these devices.
     """
     from jax.experimental import topologies
 
     cuda = topology.chip.cuda
     try:
         if cuda is None:
-            name, what = topology.compiler_name, {"platform": "tpu", "topology_name": topology.compiler_name}
+            name, options = topology.compiler_name, {"platform": "tpu", "topology_name": topology.compiler_name}
         else:
             hosts, cards = topology.hosts
-            name, target = cuda.name, _target(topology, cuda)
-            what = {"platform": "cuda", "target_config": target, "topology": f"1x{hosts}x{cards}"}
-        described = topologies.get_topology_desc(**what)
+            name, target = cuda.name, _gpu_target_config(topology, cuda)
+            options = {"platform": "cuda", "target_config": target, "topology": f"1x{hosts}x{cards}"}
+        description = topologies.get_topology_desc(**options)
     except (RuntimeError, ImportError) as error:
-        why = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"--topology {topology.name}: the compiler that is installed for it does not start ({why})."
-            " Install it whole, or not at all: devices are simulated then"
+            f"--topology {topology.name}: the compiler for it is installed but does not start ({reason})."
+            " Repair the installation, or uninstall it to use simulated devices"
         ) from error
-    return AotDevices(described.devices, f"{name}, ahead of time")
+    return AotDevices(description.devices, f"{name}, ahead of time")
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; nothing but its package is."""
+    """Whether a module can be imported. Imports only its package."""
     package = module.partition(".")[0]
     return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
-def _target(topology: Topology, cuda: Cuda) -> str:
-    """A card as XLA's `GpuTargetConfigProto`, in the text form of protocol buffers."""
+def _gpu_target_config(topology: Topology, cuda: Cuda) -> str:
+    """The GPU as XLA's `GpuTargetConfigProto` in protobuf text format."""
     from jax._src.lib import cuda_versions
 
     if cuda_versions is None:
-        raise ImportError("jax finds none of the CUDA plugin's modules")
+        raise ImportError("jax finds no modules of the CUDA plugin")
     cudnn, runtime = cuda_versions.cudnn_get_version(), cuda_versions.cuda_runtime_get_version()
     major, minor = cuda.capability
     return f"""

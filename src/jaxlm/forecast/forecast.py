@@ -1,12 +1,13 @@
-"""A configuration on machines that one does not have: does it fit, how fast could it be, and what limits it.
+"""Forecasts a run on hardware that is not available: whether it fits, how fast it can be, and what limits it.
 
-TPUs and NVIDIA cards are compiled for ahead of time by their real compilers, where those are installed (none needs a device).
-For everything else the step is compiled for as many simulated CPU devices: its collectives are then those of the
-partitioner, and memory is what the CPU compiler plans, which knows no fused kernels.
+If the real compiler of the TPUs or NVIDIA GPUs is installed, the step is compiled ahead of time with it (no device
+needed). Otherwise the step is compiled for the same number of simulated CPU devices: its collectives are those of the
+partitioner, and its memory is what the CPU compiler plans, without fused kernels.
 
-The time is a roofline. A program for NVIDIA cards is read kernel by kernel. Of others the model's operations are counted at
-the share of the peak that large matrix products reach, and the state, read and written once. Collectives are counted at the
-speed of the links. The optimistic end hides all communication behind computation, the pessimistic one none.
+The time is a roofline. Programs for NVIDIA GPUs are read kernel by kernel. For others, the model's FLOPs count at the
+fraction of the peak that large matrix products reach, and the state is read and written once. Collectives count at the
+bandwidth of the links. The optimistic estimate overlaps all communication with computation, the pessimistic one
+none.
 """
 
 import dataclasses
@@ -36,35 +37,39 @@ from jaxlm.run.compile import compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
 
-# What a large bf16 matrix product reaches of a data sheet's peak; measured on one H200: 0.78 to 0.81.
+# Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
-# What the kernels of a training step reach: products 600 to 690 of 989 TFLOP/s, cuDNN's attention 350 to 500, and
-# elementwise work 4.0 of 4.8 TB/s (public measurements on Hopper).
+# Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
+# attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper).
 _PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
-_MOST_SIMULATED = 2048  # XLA takes those beyond for devices of another process, which its CPUs do not compile for
-_REAL = {
-    "gpu": "pip install 'jaxlm[gpu]' brings the compiler of NVIDIA cards; no card is needed",
-    "tpu": "pip install libtpu brings the compiler of TPUs; no TPU is needed",
+_MAX_SIMULATED = 2048  # XLA treats more as devices of another process, which it cannot compile for on CPUs
+_COMPILER_HINTS = {
+    "gpu": "pip install 'jaxlm[gpu]' installs the compiler for NVIDIA GPUs; no GPU is needed",
+    "tpu": "pip install libtpu installs the compiler for TPUs; no TPU is needed",
 }
-_STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; the gradient, written and read
+_STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; gradient, written and read
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is to be expected of a step.
+    """The forecast of a training step.
 
     Attributes:
         compiled_for: the real chip, or simulated devices.
-        compute_seconds: matrix products and attention of one step, on their own.
-        memory_seconds: the rest, which waits for memory: all other kernels, or, where those are not known, the state.
-        communication_seconds: collectives.
-        kernels: library kernel -> calls a step, of the compiled program.
-        parameters, active_parameters: in all, and those that a token meets.
-        step_seconds: all communication hidden behind computation.
-        step_seconds_exposed: none of it.
-        mfu: of the optimistic step and the 16 bit peak, attention counted causally; mfu_palm: over the whole sequence.
-        memory_bytes: of one chip, as compiled.
-        recomputation: which it was compiled with.
+        parameters, active_parameters: number of parameters in total, and active for one token.
+        compute_seconds: time of matrix products and attention.
+        memory_seconds: time of memory-bound kernels, or, if the kernels are not known, of reading and writing the
+            state.
+        communication_seconds: time of collectives.
+        step_seconds: with all communication overlapped with computation (optimistic).
+        step_seconds_exposed: with no communication overlapped (pessimistic).
+        step_seconds_scheduled: with the overlap of the compiler's schedule; None if the kernels are not known.
+        mfu: model FLOPs utilization of the optimistic step, relative to the 16-bit peak, with causal attention counted.
+        mfu_exposed, mfu_scheduled: the same for the pessimistic step and for the scheduled one.
+        mfu_palm: `mfu` with attention counted over the whole sequence.
+        memory_bytes: memory per chip, as compiled.
+        recomputation: remat policy that the step was compiled with.
+        kernels: number of calls per step of each library kernel.
     """
 
     topology: str
@@ -91,7 +96,8 @@ class Forecast:
 
 
 def simulate_devices(topologies: Sequence[Topology]) -> None:
-    """Makes jax simulate as many CPU devices as the largest topology without a compiler has. Call it before jax is used."""
+    """Makes jax simulate as many CPU devices as the largest topology without a compiler has. Call this before using
+    jax."""
     count = max([1, *(topology.num_chips for topology in topologies if not has_compiler(topology))])
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
@@ -99,34 +105,35 @@ def simulate_devices(topologies: Sequence[Topology]) -> None:
 
 
 def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Console) -> None:
-    """Shows a forecast for each topology, and one JSON line for each."""
-    found = [forecast(config, topology, console) for topology in topologies]
-    for one in found:
-        console.log(table(f"{one.topology}: {one.chips} chips", _rows(one)))
-    for one in found:
-        console.log(json.dumps(dataclasses.asdict(one)))
+    """Logs a table for each topology, then one JSON line for each."""
+    forecasts = [forecast(config, topology, console) for topology in topologies]
+    for result in forecasts:
+        console.log(table(f"{result.topology}: {result.chips} chips", _rows(result)))
+    for result in forecasts:
+        console.log(json.dumps(dataclasses.asdict(result)))
 
 
 def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecast:
-    """Compiles the first phase's step for the topology and works out its time."""
+    """Compiles the step of the first phase for the topology and estimates its time."""
     target = _target(topology)
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], target.devices)
     with plan.layout.use(), target.tracing:
         step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
     hlo = step.call.as_text() or ""
     speed = _speed(topology, plan.precision.compute)
-    time = roofline(hlo, speed) if target.is_card else _by_formula(plan, topology, again=step.remat_policy == FULL)
-    of_one = functools.partial(_seconds, plan=plan, topology=topology)
-    communication = sum(n * of_one(one) for one, n in collectives_per_run(hlo).items())
+    full_remat = step.remat_policy == FULL
+    time = roofline(hlo, speed) if target.is_cuda else _analytic_seconds(plan, topology, full_remat=full_remat)
+    collective_seconds = functools.partial(_collective_seconds, plan=plan, topology=topology)
+    communication = sum(n * collective_seconds(collective) for collective, n in collectives_per_run(hlo).items())
     seconds, exposed = max(time.total, communication), time.total + communication
-    scheduled = exposed - overlapped(hlo, speed, of_one) if target.is_card else None
+    scheduled = exposed - overlapped(hlo, speed, collective_seconds) if target.is_cuda else None
     model = plan.state_builder.abstract_state(plan.phases[0]).model
     flops = config.model.flops_per_token(plan.state_builder.Vocab.size)
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
         chips=topology.num_chips,
-        compiled_for=target.words,
+        compiled_for=target.description,
         parameters=tree.num_parameters(model),
         active_parameters=num_active(model),
         tokens_per_step=plan.tokens_per_step,
@@ -144,7 +151,7 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
-        kernels=dict(kernels(hlo)) if target.is_card else {},
+        kernels=dict(kernels(hlo)) if target.is_cuda else {},
     )
 
 
@@ -153,32 +160,36 @@ class _Target:
     """What a step is compiled for.
 
     Attributes:
-        words: which devices, by which compiler.
-        is_card: NVIDIA cards, by their own compiler.
-        tracing: what the step is traced in.
+        description: the devices and the compiler.
+        is_cuda: NVIDIA GPUs with their real compiler.
+        tracing: context manager to trace the step in.
     """
 
     devices: Sequence[Any]
-    words: str
-    is_card: bool = False
+    description: str
+    is_cuda: bool = False
     tracing: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 def _target(topology: Topology) -> _Target:
     if has_compiler(topology):
-        absent, cuda = aot_devices(topology), topology.chip.cuda
+        aot, cuda = aot_devices(topology), topology.chip.cuda
         tracing = nullcontext() if cuda is None else compiling_for_cuda(cuda.capability)
-        return _Target(absent.devices, absent.compiler, cuda is not None, tracing)
-    if topology.num_chips > _MOST_SIMULATED:
+        return _Target(aot.devices, aot.compiler, cuda is not None, tracing)
+    hint = _COMPILER_HINTS[topology.chip.platform]
+    if topology.num_chips > _MAX_SIMULATED:
         raise ConfigError(
-            f"--topology {topology.name}: {topology.num_chips} chips; jax compiles for {_MOST_SIMULATED} simulated devices at"
-            f" the most. Take fewer chips, or compile for the real ones: {_REAL[topology.chip.platform]}"
+            f"--topology {topology.name}: {topology.num_chips} chips given, but jax compiles for at most"
+            f" {_MAX_SIMULATED} simulated devices. Use fewer chips, or compile for the real ones: {hint}"
         )
     devices = jax.devices("cpu")
     if len(devices) < topology.num_chips:
-        raise ConfigError(f"--topology {topology.name}: jax simulates {len(devices)} devices; it was already in use")
-    words = f"{topology.num_chips} simulated CPU devices, whose collectives are float32"
-    return _Target(devices[: topology.num_chips], f"{words} ({_REAL[topology.chip.platform]})")
+        raise ConfigError(
+            f"--topology {topology.name}: {topology.num_chips} simulated devices needed, but jax was initialized with"
+            f" {len(devices)}. Call simulate_devices before you use jax"
+        )
+    description = f"{topology.num_chips} simulated CPU devices, whose collectives are float32 ({hint})"
+    return _Target(devices[: topology.num_chips], description)
 
 
 def _speed(topology: Topology, dtype: Any) -> Speed:
@@ -187,23 +198,24 @@ def _speed(topology: Topology, dtype: Any) -> Speed:
     return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, chip.memory_bandwidth * _MEMORY_SHARE)
 
 
-def _by_formula(plan: Plan, topology: Topology, *, again: bool) -> Seconds:
-    """The model's operations, a third more where everything is recomputed, and its state, read and written."""
+def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Seconds:
+    """Time of the model's FLOPs (a third more with full remat) and of reading and writing its state."""
     flops = plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * plan.tokens_per_step
-    executed = flops * (4 / 3 if again else 1) / topology.num_chips
+    executed = flops * (4 / 3 if full_remat else 1) / topology.num_chips
     model = plan.state_builder.abstract_state(plan.phases[0]).model
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
-    spread = plan.mesh.data * plan.mesh.model
+    num_shards = plan.mesh.data * plan.mesh.model
     return Seconds(
         products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
-        memory=state / spread / topology.chip.memory_bandwidth,
+        memory=state / num_shards / topology.chip.memory_bandwidth,
     )
 
 
-def _seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
-    """A ring over the likely group, at the speed of the slowest link between its members.
+def _collective_seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
+    """Time of a ring over the likely group, at the bandwidth of its slowest link.
 
-    Parameters are gathered over `data`, whose members lie `model` devices apart; sums over replicas span everything.
+    Parameters are gathered over the `data` axis, whose devices are `model` devices apart. Reductions over replicas span
+    all devices.
     """
     group, span = plan.mesh.data, plan.mesh.data * plan.mesh.model
     if group == 1 or (plan.mesh.replica > 1 and collective.kind == "all-reduce"):
@@ -212,22 +224,24 @@ def _seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
     return passes * collective.num_bytes * (group - 1) / group / topology.bandwidth(span)
 
 
-def _rows(one: Forecast) -> list[tuple[str, str]]:
-    memory = "unknown" if one.memory_bytes is None else gib(one.memory_bytes)
-    known = one.step_seconds_scheduled is not None and one.mfu_scheduled is not None
-    seconds = f"{one.step_seconds_scheduled:.3f} s as scheduled, " if known else ""
-    mfu = f"{one.mfu_scheduled:.1%} as scheduled, " if known else ""
+def _rows(result: Forecast) -> list[tuple[str, str]]:
+    memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
+    has_schedule = result.step_seconds_scheduled is not None and result.mfu_scheduled is not None
+    seconds = f"{result.step_seconds_scheduled:.3f} s as scheduled, " if has_schedule else ""
+    mfu = f"{result.mfu_scheduled:.1%} as scheduled, " if has_schedule else ""
+    exposed = f"{result.step_seconds_exposed:.3f} s"
+    full_attention = f"{result.mfu_palm:.1%} with full attention counted"
     return [
-        ("compiled for", f"{one.compiled_for}, recomputation {one.recomputation}"),
-        ("parameters", f"{one.parameters:,}, {one.active_parameters:,} of them active for a token"),
+        ("compiled for", f"{result.compiled_for}, remat policy {result.recomputation}"),
+        ("parameters", f"{result.parameters:,}, {result.active_parameters:,} of them active per token"),
+        ("step", f"{result.tokens_per_step:,} tokens, {result.step_seconds:.3f} s ({seconds}{exposed} exposed)"),
         (
-            "step",
-            f"{one.tokens_per_step:,} tokens, {one.step_seconds:.3f} s ({seconds}{one.step_seconds_exposed:.3f} s exposed)",
+            "compute",
+            f"{result.compute_seconds:.3f} s matrix products and attention, {result.memory_seconds:.3f} s memory",
         ),
-        ("of it", f"{one.compute_seconds:.3f} s products and attention, {one.memory_seconds:.3f} s memory"),
-        ("communication", f"{one.communication_seconds:.3f} s"),
-        ("tokens/s", f"{one.tokens_per_second:,.0f} ({one.tokens_per_second / one.chips:,.0f} a chip)"),
-        ("MFU", f"{one.mfu:.1%} ({mfu}{one.mfu_exposed:.1%} exposed); attention counted in full {one.mfu_palm:.1%}"),
-        ("kernels", ", ".join(f"{name} x {n}" for name, n in one.kernels.items()) or "not known"),
-        ("memory a chip", f"{memory} of {gib(one.memory_limit)}"),
+        ("communication", f"{result.communication_seconds:.3f} s"),
+        ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
+        ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
+        ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
+        ("memory per chip", f"{memory} of {gib(result.memory_limit)}"),
     ]

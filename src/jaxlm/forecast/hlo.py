@@ -1,4 +1,4 @@
-"""What is in a compiled program: each operation by kind, collectives with their bytes, and the library kernels it calls."""
+"""Reads compiled programs (HLO text): operations by kind, collectives with their bytes, library kernels."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-"""Bytes of an entry; those that are not here take one."""
+"""Bytes per element; dtypes that are not listed have one."""
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= (?P<shapes>\(.*?\)|\S+) (?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\(")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
@@ -18,11 +18,11 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
-# What XLA's rematerialization calls its copies.
-_AGAIN = re.compile(r"%[\w.\-]+\.remat[\d.]* = ")
-# TPUs sum and cut in one fusion, whose text is a whole all-reduce followed by a slice.
-_SUMMED_AND_CUT = "all-reduce-scatter"
-# Annotations of the compiler to itself: no kernel stands behind them.
+# Names of instructions that XLA's own rematerialization duplicates.
+_COMPILER_REMAT = re.compile(r"%[\w.\-]+\.remat[\d.]* = ")
+# TPUs run a reduce-scatter as one fusion, whose text is an all-reduce followed by a slice.
+_REDUCE_SCATTER_FUSION = "all-reduce-scatter"
+# Annotations for the compiler, which call no kernel.
 _NO_KERNELS = (
     "Sharding",
     "SPMDFullToShardShape",
@@ -35,7 +35,7 @@ _NO_KERNELS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One array of one collective instruction."""
+    """One output array of a collective instruction."""
 
     kind: str
     dtype: str
@@ -43,62 +43,63 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """Of the array that comes out."""
+        """Size of the output array."""
         return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
 
 
 def collectives(hlo: str) -> Counter[Collective]:
-    """How often each collective stands in the text of a compiled program; a loop's body counts once."""
-    found: Counter[Collective] = Counter()
+    """Counts each collective in the text of a compiled program. Loop bodies count once."""
+    counts: Counter[Collective] = Counter()
     for line in hlo.splitlines():
-        found.update(collectives_of(line))
-    return found
+        counts.update(collectives_of(line))
+    return counts
 
 
 def collectives_per_run(hlo: str) -> Counter[Collective]:
-    """How often each collective happens when the program runs: loops count as often as they turn.
+    """Counts how often each collective is executed in one run of the program.
 
-    A loop whose turns cannot be read off counts once.
+    Loops with unknown trip counts count once.
     """
-    found: Counter[Collective] = Counter()
+    counts: Counter[Collective] = Counter()
     bodies, entry = computations(hlo)
-    for name, times in executed(bodies, entry):
+    for name, count in executed(bodies, entry):
         lines = bodies[name]
-        if name.startswith(_SUMMED_AND_CUT):
+        if name.startswith(_REDUCE_SCATTER_FUSION):
             root = next(_SHAPE.search(line) for line in lines if line.lstrip().startswith("ROOT"))
             assert root is not None
-            found[Collective("reduce-scatter", root["dtype"], _dims(root))] += times
+            counts[Collective("reduce-scatter", root["dtype"], _dims(root))] += count
             continue
         for line in lines:
             for collective in collectives_of(line):
-                found[collective] += times
-    return found
+                counts[collective] += count
+    return counts
 
 
 def kernels(hlo: str) -> Counter[str]:
-    """How often the program calls each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) when it runs."""
-    found: Counter[str] = Counter()
+    """Counts the calls of each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) in one run of the
+    program."""
+    counts: Counter[str] = Counter()
     bodies, entry = computations(hlo)
-    for name, times in executed(bodies, entry):
+    for name, count in executed(bodies, entry):
         for line in bodies[name]:
             if (kernel := LIBRARY_CALL.search(line)) and kernel["name"] not in _NO_KERNELS:
-                found[kernel["name"]] += times
-    return found
+                counts[kernel["name"]] += count
+    return counts
 
 
 def has_compiler_remat(hlo: str) -> bool:
-    """Whether the compiler computes something again so that the program needs less memory."""
-    return _AGAIN.search(hlo) is not None
+    """Whether the compiler itself rematerializes values to save memory."""
+    return _COMPILER_REMAT.search(hlo) is not None
 
 
 def collectives_of(line: str) -> Iterator[Collective]:
-    """The arrays of an instruction, if it is a collective or the start of one."""
+    """Yields the output arrays of an instruction if it is a collective or the start of one."""
     instruction = _COLLECTIVE.search(line)
     if instruction is None:
         return
     shapes = list(_SHAPE.finditer(instruction["shapes"]))
     if instruction["start"] and instruction["shapes"].startswith("("):
-        # What an asynchronous one returns: operands, then results; those of an all-reduce are one and the same.
+        # An asynchronous collective returns operands, then results; an all-reduce returns them once.
         if instruction["kind"] in ("all-gather", "reduce-scatter"):
             shapes = shapes[len(shapes) // 2 :]
         elif instruction["kind"] == "collective-permute":
@@ -112,25 +113,25 @@ def _dims(shape: re.Match[str]) -> tuple[int, ...]:
 
 
 def executed(bodies: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
-    """Every computation that runs, once for each place that calls it, and how often from there."""
+    """Yields each executed computation, once per call site, with the number of executions from there."""
     pending = [(entry, 1)] if entry else []
     while pending:
-        name, times = pending.pop()
-        yield name, times
+        name, count = pending.pop()
+        yield name, count
         for line in bodies[name]:
-            inside = times * (turns(line, bodies) or 1) if " while(" in line else times
-            pending += [(called, inside) for called in called_by(line) if called in bodies]
+            inner_count = count * (trip_count(line, bodies) or 1) if " while(" in line else count
+            pending += [(called, inner_count) for called in called_by(line) if called in bodies]
 
 
-def turns(line: str, bodies: dict[str, list[str]]) -> int | None:
-    """Of a loop: what the compiler notes, else the number that its counter is compared with, else None.
+def trip_count(line: str, bodies: dict[str, list[str]]) -> int | None:
+    """The trip count of a loop: the compiler's annotation, else the limit of its counter, else None.
 
     Args:
-        line: the loop's instruction.
+        line: the loop instruction.
         bodies: from `computations`.
     """
-    if noted := _TRIPS.search(line):
-        return int(noted[1])
+    if annotation := _TRIPS.search(line):
+        return int(annotation[1])
     condition = _CONDITION.search(line)
     lines = bodies.get(condition[1], []) if condition else []
     limits = [int(limit[1]) for text in lines if (limit := _LIMIT.search(text))]
@@ -138,21 +139,21 @@ def turns(line: str, bodies: dict[str, list[str]]) -> int | None:
 
 
 def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
-    """Instructions of every computation, and the name of the one that the program begins with."""
-    found: dict[str, list[str]] = {}
+    """The instructions of each computation, and the name of the entry computation."""
+    bodies: dict[str, list[str]] = {}
     current: list[str] = []
     entry = None
     for line in hlo.splitlines():
         if not line.startswith(" ") and (header := _COMPUTATION.match(line)):
-            current = found[header["name"]] = []
+            current = bodies[header["name"]] = []
             entry = header["name"] if header["entry"] else entry
         else:
             current.append(line)
-    return found, entry
+    return bodies, entry
 
 
 def called_by(line: str) -> list[str]:
-    """The computations that an instruction calls: a loop's body, a fusion's, the branches of a choice."""
+    """The computations that an instruction calls: the body of a loop or fusion, or the branches of a conditional."""
     branches = _BRANCHES.search(line)
     return _CALLED.findall(line) + ([name.strip(" %") for name in branches[1].split(",")] if branches else [])
 
@@ -165,7 +166,7 @@ COPY = "copies"
 OTHER = "other"
 KINDS = (MATRIX, ATTENTION, FUSION, COLLECTIVE, COPY, OTHER)
 
-# They hold other operations, which are counted themselves.
+# Control flow: the operations inside are counted instead.
 CONTAINERS = re.compile(r"(while|conditional|call)([.\d]*)$")
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .+? (?P<opcode>[a-z][\w\-]*)\(")
@@ -187,7 +188,7 @@ class Operation:
 
     Attributes:
         kind: one of `KINDS`.
-        source: where in the traced program it comes from; empty where the compiler has lost that.
+        source: name of the operation in the traced program; empty if the compiler dropped it.
     """
 
     kind: str
@@ -195,22 +196,22 @@ class Operation:
 
 
 def operations(hlo: str) -> dict[str, Operation]:
-    """Every operation in the text of a compiled program by its name. A fusion is what is in it."""
+    """All operations in the text of a compiled program, by name. The kind of a fusion is that of its contents."""
     bodies, _ = computations(hlo)
-    found: dict[str, Operation] = {}
+    by_name: dict[str, Operation] = {}
     for lines in bodies.values():
         for line in lines:
             if instruction := _INSTRUCTION.match(line):
                 source = _SOURCE.search(line)
-                inside = _opcodes(line, instruction["opcode"], bodies)
+                opcodes = _opcodes(line, instruction["opcode"], bodies)
                 target = LIBRARY_CALL.search(line)
-                kind = _kind(inside, source[1] if source else "", target[1] if target else "")
-                found[instruction["name"]] = Operation(kind, source[1] if source else "")
-    return found
+                kind = _kind(opcodes, source[1] if source else "", target[1] if target else "")
+                by_name[instruction["name"]] = Operation(kind, source[1] if source else "")
+    return by_name
 
 
 def operation_by_name(name: str) -> Operation:
-    """A guess for an operation of no known program, such as a library's kernel."""
+    """Guesses the kind of an operation that is in no known program, such as a library kernel, from its name."""
     if _ATTENTION.search(name):
         return Operation(ATTENTION)
     if _COLLECTIVES.search(name):
@@ -235,12 +236,12 @@ def _kind(opcodes: frozenset[str], source: str, target: str) -> str:
 
 
 def _opcodes(line: str, opcode: str, bodies: Mapping[str, list[str]]) -> frozenset[str]:
-    """What an instruction does: its own opcode, or those of the computation that it fuses."""
+    """The opcode of an instruction, or those of the computation that it fuses."""
     called = _CALLS.search(line) if opcode == "fusion" else None
     if called is None:
         return frozenset([opcode])
-    found: frozenset[str] = frozenset()
+    opcodes: frozenset[str] = frozenset()
     for inner in bodies.get(called[1], ()):
         if instruction := _INSTRUCTION.match(inner):
-            found |= _opcodes(inner, instruction["opcode"], bodies)
-    return found
+            opcodes |= _opcodes(inner, instruction["opcode"], bodies)
+    return opcodes

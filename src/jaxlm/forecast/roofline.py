@@ -1,10 +1,10 @@
-"""How long a compiled program takes if each of its kernels runs as fast as the device allows.
+"""Roofline estimate: the run time of a compiled program if each kernel runs as fast as the device allows.
 
-A matrix product takes as long as its operations or as its operands, whichever is longer; fused attention as long as its
-operations; everything else as long as what it reads and writes takes from memory and back (Williams et al. 2009,
-doi:10.1145/1498765.1498785). Collectives are not counted, nor what the host does between kernels.
+The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer; of fused attention,
+that of its FLOPs; of everything else, that of its memory traffic (Williams et al. 2009, doi:10.1145/1498765.1498785).
+Collectives and launch overhead are not counted.
 
-Programs for NVIDIA cards are read as XLA prints them: one instruction outside of fused computations is one kernel.
+Reads programs for NVIDIA GPUs as XLA prints them: each instruction outside fused computations is one kernel.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxlm.forecast.hlo import (
     collectives_of,
     computations,
     executed,
-    turns,
+    trip_count,
 )
 
 _INSTRUCTION = re.compile(
@@ -31,7 +31,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _ATTENTION = "__cudnn$fmha"
-# Names for values that are somewhere already, and what moves no data of its own.
+# Instructions that move no data: aliases of existing values, and collectives.
 _FREE = {
     "after-all",
     "bitcast",
@@ -46,13 +46,13 @@ _FREE = {
     *(f"{kind}-{end}" for kind in (*COLLECTIVES, "async", "copy") for end in ("start", "done", "update")),
 }
 _SLICES = {"dynamic-slice", "gather", "slice"}
-# The backward pass of attention makes five matrix products of the two of the forward pass.
+# The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does in a second.
+    """Throughput of a device.
 
     Attributes:
         products: FLOP/s of large matrix products.
@@ -67,12 +67,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long the parts of a program take.
+    """Run time of a program by kind of kernel.
 
     Attributes:
         products: matrix products.
         attention: fused attention.
-        memory: everything else, which waits for memory.
+        memory: everything else, which is bound by memory bandwidth.
     """
 
     products: float = 0.0
@@ -81,7 +81,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it, one kernel after another."""
+        """The sum: kernels run one after another."""
         return self.products + self.attention + self.memory
 
     def __add__(self, other: "Seconds") -> "Seconds":
@@ -102,12 +102,12 @@ class _Instruction:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that comes out."""
+        """Size of all outputs."""
         return sum(math.prod(_dims(shape["dims"])) * DTYPE_BYTES.get(shape["dtype"], 1) for shape in self._shapes)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of the first array that comes out."""
+        """Shape of the first output."""
         return _dims(next(iter(self._shapes))["dims"])
 
     @property
@@ -119,35 +119,36 @@ _Computation = dict[str, _Instruction]
 
 
 def roofline(hlo: str, speed: Speed) -> Seconds:
-    """Of one run of a program on one device.
+    """The run time of a program on one device.
 
-    Of a choice the branch counts that takes longest, among those whose loops' turns are known: attention to packed rows is a
-    loop over as many documents as there are. Other loops whose turns cannot be read off count once.
+    A conditional takes as long as its slowest branch, among the branches whose loops have known trip counts: attention
+        to
+    packed rows loops over as many documents as there are. Other loops with unknown trip counts count once.
     """
     bodies, entry = computations(hlo)
-    return _Walk.of(bodies, speed).seconds(entry) if entry else Seconds()
+    return _Program.of(bodies, speed).seconds(entry) if entry else Seconds()
 
 
 def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -> float:
-    """Seconds that collectives run beside kernels, in the order that the compiler has scheduled both in.
+    """Seconds for which collectives run concurrently with kernels, in the compiler's schedule.
 
     Args:
-        seconds: that a collective takes.
+        seconds: returns the run time of a collective.
     """
     bodies, entry = computations(hlo)
-    walk = _Walk.of(bodies, speed)
+    program = _Program.of(bodies, speed)
     if entry is None:
         return 0.0
-    return sum(times * walk.overlapped(name, seconds) for name, times in executed(bodies, entry))
+    return sum(count * program.overlapped(name, seconds) for name, count in executed(bodies, entry))
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """Through a program.
+class _Program:
+    """A parsed program.
 
     Attributes:
         bodies: the lines of each computation.
-        parsed: the same, read.
+        parsed: the instructions of each computation.
     """
 
     bodies: dict[str, list[str]]
@@ -155,109 +156,113 @@ class _Walk:
     speed: Speed
 
     @staticmethod
-    def of(bodies: dict[str, list[str]], speed: Speed) -> "_Walk":
-        return _Walk(bodies, {name: _parsed(lines) for name, lines in bodies.items()}, speed)
+    def of(bodies: dict[str, list[str]], speed: Speed) -> "_Program":
+        return _Program(bodies, {name: _parse(lines) for name, lines in bodies.items()}, speed)
 
     def overlapped(self, name: str, seconds: Callable[[Collective], float]) -> float:
-        """Of the collectives that begin and end in a computation: one after another, while kernels run."""
-        hidden, flying = 0.0, dict[str, float]()  # what is left of each, in the order that they began in
-        for one in self.parsed[name].values():
-            if one.op.endswith("-start") and (started := [*collectives_of(one.line)]):
-                flying[one.name] = sum(map(seconds, started))
-            elif one.op.endswith("-done"):
-                flying.pop(one.operands[0], None)
-            elif flying:
-                left = self._of(one, self.parsed[name]).total
-                for other, rest in flying.items():
-                    flying[other] = rest - (now := min(left, rest))
-                    left, hidden = left - now, hidden + now
+        """Overlap of collectives that start and end in a computation. They run one after another, while kernels run."""
+        hidden, in_flight = (
+            0.0,
+            dict[str, float](),
+        )  # remaining seconds of each collective, in the order of their starts
+        for instruction in self.parsed[name].values():
+            if instruction.op.endswith("-start") and (started := [*collectives_of(instruction.line)]):
+                in_flight[instruction.name] = sum(map(seconds, started))
+            elif instruction.op.endswith("-done"):
+                in_flight.pop(instruction.operands[0], None)
+            elif in_flight:
+                kernel = self._instruction_seconds(instruction, self.parsed[name]).total
+                for collective, remaining in in_flight.items():
+                    in_flight[collective] = remaining - (overlap := min(kernel, remaining))
+                    kernel, hidden = kernel - overlap, hidden + overlap
         return hidden
 
     def seconds(self, name: str) -> Seconds:
-        """Of one run of a computation."""
-        found = (self._of(one, self.parsed[name]) for one in self.parsed[name].values())
-        return sum(found, Seconds())
+        """The run time of a computation, run once."""
+        body = self.parsed[name]
+        return sum((self._instruction_seconds(instruction, body) for instruction in body.values()), Seconds())
 
-    def _of(self, one: _Instruction, around: _Computation) -> Seconds:
-        called = [name for name in called_by(one.line) if name in self.parsed]
-        if one.op == "while":
-            return sum(map(self.seconds, called), Seconds()) * (turns(one.line, self.bodies) or 1)
-        if one.op == "conditional":
-            known = [name for name in called if self._is_known(name)]
+    def _instruction_seconds(self, instruction: _Instruction, body: _Computation) -> Seconds:
+        called = [name for name in called_by(instruction.line) if name in self.parsed]
+        if instruction.op == "while":
+            return sum(map(self.seconds, called), Seconds()) * (trip_count(instruction.line, self.bodies) or 1)
+        if instruction.op == "conditional":
+            known = [name for name in called if self._has_known_trip_counts(name)]
             return max(map(self.seconds, known or called), key=lambda seconds: seconds.total)
-        if one.op == "call":
+        if instruction.op == "call":
             return sum(map(self.seconds, called), Seconds())
-        return Seconds() if one.op in _FREE else self._kernel(one, around)
+        return Seconds() if instruction.op in _FREE else self._kernel(instruction, body)
 
-    def _is_known(self, name: str) -> bool:
-        """Whether all loops of a computation say how often they turn."""
+    def _has_known_trip_counts(self, name: str) -> bool:
+        """Whether all loops of a computation, also inside its calls, have known trip counts."""
         lines = self.bodies[name]
-        inside = (called for line in lines for called in called_by(line) if called in self.parsed)
-        return all(turns(line, self.bodies) for line in lines if " while(" in line) and all(map(self._is_known, inside))
+        called = (inner for line in lines for inner in called_by(line) if inner in self.parsed)
+        loops = (line for line in lines if " while(" in line)
+        return all(trip_count(loop, self.bodies) for loop in loops) and all(map(self._has_known_trip_counts, called))
 
-    def _kernel(self, one: _Instruction, around: _Computation) -> Seconds:
-        if _ATTENTION in one.line:
-            return Seconds(attention=_attention_flops(one) / self.speed.attention)
-        memory = self._traffic(one, around) / self.speed.memory
-        if flops := self._flops(one, around):
+    def _kernel(self, kernel: _Instruction, body: _Computation) -> Seconds:
+        if _ATTENTION in kernel.line:
+            return Seconds(attention=_attention_flops(kernel) / self.speed.attention)
+        memory = self._traffic(kernel, body) / self.speed.memory
+        if flops := self._flops(kernel, body):
             return Seconds(products=max(flops / self.speed.products, memory))
         return Seconds(memory=memory)
 
-    def _flops(self, one: _Instruction, around: _Computation) -> float:
-        """Of the matrix products in a kernel."""
-        if contracted := _CONTRACTED.search(one.line):
-            left = around[one.operands[0]].dims
-            return 2.0 * math.prod(one.dims) * math.prod(left[d] for d in _dims(contracted[1]))
-        inside = (self.parsed[name] for name in called_by(one.line) if name in self.parsed)
-        return sum(self._flops(other, body) for body in inside for other in body.values())
+    def _flops(self, kernel: _Instruction, body: _Computation) -> float:
+        """FLOPs of the matrix products in a kernel."""
+        if contracted := _CONTRACTED.search(kernel.line):
+            left = body[kernel.operands[0]].dims
+            return 2.0 * math.prod(kernel.dims) * math.prod(left[d] for d in _dims(contracted[1]))
+        called = (self.parsed[name] for name in called_by(kernel.line) if name in self.parsed)
+        return sum(self._flops(instruction, fused) for fused in called for instruction in fused.values())
 
-    def _traffic(self, one: _Instruction, around: _Computation) -> int:
+    def _traffic(self, kernel: _Instruction, body: _Computation) -> int:
         """Bytes that a kernel reads and writes."""
-        operands = [around[name] for name in one.operands if name in around]
-        called = [self.parsed[name] for name in called_by(one.line) if name in self.parsed]
-        if one.op != "fusion" or len(called) != 1:
-            return _written(one, around) + sum(_read(operand, [one], around) for operand in operands)
-        body = called[0]
-        parameters = [inner for inner in body.values() if inner.op == "parameter"]
-        users = {p.name: [i for i in body.values() if p.name in i.operands] for p in parameters}
-        root = next(inner for inner in body.values() if inner.is_root)
-        return _written(root, body) + sum(_read(p, users[p.name], body) for p in parameters)
+        operands = [body[name] for name in kernel.operands if name in body]
+        called = [self.parsed[name] for name in called_by(kernel.line) if name in self.parsed]
+        if kernel.op != "fusion" or len(called) != 1:
+            return _bytes_written(kernel, body) + sum(_bytes_read(operand, [kernel], body) for operand in operands)
+        fused = called[0]
+        parameters = [instruction for instruction in fused.values() if instruction.op == "parameter"]
+        users = {p.name: [i for i in fused.values() if p.name in i.operands] for p in parameters}
+        root = next(instruction for instruction in fused.values() if instruction.is_root)
+        return _bytes_written(root, fused) + sum(_bytes_read(p, users[p.name], fused) for p in parameters)
 
 
-def _read(value: _Instruction, users: list[_Instruction], around: _Computation) -> int:
-    """Bytes of a value that its users read: parts of it where they cut parts out, none where they write into it."""
+def _bytes_read(value: _Instruction, users: list[_Instruction], body: _Computation) -> int:
+    """Bytes of a value that its users read: only the slices if they slice it, nothing if they update it in place."""
     needed = 0
     for user in users:
-        first = bool(user.operands) and user.operands[0] == value.name
+        is_first = bool(user.operands) and user.operands[0] == value.name
         if user.op == "bitcast":
-            needed += _read(user, [i for i in around.values() if user.name in i.operands], around)
-        elif user.op in _SLICES and first:
+            needed += _bytes_read(user, [i for i in body.values() if user.name in i.operands], body)
+        elif user.op in _SLICES and is_first:
             needed += user.num_bytes
-        elif not (user.op == "dynamic-update-slice" and first):
+        elif not (user.op == "dynamic-update-slice" and is_first):
             return value.num_bytes
     return min(needed, value.num_bytes)
 
 
-def _written(root: _Instruction, around: _Computation) -> int:
-    """Bytes that come out; of an array that is written into, the part."""
+def _bytes_written(root: _Instruction, body: _Computation) -> int:
+    """Bytes written to the output. An in-place update writes only its slice."""
     if root.op == "tuple":
-        return sum(_written(around[name], around) for name in root.operands)
-    if root.op == "bitcast" and root.operands[0] in around:
-        return _written(around[root.operands[0]], around)
+        return sum(_bytes_written(body[name], body) for name in root.operands)
+    if root.op == "bitcast" and root.operands[0] in body:
+        return _bytes_written(body[root.operands[0]], body)
     if root.op == "dynamic-update-slice":
-        return around[root.operands[1]].num_bytes
+        return body[root.operands[1]].num_bytes
     return root.num_bytes
 
 
-def _attention_flops(one: _Instruction) -> float:
-    """Of cuDNN's attention, forward or backward: two products with the scores [B, N, T, S], causal."""
-    scores = _SCORES.search(one.line)
-    assert scores is not None, one.line
-    return 2 * 2 * math.prod(_dims(scores[1])) * one.dims[-1] / 2 * (_BACKWARD if "Backward" in one.line else 1)
+def _attention_flops(call: _Instruction) -> float:
+    """FLOPs of cuDNN's causal attention, forward or backward: two products with the scores [B, N, T, S]."""
+    scores = _SCORES.search(call.line)
+    assert scores is not None, call.line
+    return 2 * 2 * math.prod(_dims(scores[1])) * call.dims[-1] / 2 * (_BACKWARD if "Backward" in call.line else 1)
 
 
-def _parsed(lines: list[str]) -> _Computation:
-    found = (_INSTRUCTION.match(line) for line in lines)
+def _parse(lines: list[str]) -> _Computation:
+    matches = (_INSTRUCTION.match(line) for line in lines)
     return {
         m["name"]: _Instruction(
             m["name"],
@@ -267,7 +272,7 @@ def _parsed(lines: list[str]) -> _Computation:
             m[0],
             m["root"] is not None,
         )
-        for m in found
+        for m in matches
         if m is not None
     }
 

@@ -1,6 +1,6 @@
-"""Machines that one does not have: what their chips can do, and how many there are.
+"""Topologies to forecast for: specifications of chips, and how many there are.
 
-Source: the vendors' data sheets; links are counted one way, all of a chip's together.
+Source: the vendors' data sheets. Link bandwidths are one-way, all links of a chip together.
 """
 
 import re
@@ -17,15 +17,15 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Cuda:
-    """What the compiler wants to know of an NVIDIA card.
+    """Specification of an NVIDIA GPU for the compiler.
 
     Attributes:
-        name: as the driver says it.
+        name: as reported by the driver.
         capability: compute capability.
-        processors: streaming multiprocessors.
-        lanes: float32 units of one.
-        clock_ghz: at most.
-        shared_memory: KiB of one processor.
+        processors: number of streaming multiprocessors.
+        lanes: float32 units per multiprocessor.
+        clock_ghz: maximum clock rate.
+        shared_memory: KiB per multiprocessor.
         l2_cache: MiB.
     """
 
@@ -40,21 +40,21 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Chip:
-    """One device.
+    """Specification of one chip.
 
     Attributes:
-        name: as `peak_flops` knows it.
+        name: name in `peak_flops`.
         platform: `tpu` or `gpu`.
         memory: bytes.
         memory_bandwidth: bytes/s.
-        link_bandwidth: bytes/s to its neighbours.
-        domain: chips that reach each other at that rate; None means all.
-        outer_bandwidth: bytes/s to chips of other domains.
-        cores: that a topology's name counts for each chip (`v5p-512` is 256 chips).
-        torus: dimensions of the network, for chips that have one.
-        most: chips that one network joins; slices of TPUs that meet over a data center's network are not known here.
-        compiler: what the ahead-of-time compiler of TPUs calls it.
-        cuda: what that of NVIDIA cards wants to know.
+        link_bandwidth: bytes/s to neighboring chips.
+        domain: number of chips connected at `link_bandwidth`; None means all.
+        outer_bandwidth: bytes/s to chips outside the domain.
+        cores: cores per chip that a topology's name counts (`v5p-512` is 256 chips).
+        torus: number of dimensions of the torus; 0 if the network is not a torus.
+        max_chips: maximum number of chips in one network. Multislice TPUs are not supported.
+        compiler: name of the chip for the ahead-of-time TPU compiler.
+        cuda: specification for the ahead-of-time GPU compiler.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Chip:
     outer_bandwidth: float = 0.0
     cores: int = 1
     torus: int = 0
-    most: int = 8192
+    max_chips: int = 8192
     compiler: str = ""
     cuda: Cuda | None = None
 
@@ -78,7 +78,7 @@ class Chip:
         return flops
 
     def peak_of(self, dtype: Any) -> float:
-        """Dense FLOP/s of matrix products as jax does them by default: float32 as TF32 on GPUs, in bf16 passes on TPUs."""
+        """Dense FLOP/s of matrix products at jax's default precision: float32 is TF32 on GPUs and bf16 on TPUs."""
         halved = self.platform == "gpu" and np.dtype(dtype).itemsize == 4
         return self.peak / 2 if halved else self.peak
 
@@ -91,10 +91,10 @@ _B200 = Cuda("NVIDIA B200", (10, 0), 148, 128, 1.965, 228, 126)
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 150 * _GB, cores=2, torus=3, most=4096, compiler="v4"),
-        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, most=256, compiler="v5e"),
+        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 150 * _GB, cores=2, torus=3, max_chips=4096, compiler="v4"),
+        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, max_chips=256, compiler="v5e"),
         Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 300 * _GB, cores=2, torus=3, compiler="v5"),
-        Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, most=256, compiler="v6e"),
+        Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, max_chips=256, compiler="v6e"),
         Chip("a100", "gpu", 80 * _GB, 2039 * _GB, 300 * _GB, domain=8, outer_bandwidth=25 * _GB, cuda=_A100),
         Chip("h100", "gpu", 80 * _GB, 3350 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H100),
         Chip("h200", "gpu", 141 * _GB, 4800 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H200),
@@ -105,10 +105,10 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """So many chips of one kind.
+    """A number of chips of one kind.
 
     Attributes:
-        name: as it was given.
+        name: as the user gave it, for example `v5p-512`.
     """
 
     name: str
@@ -117,52 +117,55 @@ class Topology:
 
     @property
     def compiler_name(self) -> str:
-        """The torus as the ahead-of-time compiler wants it: `v5:4x8x8`."""
+        """The torus in the notation of the ahead-of-time compiler, for example `v5:4x8x8`."""
         return f"{self.chip.compiler}:{'x'.join(map(str, torus(self.num_chips, self.chip.torus)))}"
 
     @property
     def hosts(self) -> tuple[int, int]:
-        """(machines, chips of each): as many as a domain has where they fill machines, else one machine."""
+        """(hosts, chips per host): one host per domain if the chips fill whole domains, else a single host."""
         domain = self.chip.domain or self.num_chips
         return (self.num_chips // domain, domain) if self.num_chips % domain == 0 else (1, self.num_chips)
 
     def bandwidth(self, num_chips: int) -> float:
-        """Bytes/s that a chip exchanges in a group of so many."""
+        """Bytes/s per chip in a group of `num_chips`."""
         inside = self.chip.domain is None or num_chips <= self.chip.domain
         return self.chip.link_bandwidth if inside else self.chip.outer_bandwidth
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads `v5p-512` (cores, as the vendor counts), `v5e-256` or `h100-64` (chips).
+    """Parses `v5p-512` (number of cores, as the vendor counts), `v5e-256` or `h100-64` (number of chips).
 
     Raises:
-        ConfigError: no such chip, or no such number of them.
+        ConfigError: the chip is unknown, or the number is invalid for it.
     """
-    named = re.fullmatch(r"([a-z0-9]+)-(\d+)", text)
-    if named is None or named[1] not in CHIPS:
-        raise ConfigError(f"--topology {text}: chip and number expected, as in v5p-512. Chips: {', '.join(CHIPS)}")
-    chip, number = CHIPS[named[1]], int(named[2])
-    if number % chip.cores or not 0 < number // chip.cores <= chip.most:
-        counted = f"a multiple of {chip.cores} (cores)" if chip.cores > 1 else "a number of chips"
-        raise ConfigError(f"--topology {text}: {counted} up to {chip.most * chip.cores} expected")
+    match = re.fullmatch(r"([a-z0-9]+)-(\d+)", text)
+    if match is None or match[1] not in CHIPS:
+        raise ConfigError(
+            f"--topology {text}: a chip and a number expected, as in v5p-512. Allowed chips: {', '.join(CHIPS)}"
+        )
+    chip, number = CHIPS[match[1]], int(match[2])
+    if number % chip.cores or not 0 < number // chip.cores <= chip.max_chips:
+        unit = f"a multiple of {chip.cores} (cores)" if chip.cores > 1 else "a number of chips"
+        raise ConfigError(f"--topology {text}: {unit} up to {chip.max_chips * chip.cores} expected")
     return Topology(text, chip, number // chip.cores)
 
 
 def torus(num_chips: int, dimensions: int) -> tuple[int, ...]:
-    """The most even sides of a torus; those above 4 are multiples of 4.
+    """The side lengths of the most even torus. Sides above 4 are multiples of 4.
 
     Raises:
-        ConfigError: so many chips make no torus.
+        ConfigError: there is no torus with this number of chips.
     """
 
-    def sides(rest: int, left: int, least: int) -> list[tuple[int, ...]]:
+    def shapes(chips: int, num_sides: int, minimum: int) -> list[tuple[int, ...]]:
+        """All torus shapes with increasing sides of at least `minimum`."""
         allowed = lambda side: side in (1, 2, 4) or side % 4 == 0  # noqa: E731
-        if left == 1:
-            return [(rest,)] if rest >= least and allowed(rest) else []
-        fitting = [side for side in range(least, rest + 1) if rest % side == 0 and allowed(side)]
-        return [(side, *more) for side in fitting for more in sides(rest // side, left - 1, side)]
+        if num_sides == 1:
+            return [(chips,)] if chips >= minimum and allowed(chips) else []
+        sides = [side for side in range(minimum, chips + 1) if chips % side == 0 and allowed(side)]
+        return [(side, *more) for side in sides for more in shapes(chips // side, num_sides - 1, side)]
 
-    found = sides(num_chips, dimensions, 1)
-    if not found:
-        raise ConfigError(f"{num_chips} chips make no torus of {dimensions} dimensions: use a power of two")
-    return min(found, key=lambda shape: shape[-1] - shape[0])
+    candidates = shapes(num_chips, dimensions, 1)
+    if not candidates:
+        raise ConfigError(f"{num_chips} chips do not form a torus of {dimensions} dimensions. Use a power of two")
+    return min(candidates, key=lambda shape: shape[-1] - shape[0])

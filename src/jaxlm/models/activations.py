@@ -1,8 +1,8 @@
-"""Activation functions, keeping their input and nothing else for the backward pass.
+"""Activation functions that save only their inputs for the backward pass.
 
-Left to automatic differentiation, an activation keeps every step of its formula: five arrays for the tanh form of GELU, each
-as large as the widest of a layer. On an accelerator that is memory, and time to write and read it; the derivative written
-down here makes them again from the input.
+Under automatic differentiation, an activation saves every step of its formula: five arrays for the tanh form of GELU,
+each as large as the widest activation of a layer. That costs memory and bandwidth. The backward passes here recompute
+them.
 """
 
 import functools
@@ -18,37 +18,37 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
 }
-"""By the names that Hugging Face configurations use."""
+"""Activation functions by their names in Hugging Face configs."""
 
 
 def activated(name: str, x: jax.Array) -> jax.Array:
-    """The activation of each entry."""
+    """Applies the named activation."""
     return _activated(name, x)
 
 
 def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The activation of each entry of `gate` times that of `up`, of the same shape; both are kept for the backward pass.
+    """activation(gate) * up, for arrays of the same shape. Saves both arrays for the backward pass.
 
-    Source: Shazeer 2020 (arXiv:2002.05202), equation 6: SwiGLU with silu.
+    Source: Shazeer 2020 (arXiv:2002.05202), equation 6 (SwiGLU with silu).
     """
     return _gated(name, gate, up)
 
 
-def _keeping_what_it_is_given(definition: Callable[..., jax.Array]) -> CustomVjp:
-    """A kernel of (name, *arrays) whose backward pass differentiates the definition at the arrays, which alone are kept."""
+def _saving_only_inputs(definition: Callable[..., jax.Array]) -> CustomVjp:
+    """A function of (name, *arrays) that saves only the arrays. Its backward pass differentiates the definition."""
     kernel = CustomVjp(definition, nondiff_argnums=(0,))
     kernel.defvjp(
-        lambda name, *given: (definition(name, *given), given),
-        lambda name, given, d_out: jax.vjp(functools.partial(definition, name), *given)[1](d_out),
+        lambda name, *inputs: (definition(name, *inputs), inputs),
+        lambda name, inputs, d_out: jax.vjp(functools.partial(definition, name), *inputs)[1](d_out),
     )
     return kernel
 
 
-@_keeping_what_it_is_given
+@_saving_only_inputs
 def _activated(name: str, x: jax.Array) -> jax.Array:
     return ACTIVATIONS[name](x)
 
 
-@_keeping_what_it_is_given
+@_saving_only_inputs
 def _gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return ACTIVATIONS[name](gate) * up

@@ -36,8 +36,8 @@ class KVArray(eqx.Module):
 
     Attributes:
         values: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
-        scale: float32 {layers, batch, kv_heads, key_position}, the quantization scale of int8 entries; None if the entries
-            are not quantized.
+        scale: float32 {layers, batch, kv_heads, key_position}, the quantization scale of int8 entries; None if the
+            entries are not quantized.
     """
 
     values: NamedArray
@@ -50,7 +50,8 @@ class KVCache(eqx.Module):
     Attributes:
         keys, values: of all layers.
         positions, segment_ids: int32 {batch, key_position}; segment 0 marks an empty slot.
-        length: scalar int32, the number of slots in use (the same for all rows, because prompts are padded on the left).
+        length: scalar int32, the number of slots in use (the same for all rows, because prompts are padded on the
+            left).
         fresh: the cache is empty, so the first inputs attend only to each other, as in training.
     """
 
@@ -78,7 +79,8 @@ class Hidden(eqx.Module):
     """The output of a model's body.
 
     Attributes:
-        final: {batch, position, embed}, the input of the head, after the final norm. Without a head, logits {.., vocab}.
+        final: {batch, position, embed}, the input of the head, after the final norm. Without a head, logits {..,
+            vocab}.
         cache: the given cache, extended by these inputs; None if none was given.
         aux: auxiliary losses of the layers by metric name (such as a router's load balance).
     """
@@ -151,13 +153,13 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     Attributes:
         seq_len: number of tokens per training example; the maximum sequence length of the model.
         gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` recomputes
-            nothing; `cheap` (or false) norms and activations, but no matrix products; `full` (or true) everything except each
-            layer's input. A list names the activations to save (query, key, value, attention, mlp, expert); everything else
-            is recomputed. `auto` recomputes as little as fits into device memory.
-        scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto` decides.
-            Parameters and checkpoints have the same layout either way.
-        attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which one
-            and why.
+            nothing; `cheap` (or false) norms and activations, but no matrix products; `full` (or true) everything
+            except each layer's input. A list names the activations to save (query, key, value, attention, mlp, expert);
+            everything else is recomputed. `auto` recomputes as little as fits into device memory.
+        scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto`
+            decides. Parameters and checkpoints have the same layout either way.
+        attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which
+            one and why.
     """
 
     seq_len: int = 1024

@@ -1,8 +1,8 @@
-"""Floating-point operations of training, in the two ways that the field counts them.
+"""Counts the floating-point operations (FLOPs) of training, by the two common conventions.
 
-Source: 6 operations a weight and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1) with attention as in PaLM
-(Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Weights are those of matrix products: the head is among them, the
-embedding look-up is not. Recomputation never counts.
+Source: 6 FLOPs per weight and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1) plus attention as in PaLM
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Weights are those of matrix products, including the head and
+excluding the embedding lookup. Recomputation is not counted.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Operations of one training token, forward and backward.
+    """FLOPs per training token, forward and backward.
 
     Attributes:
-        causal: a token's attention counted over what it sees: half of the sequence on average, or its window.
-        palm: attention counted over the whole sequence, as if nothing were masked.
+        causal: counts attention only to unmasked tokens: half of the sequence on average, or the window.
+        palm: counts attention to the whole sequence, as if there were no mask.
     """
 
     causal: float
@@ -25,34 +25,39 @@ class FlopsPerToken:
 
     @staticmethod
     def of(*, weights: int, attention_dim: int, seq_len: int, windows: Sequence[int | None]) -> "FlopsPerToken":
-        """Args: weights: of all matrix products; attention_dim: heads x head size of a layer; windows: of each layer."""
-        a_key = 12 * attention_dim
-        causal = sum(a_key * _seen(seq_len, window) for window in windows)
-        return FlopsPerToken(6 * weights + causal, 6 * weights + len(windows) * a_key * seq_len)
+        """Computes both counts.
+
+        Args:
+            weights: number of weights in matrix products.
+            attention_dim: number of heads times head size.
+            windows: sliding window of each layer; None for full attention.
+        """
+        flops_per_key = 12 * attention_dim
+        causal = sum(flops_per_key * _mean_keys(seq_len, window) for window in windows)
+        return FlopsPerToken(6 * weights + causal, 6 * weights + len(windows) * flops_per_key * seq_len)
 
 
-def _seen(seq_len: int, window: int | None) -> float:
-    """Tokens that a token sees on average."""
+def _mean_keys(seq_len: int, window: int | None) -> float:
+    """Number of tokens that a token attends to, averaged over the sequence."""
     return seq_len / 2 if window is None or window >= seq_len else window - window**2 / (2 * seq_len)
 
 
 def matrix_operations(jaxpr: Any) -> int:
-    """Multiplications and additions of all matrix products in a traced program; loops of unknown length count once."""
+    """FLOPs of all matrix products in a traced program. Loops of unknown length count once."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             inner = math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
             total += 2 * math.prod(equation.outvars[0].aval.shape) * inner
-        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        total += times * sum(map(matrix_operations, _inner(equation.params)))
+        num_iterations = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        total += num_iterations * sum(map(matrix_operations, _inner_jaxprs(equation.params)))
     return total
 
 
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """The programs inside of an operation's parameters."""
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            program = getattr(one, "jaxpr", one)
-            if hasattr(program, "eqns"):
-                yield program
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            jaxpr = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr

@@ -1,7 +1,7 @@
-"""The parts that transformer families share: norms, linear maps, feed-forward networks, self-attention.
+"""Layers that transformer families share: embedding, dropout, MLPs, self-attention.
 
-Every part takes and returns named arrays and says its parameters' axes in its `init`. Parameters are float32 at first;
-computation happens in whatever dtype they arrive in, except where float32 is said.
+Layers take and return named arrays. Parameters are initialized in float32; layers compute in the dtype of their
+arguments unless they say otherwise.
 """
 
 import abc
@@ -33,17 +33,17 @@ from jaxlm.models.rope import Rotation
 
 
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
-    """A look-up table with N(0, std) entries."""
+    """Initializes an embedding table with N(0, std) entries."""
     return hnn.Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
 
 
 def dropout(x: NamedArray, probability: float, key: jax.Array | None) -> NamedArray:
-    """Zeroes entries with `probability` and scales the others up; without a key, the identity."""
+    """Zeroes entries with `probability` and scales the others up. Without a key, returns x."""
     return hnn.dropout(x, probability, inference=key is None, key=key)
 
 
 class Mlp(eqx.Module):
-    """Embed to mlp, activation, mlp to embed (Vaswani et al. 2017, equation 2)."""
+    """An MLP without a gate: embed to mlp, activation, mlp to embed (Vaswani et al. 2017, equation 2)."""
 
     up_proj: Linear
     down_proj: Linear
@@ -55,7 +55,7 @@ class Mlp(eqx.Module):
 
 
 class GatedMlp(eqx.Module):
-    """The activation of one projection times another (Shazeer 2020, arXiv:2002.05202, equation 6: SwiGLU with silu)."""
+    """A gated MLP (Shazeer 2020, arXiv:2002.05202, equation 6): SwiGLU if the activation is silu."""
 
     gate_proj: Linear
     up_proj: Linear
@@ -76,37 +76,36 @@ class KeyValue(eqx.Module):
 
 
 class LayerCache(eqx.Module):
-    """One layer's keys and values in the cache.
+    """The KV cache of one layer.
 
     Attributes:
-        at: the slot from which on the layer writes its new ones itself, before it reads: what is read after it is written
-            is written in place. None where all layers' are written at once, after the last.
+        start: the slot from which the layer itself writes its new keys and values, before it reads the cache (XLA then
+            updates in place). None if the caller writes those of all layers at once, after the last layer.
     """
 
     keys: KVArray
     values: KVArray
-    at: jax.Array | None = None
+    start: jax.Array | None = None
 
     def with_new(self, new: KeyValue) -> "LayerCache":
-        """With the new ones in slots that nobody sees yet."""
-        assert self.at is not None
-        return LayerCache(
-            kv_array_with(self.keys, new.keys, self.at), kv_array_with(self.values, new.values, self.at), self.at
-        )
+        """Writes new keys and values to empty slots."""
+        assert self.start is not None
+        keys = kv_array_with(self.keys, new.keys, self.start)
+        return LayerCache(keys, kv_array_with(self.values, new.values, self.start), self.start)
 
 
 ForCache = KeyValue | LayerCache
-"""What a layer hands back for the cache: what is to be written, or what it has written."""
+"""What a layer returns for the cache: keys and values to write, or its updated cache."""
 
 
 class LayerContext(eqx.Module):
-    """What the layers of one forward pass, or those of one kind, share.
+    """Inputs that all layers of one kind share in one forward pass.
 
     Attributes:
-        visibility: who attends to whom.
-        rotation: of queries and keys, for the families that rotate.
-        window: how many tokens a token sees, itself included; None means all before it.
-        attn_backend: what attention runs on.
+        attention_mask: which tokens attend to which, apart from the window.
+        rotation: rotary embedding of queries and keys; None for none.
+        window: number of tokens that each token attends to, including itself; None means all previous tokens.
+        attn_backend: backend of attention, or `auto`.
     """
 
     attention_mask: AttentionMask
@@ -116,17 +115,17 @@ class LayerContext(eqx.Module):
 
 
 class SelfAttention(eqx.Module):
-    """Multi-head attention of a sequence to itself, and to what the cache holds.
+    """Multi-head self-attention, with an optional KV cache.
 
     Attributes:
         q_proj: {heads, head_size, embed}.
         k_proj, v_proj: {kv_heads, head_size, embed}.
         o_proj: {embed, heads, head_size}.
-        q_norm, k_norm: of queries and keys, before they are rotated: over each head, or over all heads at once.
-        scale: what scores are multiplied by; None means 1 / sqrt(head_size).
-        rule: what becomes of scores before the softmax.
-        upcast: attend in float32 from the scores to the weighted values.
-        dropout: of attention weights.
+        q_norm, k_norm: norms of queries and keys before the rotary embedding, over each head or over all heads jointly.
+        scale: factor of the scores; None means 1 / sqrt(head_size).
+        rule: modifies the scaled scores before the softmax.
+        upcast: compute the attention matrix products in float32.
+        dropout: dropout probability of the attention weights.
     """
 
     q_proj: Linear
@@ -148,7 +147,7 @@ class SelfAttention(eqx.Module):
         seq_len: int,
         window: int | None,
     ) -> AttentionTask:
-        """What it asks of a backend in training, where its inputs are of `dtype`."""
+        """What the backend must support in training, with inputs of `dtype`."""
         heads, kv_heads = self.q_proj.weight.axis_size(HEADS), self.k_proj.weight.axis_size(KV_HEADS)
         return AttentionTask(
             platform,
@@ -166,15 +165,15 @@ class SelfAttention(eqx.Module):
         self,
         x: NamedArray,
         context: LayerContext,
-        past: LayerCache | None,
+        layer_cache: LayerCache | None,
         *,
         scale: float | jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, ForCache]:
-        """{batch, position, embed} to the same, and this call's own keys and values, or the past with them in it.
+        """Maps {batch, position, embed} to the same shape; also returns the new keys and values, or the updated cache.
 
         Args:
-            scale: instead of the module's own, for layers that differ in it.
+            scale: overrides the field, for layers with different scales.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k = q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
@@ -182,45 +181,43 @@ class SelfAttention(eqx.Module):
             q, k = context.rotation(q), context.rotation(k)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
-        if past is not None and past.at is not None:
-            new = past = past.with_new(new)
+        if layer_cache is not None and layer_cache.start is not None:
+            new = layer_cache = layer_cache.with_new(new)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        scale, seen = self.scale if scale is None else scale, context.attention_mask
-        if past is None:
+        scale, mask = self.scale if scale is None else scale, context.attention_mask
+        if layer_cache is None:
             options = {"dropout": self.dropout, "key": key, "backend": context.attn_backend}
             out = attention(
-                q, as_keys(k), as_keys(v), seen, scale=scale, window=context.window, rule=self.rule, **options
+                q, as_keys(k), as_keys(v), mask, scale=scale, window=context.window, rule=self.rule, **options
             )
         else:
-            out = cached_attention(
-                q, k, v, past.keys, past.values, seen, scale=scale, window=context.window, rule=self.rule
-            )
+            cached = layer_cache.keys, layer_cache.values
+            out = cached_attention(q, k, v, *cached, mask, scale=scale, window=context.window, rule=self.rule)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
 
 
 T = TypeVar("T")
-# Blocks split their key for what they draw themselves; folded with this, it gives other keys than those.
+# Blocks split their key for their own dropout. Folding this in gives keys that differ from those.
 _DROPOUT_SALT = zlib.crc32(b"layers that drop")
 
 
 class DropoutLayer(eqx.Module):
-    """A layer that drops nothing until it has a key.
+    """A layer with dropout that is called without a key, so that it can replace a layer without dropout.
 
-    Whoever calls such a layer knows nothing of it: the body of a model gives each its own key before it runs a block, and
-    none where nothing is learned. So a layer that drops something can stand wherever one that does not stood.
+    The model's body gives each of them its own key before it runs a block. Without a key there is no dropout.
     """
 
     @abc.abstractmethod
     def with_key(self, key: jax.Array) -> "DropoutLayer":
-        """The same layer, drawing by this key."""
+        """The same layer with dropout by this key."""
 
 
 def with_dropout_keys(block: T, key: jax.Array | None) -> T:
-    """The block with a key of its own in every layer that drops something; without a key, the block as it is."""
+    """The block with a separate key in every `DropoutLayer`. Without a key, returns the block."""
     if key is None or not tree.modules(block, DropoutLayer):
         return block
-    apart, number = jax.random.fold_in(key, _DROPOUT_SALT), itertools.count()
+    dropout_key, number = jax.random.fold_in(key, _DROPOUT_SALT), itertools.count()
     return tree.map_modules(
-        block, DropoutLayer, ".*", lambda layer: layer.with_key(jax.random.fold_in(apart, next(number)))
+        block, DropoutLayer, ".*", lambda layer: layer.with_key(jax.random.fold_in(dropout_key, next(number)))
     )

@@ -1,4 +1,4 @@
-"""Linear maps between named axes."""
+"""Linear layers between named axes."""
 
 from jaxlm.core.imports import haliax as hax
 
@@ -10,10 +10,10 @@ _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
 
 
 class Linear(eqx.Module):
-    """{..., *In} to {..., *Out}.
+    """A linear layer from {..., *In} to {..., *Out}.
 
-    Not haliax's own: that one multiplies its weight by a constant on every call, and the product, once more the size of
-    the weight, would be kept for the backward pass.
+    `haliax.nn.Linear` multiplies its weight by a constant on every call, and the product, as large as the weight, would
+    be saved for the backward pass.
 
     Attributes:
         weight: {*Out, *In}.
@@ -27,18 +27,17 @@ class Linear(eqx.Module):
 
     @staticmethod
     def init(In: AxisSpec, Out: AxisSpec, *, std: float, key: jax.Array, use_bias: bool = False) -> "Linear":
-        """N(0, std) weights and, if asked for, zero biases."""
+        """Initializes N(0, std) weights and, with `use_bias`, zero biases."""
         weight = hax.random.normal(key, hax.concat_axis_specs(Out, In)) * std
         return Linear(weight, hax.zeros(Out) if use_bias else None, In, Out)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """{..., *In} to {..., *Out}."""
         out = hax.auto_sharded(hax.dot(x, self.weight, axis=self.In))
         return out if self.bias is None else out + self.bias
 
 
 class MatrixLinear(eqx.Module):
-    """A linear map whose weight is one matrix, whatever axes it maps: XLA on CPUs copies any other into its order first.
+    """A linear layer that stores its weight as one matrix, because XLA on CPUs copies weights of any other shape.
 
     Attributes:
         matrix: {flat_out, flat_in}.
@@ -52,7 +51,6 @@ class MatrixLinear(eqx.Module):
 
     @staticmethod
     def of(linear: Linear) -> "MatrixLinear":
-        """The same map."""
         matrix = linear.weight.flatten_axes(linear.Out, _FLAT_OUT).flatten_axes(linear.In, _FLAT_IN)
         return MatrixLinear(matrix, linear.bias, linear.In, linear.Out)
 
@@ -62,17 +60,16 @@ class MatrixLinear(eqx.Module):
         return self.matrix.unflatten_axis(_FLAT_IN, self.In).unflatten_axis(_FLAT_OUT, self.Out)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """{..., *In} to {..., *Out}."""
         flat = hax.dot(x.flatten_axes(self.In, _FLAT_IN), self.matrix, axis=_FLAT_IN)
         out = flat.unflatten_axis(_FLAT_OUT, self.Out)
         return out if self.bias is None else out + self.bias
 
 
 class ExpertLinear(eqx.Module):
-    """A linear map for each expert; `jaxlm.models.moe` takes rows through them.
+    """One linear layer per expert. `jaxlm.models.moe` applies them.
 
     Attributes:
-        weight: {experts, In, Out}, as grouped products read it.
+        weight: {experts, In, Out}, the order that grouped matrix products read.
     """
 
     weight: NamedArray
@@ -81,5 +78,5 @@ class ExpertLinear(eqx.Module):
 
     @staticmethod
     def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
-        """N(0, std) weights."""
+        """Initializes N(0, std) weights."""
         return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)

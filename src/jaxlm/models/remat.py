@@ -1,14 +1,14 @@
-"""What a layer keeps for the backward pass, and what it computes again.
+"""Remat policies (gradient checkpointing): what a layer saves for the backward pass, and what it recomputes.
 
-    none     everything that the derivative reads is kept, but for changes of layout and dtype
-    cheap    matrix products, attention and what norms find of a row are kept; norms, activations and rotations are
-             computed again
-    full     only each layer's input is kept (Chen et al. 2016, arXiv:1604.06174)
-    [names]  the layer's input and what is named: query, key, value, attention, mlp, expert
+    none     saves everything that the derivative reads, except changes of layout and dtype
+    cheap    saves matrix products, attention and the row statistics of norms; recomputes norms, activations and rotary
+             embeddings
+    full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
+    [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
 
-Parameters are never kept a second time. For second derivatives it is always `full`: attention has no kernel then, and its
-weights, [T, T] of every head, would be kept of all layers.
+Parameters are never saved a second time. Second derivatives always use `full`: attention then has no kernel, and its
+[T, T] weights of each head would be saved for all layers.
 """
 
 import contextlib
@@ -33,38 +33,38 @@ QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
 NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT)
 _POLICIES = (AUTO, NONE, CHEAP, FULL)
 
-# Least recomputed first. On CPU it is faster to compute an activation again than to fetch it from memory
-# (docs/benchmarks.md), so `none` is not among what `auto` tries there.
+# Least recomputation first. On CPUs it is faster to recompute an activation than to read it from memory
+# (docs/benchmarks.md), so `auto` does not try `none` there.
 CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CHEAP, FULL)}
 
 _auto: contextvars.ContextVar[str] = contextvars.ContextVar("jaxlm_auto_remat", default=CHEAP)
 
 
 def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
-    """`model.gradient_checkpointing` as a policy: true is `full` and false is `cheap`.
+    """Converts `model.gradient_checkpointing` to a policy: true is `full` and false is `cheap`.
 
     Raises:
-        ConfigError: neither a policy nor a list of names.
+        ConfigError: the value is neither a policy nor a list of names.
     """
     if isinstance(value, bool):
         return FULL if value else CHEAP
     if isinstance(value, str):
         if value not in _POLICIES:
             raise ConfigError(
-                f"model.gradient_checkpointing: '{value}' given. Allowed: true, false, {', '.join(_POLICIES)}, or a list"
-                f" of what to keep: {', '.join(NAMES)}"
+                f"model.gradient_checkpointing: '{value}' given. Allowed: true, false, {', '.join(_POLICIES)}, or a"
+                f" list of activations to save: {', '.join(NAMES)}"
             )
         return value
     unknown = [name for name in value if name not in NAMES]
     if unknown or not value:
         problem = f"'{unknown[0]}' given" if unknown else "an empty list given"
-        raise ConfigError(f"model.gradient_checkpointing: {problem}. What can be kept by name: {', '.join(NAMES)}")
+        raise ConfigError(f"model.gradient_checkpointing: {problem}. Activations to save: {', '.join(NAMES)}")
     return tuple(value)
 
 
 @contextlib.contextmanager
 def auto_policy(policy: str) -> Iterator[None]:
-    """What `auto` means to everything that is traced inside."""
+    """Sets the policy that `auto` stands for while tracing inside."""
     token = _auto.set(policy)
     try:
         yield
@@ -73,14 +73,14 @@ def auto_policy(policy: str) -> Iterator[None]:
 
 
 def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
-    """The same values, known to policies by a name."""
+    """Tags an activation with the name by which policies can save it."""
     return NamedArray(ad_checkpoint.checkpoint_name(x.array, name), x.axes)
 
 
 def remat(remat_policy: RematPolicy, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
-    """The layer, with a backward pass that finds what `keep` says and makes the rest again."""
+    """Wraps a layer so that the backward pass reads what the policy saves and recomputes the rest."""
     remat_policy = FULL if is_twice_differentiable() else _auto.get() if remat_policy == AUTO else remat_policy
-    # Without a loop nothing else stops XLA from merging the recomputation with the first computation.
+    # Outside a scan, XLA would merge the recomputation with the forward computation.
     return eqx.filter_checkpoint(layer, policy=_policy(remat_policy), prevent_cse=not scan)
 
 
@@ -97,10 +97,10 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
     return policies.save_only_these_names(*remat_policy)
 
 
-# What parameters go through on their way into a matrix product. Kept, they would be a second copy of all layers (under
-# FSDP: a gathered one); on activations these cost little.
-_OF_PARAMETERS = {"sharding_constraint", "transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type"}
+# Operations on parameters before a matrix product. Saving their results would keep a second copy of all layers (under
+# FSDP, a gathered one). On activations they are cheap to recompute.
+_PARAMETER_OPS = {"sharding_constraint", "transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type"}
 
 
 def _all_but_parameters(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _OF_PARAMETERS
+    return primitive.name not in _PARAMETER_OPS

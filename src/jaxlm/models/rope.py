@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE).
 
-Source: Su et al. 2021 (arXiv:2104.09864), section 3.2.2. The two halves of a head are the real and imaginary parts, as in
-GPT-NeoX and Hugging Face checkpoints. Frequency scaling for long contexts is that of Llama 3.1 (Grattafiori et al. 2024,
-arXiv:2407.21783, and `llama_models/llama3/reference_impl/model.py`).
+Source: Su et al. 2021 (arXiv:2104.09864), section 3.2.2. The two halves of a head are the real and imaginary parts, as
+in GPT-NeoX and Hugging Face checkpoints. Frequency scaling for long contexts is that of Llama 3.1 (Grattafiori et al.
+2024, arXiv:2407.21783, and `llama_models/llama3/reference_impl/model.py`).
 """
 
 import abc
@@ -96,8 +96,8 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
     num_rotated = rope.num_rotated(head_size)
     if num_rotated % 2 or not num_rotated:
         raise ConfigError(
-            f"model.num_heads: {num_heads} heads have {head_size} features each, of which {num_rotated} are rotated; rotary"
-            " position embeddings need an even number. Change model.num_heads, model.hidden_dim, model.head_dim or"
+            f"model.num_heads: {num_heads} heads have {head_size} features each, of which {num_rotated} are rotated;"
+            " rotary position embeddings need an even number. Change model.num_heads, model.hidden_dim, model.head_dim or"
             " model.rope.partial_rotary_factor"
         )
     rope.check(num_rotated)
@@ -187,8 +187,8 @@ class Llama3Rotary(RotaryConfig):
 class YarnRotary(RotaryConfig):
     """YaRN (Peng et al. 2023, arXiv:2309.00071, equations 17 to 22).
 
-    Frequencies that make fewer than `beta_slow` rotations in the original context are divided by `factor`; those that make
-    more than `beta_fast` are kept; those between are interpolated.
+    Frequencies that make fewer than `beta_slow` rotations in the original context are divided by `factor`; those that
+    make more than `beta_fast` are kept; those between are interpolated.
 
     Attributes:
         factor: context length after extension divided by the original context length.
@@ -229,8 +229,8 @@ class YarnRotary(RotaryConfig):
 class LongRotary(RotaryConfig):
     """LongRoPE: divides each frequency by its own factor (Ding et al. 2024, arXiv:2402.13753, section 3.2).
 
-    `short_factor` applies if `model.seq_len` is at most `original_max_position_embeddings`, else `long_factor`. The choice
-    does not depend on the length of the text, so a token's embedding does not either.
+    `short_factor` applies if `model.seq_len` is at most `original_max_position_embeddings`, else `long_factor`. The
+    choice does not depend on the length of the text, so a token's embedding does not either.
 
     Attributes:
         short_factor, long_factor: one factor per feature pair.
@@ -263,8 +263,8 @@ class LongRotary(RotaryConfig):
         for name in ("short_factor", "long_factor"):
             if len(getattr(self, name)) != size // 2:
                 raise ConfigError(
-                    f"model.rope.{name}: {len(getattr(self, name))} factors given, {size // 2} expected (one per pair of"
-                    " rotated features)"
+                    f"model.rope.{name}: {len(getattr(self, name))} factors given, {size // 2} expected (one per pair"
+                    " of rotated features)"
                 )
 
 

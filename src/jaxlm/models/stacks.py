@@ -1,9 +1,8 @@
-"""A stack of equal layers with one parameter layout, run as one loop or unrolled.
+"""A stack of layers of the same structure, run as a scan or unrolled.
 
-`haliax.scan` names each layer's slice of the parameters before the layer sees it. What the backward pass needs of a
-layer is then the named copy and not the slice itself, and the loop stores all of them: every parameter once more, and
-gathered from all devices under FSDP. Here the slices are passed on as they are, and the backward pass reads them again
-from the stacked parameters.
+`haliax.scan` attaches axis names to each layer's slice of the parameters before the layer runs. The backward pass then
+saves the named copy instead of the slice, so the loop stores all parameters a second time, gathered from all devices
+under FSDP. This module passes plain slices, and the backward pass reads them again from the stacked parameters.
 """
 
 import functools
@@ -22,7 +21,7 @@ from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import AuxLoss, Hidden, Inputs, KVCache
-from jaxlm.models.inference.kv_cache import extended, mask_with
+from jaxlm.models.inference.kv_cache import extend_cache, mask_with
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import RematPolicy, remat
@@ -31,18 +30,18 @@ from jaxlm.models.rope import RotaryConfig
 Carry = TypeVar("Carry")
 
 
-_UNROLLED_AT_MOST = 32
+_MAX_UNROLLED = 32
 
 
 def runs_as_scan(scan: bool | str, num_layers: int, *, platform: str, num_devices: int) -> tuple[bool, str]:
-    """Whether to run layers in a loop rather than each compiled on its own, and why.
+    """Whether to run the layers as a scan instead of unrolled, and why.
 
-    A loop compiles in constant time and needs the least memory; on one GPU without it XLA overlaps and fuses across
-    layers, at the price of compiling each.
+    A scan compiles in constant time and needs the least memory. Unrolled on one GPU, XLA overlaps and fuses across
+    layers, at the cost of compiling each layer.
     """
     if scan != "auto":
         return bool(scan), f"model.scan_layers: {str(scan).lower()}"
-    if platform == "gpu" and num_devices == 1 and num_layers <= _UNROLLED_AT_MOST:
+    if platform == "gpu" and num_devices == 1 and num_layers <= _MAX_UNROLLED:
         return False, f"one GPU, {num_layers} layers"
     return True, "compiles once for all layers"
 
@@ -56,14 +55,14 @@ def scan_layers(
     unroll: bool,
     period: int = 1,
 ) -> tuple[Carry, Any]:
-    """`carry, out = body(place, carry, *slices)` for one layer after the other.
+    """Runs `carry, out = body(kind_index, carry, *slices)` for one layer after the other.
 
     Args:
-        per_layer: trees; named arrays with the axis `Layers` and plain arrays (along their first axis) are sliced,
-            everything else is given to each layer as it is.
-        unroll: every layer compiled on its own instead of a loop.
-        period: layers that differ in how they compute repeat after so many; `place` is a layer's index within the
-            period. The loop compiles one period; layers left over at the end are compiled on their own.
+        per_layer: pytrees. Named arrays with the axis `Layers` and plain arrays (along their first axis) are sliced;
+            everything else is passed to each layer unchanged.
+        unroll: compile every layer separately instead of a loop.
+        period: number of layers after which the kinds of layers repeat; `kind_index` is a layer's index within the
+            period. The loop body is one period. Layers left over at the end are compiled separately.
 
     Returns:
         The last carry, and the named arrays of every `out`, stacked along `Layers`.
@@ -72,44 +71,50 @@ def scan_layers(
     stacked = [leaf if _is_stacked(leaf, Layers) else None for leaf in leaves]
     out_structure, out_axes = jax.tree.structure(None), []
 
-    def one(place: int, carry, arrays):
+    def one_layer(kind_index: int, carry, arrays):
         nonlocal out_structure, out_axes
         slices = [
             leaf if whole is None else _slice(whole, array, Layers)
             for leaf, whole, array in zip(leaves, stacked, arrays, strict=True)
         ]
-        carry, out = body(place, carry, *jax.tree.unflatten(structure, slices))
+        carry, out = body(kind_index, carry, *jax.tree.unflatten(structure, slices))
         named, out_structure = jax.tree.flatten(out, is_leaf=_is_named)
         out_axes = [leaf.axes for leaf in named]
         return carry, [leaf.array for leaf in named]
 
     xs = [None if leaf is None else _layers_first(leaf, Layers) for leaf in stacked]
-    carry, arrays = _in_periods(one, carry, xs, Layers.size, period, unroll)
+    carry, arrays = _scan_periods(one_layer, carry, xs, Layers.size, period, unroll)
     out = [NamedArray(array, (Layers, *axes)) for array, axes in zip(arrays, out_axes, strict=True)]
     return carry, jax.tree.unflatten(out_structure, out)
 
 
-def _in_periods(one: Callable, carry: Any, xs: list, num_layers: int, period: int, unroll: bool) -> tuple[Any, list]:
+def _scan_periods(
+    one_layer: Callable, carry: Any, xs: list, num_layers: int, period: int, unroll: bool
+) -> tuple[Any, list]:
     if period == 1:
-        return jax.lax.scan(functools.partial(one, 0), carry, xs, length=num_layers, unroll=unroll or 1)
+        return jax.lax.scan(functools.partial(one_layer, 0), carry, xs, length=num_layers, unroll=unroll or 1)
 
-    def some(carry, arrays, places: int):
+    def several_layers(carry, arrays, count: int):
         outs = []
-        for place in range(places):
-            carry, out = one(place, carry, jax.tree.map(lambda x, i=place: x[i], arrays))
+        for kind_index in range(count):
+            carry, out = one_layer(kind_index, carry, jax.tree.map(lambda x, i=kind_index: x[i], arrays))
             outs.append(out)
-        return carry, [jnp.stack(column) for column in zip(*outs, strict=True)]
+        return carry, [jnp.stack(parts) for parts in zip(*outs, strict=True)]
 
-    num_periods, rest = divmod(num_layers, period)
-    looped = num_layers - rest
-    grouped = jax.tree.map(lambda x: x[:looped].reshape(num_periods, period, *x.shape[1:]), xs)
+    num_periods, num_rest = divmod(num_layers, period)
+    num_scanned = num_layers - num_rest
+    grouped = jax.tree.map(lambda x: x[:num_scanned].reshape(num_periods, period, *x.shape[1:]), xs)
     carry, outs = jax.lax.scan(
-        lambda carry, arrays: some(carry, arrays, period), carry, grouped, length=num_periods, unroll=unroll or 1
+        lambda carry, arrays: several_layers(carry, arrays, period),
+        carry,
+        grouped,
+        length=num_periods,
+        unroll=unroll or 1,
     )
-    outs = [x.reshape(looped, *x.shape[2:]) for x in outs]
-    if rest:
-        carry, last = some(carry, jax.tree.map(lambda x: x[looped:], xs), rest)
-        outs = [jnp.concatenate(parts) for parts in zip(outs, last, strict=True)]
+    outs = [x.reshape(num_scanned, *x.shape[2:]) for x in outs]
+    if num_rest:
+        carry, rest = several_layers(carry, jax.tree.map(lambda x: x[num_scanned:], xs), num_rest)
+        outs = [jnp.concatenate(parts) for parts in zip(outs, rest, strict=True)]
     return carry, outs
 
 
@@ -132,10 +137,10 @@ def _slice(whole: Any, array: jax.Array, Layers: Axis) -> Any:
 
 
 class LayerAux(Protocol):
-    """What a layer found on its way, as named arrays."""
+    """Auxiliary outputs of a layer, as named arrays."""
 
     def aux_losses(self) -> dict[str, AuxLoss]:
-        """Of all layers, whose arrays are stacked."""
+        """The auxiliary losses of all layers by metric name. Called with the arrays of all layers stacked."""
         ...
 
 
@@ -143,19 +148,30 @@ class Block(Protocol):
     """One layer of a family."""
 
     def __call__(
-        self, x: NamedArray, context: LayerContext, past: LayerCache | None, *, index: NamedArray, key: jax.Array | None
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        index: NamedArray,
+        key: jax.Array | None,
     ) -> tuple[NamedArray, ForCache, LayerAux | None]:
-        """{batch, position, embed} to the same, what the cache is to have of these positions, and what it found."""
+        """Maps {batch, position, embed} to the same shape; also returns keys and values, and auxiliary outputs.
+
+        Args:
+            index: scalar, the number of the layer, from 0.
+            key: for dropout; None means no dropout.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How a layer differs from others of the same shape.
+    """Static properties in which layers with the same parameter shapes may differ.
 
     Attributes:
-        rope: the rotation of queries and keys, if any.
-        window: how many tokens a token sees, itself included; None means all before it.
+        rope: rotary position embedding of queries and keys; None for none.
+        window: number of tokens that each token attends to, including itself; None means all previous tokens.
     """
 
     rope: RotaryConfig | None = None
@@ -163,7 +179,7 @@ class LayerKind:
 
 
 def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """The beginning of `kinds` that they repeat, the last time perhaps in part."""
+    """The shortest prefix of `kinds` that repeats to give all of them. The last repetition may be partial."""
     return next(
         tuple(kinds[:period])
         for period in range(1, len(kinds) + 1)
@@ -179,7 +195,7 @@ def layer_contexts(
     HeadSize: Axis,
     seq_len: int,
 ) -> list[LayerContext]:
-    """What the layers of each kind share in one forward pass."""
+    """The context that the layers of each kind share in one forward pass."""
     rotations = {
         rope: None if rope is None else rope.rotation(inputs.positions, HeadSize.size, seq_len)
         for rope in dict.fromkeys(kind.rope for kind in kinds)
@@ -191,14 +207,14 @@ class Transformer(eqx.Module):
     """The body of a decoder: layers, then a norm.
 
     Attributes:
-        layers: the blocks, every parameter with the leading axis `layers`.
-        final_norm: what the head reads through.
-        kinds: what each layer is; they repeat after the last.
-        HeadSize: features of a head, which are rotated.
-        seq_len: the length that the model is for.
-        scan: one compiled layer in a loop, or each layer on its own.
-        keep: what each layer keeps for the backward pass.
-        attn_backend: what attention runs on.
+        layers: the blocks; every parameter has the leading axis `layers`.
+        final_norm: the norm before the head.
+        kinds: the kinds of the layers, repeated as often as needed.
+        HeadSize: features per head.
+        seq_len: the model's maximum sequence length.
+        scan: run the layers as a scan (true), unrolled (false), or `auto`.
+        remat_policy: what each layer saves for the backward pass.
+        attn_backend: backend of attention, or `auto`.
     """
 
     layers: hnn.Stacked
@@ -211,21 +227,22 @@ class Transformer(eqx.Module):
     attn_backend: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: KVCache | None, key: jax.Array | None) -> Hidden:
-        """Embedded tokens {batch, position, embed} to normed ones, through all layers."""
+        """Maps embedded tokens {batch, position, embed} to final hidden states."""
         Layers = self.layers.Block
-        past = None if cache is None or cache.fresh else cache
-        attention_mask = AttentionMask.of(inputs) if past is None else mask_with(past, inputs)
-        backend = self.attn_backend if cache is None else AUTO  # a prompt has any length
+        filled = None if cache is None or cache.fresh else cache
+        attention_mask = AttentionMask.of(inputs) if filled is None else mask_with(filled, inputs)
+        backend = self.attn_backend if cache is None else AUTO  # prompt lengths vary, and the backend may not allow all
         contexts = layer_contexts(self.kinds, inputs, attention_mask, backend, self.HeadSize, self.seq_len)
 
-        def layer(place: int, x: NamedArray, block: Block, index: NamedArray, past: LayerCache | None, key):
-            x, new, seen = with_dropout_keys(for_compute(block), key)(x, contexts[place], past, index=index, key=key)
-            return hax.auto_sharded(x), (None if cache is None else new, seen)
+        def layer(kind_index: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key):
+            block = with_dropout_keys(for_compute(block), key)
+            x, new, aux = block(x, contexts[kind_index], layer_cache, index=index, key=key)
+            return hax.auto_sharded(x), (None if cache is None else new, aux)
 
         per_layer = (
             self.layers.stacked,
             hax.arange(Layers),
-            None if past is None else LayerCache(past.keys, past.values),
+            None if filled is None else LayerCache(filled.keys, filled.values),
             None if key is None else jax.random.split(key, Layers.size),
         )
         layout = current_layout()
@@ -233,7 +250,7 @@ class Transformer(eqx.Module):
         scan, _ = runs_as_scan(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
         layer = remat(self.remat_policy, layer, scan=scan)
         x, out = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
-        new, seen = out
+        new, aux = out
         final = for_compute(self.final_norm)(x)
-        longer = None if cache is None else extended(cache, inputs, new.keys, new.values)
-        return Hidden(final, longer, {} if seen is None else seen.aux_losses())
+        extended = None if cache is None else extend_cache(cache, inputs, new.keys, new.values)
+        return Hidden(final, extended, {} if aux is None else aux.aux_losses())

@@ -1,7 +1,7 @@
 """Softmax attention over packed documents: one function that dispatches to a backend.
 
-Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped-query attention: Ainslie et al. 2023 (arXiv:2305.13245);
-sliding windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, causal.
+Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped-query attention: Ainslie et al. 2023
+(arXiv:2305.13245); sliding windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, causal.
 """
 
 import functools
@@ -32,8 +32,8 @@ def as_keys(x: NamedArray) -> NamedArray:
 
 
 class AttentionMask(eqx.Module):
-    """A causal mask over packed documents: a query attends to keys of its own segment at the same or an earlier position.
-    Segment 0 is padding: it neither attends nor is attended to.
+    """A causal mask over packed documents: a query attends to keys of its own segment at the same or an earlier
+    position. Segment 0 is padding: it neither attends nor is attended to.
 
     Attributes:
         positions, segment_ids: int32 {batch, position}, of the queries.
@@ -97,8 +97,8 @@ def attention(
         scale: factor of the scores; None means 1 / sqrt(head_size).
         window: number of tokens that a query attends to, including itself; None means all previous tokens.
         dropout: dropout probability of the attention weights; ignored without `key`.
-        backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not the
-            same tokens, and for second derivatives.
+        backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
+            the same tokens, and for second derivatives.
         rule: modifies the scaled scores before the softmax.
 
     Returns:
@@ -119,13 +119,13 @@ def attention(
         out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
     elif choice.name == "splash":
         kernel = functools.partial(splash_attention, window=window)
-        out = HeadSharding.of(q, k).mapped(kernel)(
+        out = HeadSharding.of(q, k).shard_map(kernel)(
             q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32)
         )
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
         kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
-        out = HeadSharding.of(q, k).mapped(kernel)(q_BTKGH, k.array, v.array, segments)
+        out = HeadSharding.of(q, k).shard_map(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
         mask_BTS, distance_BTS = mask_and_distance(attention_mask, window)
         score_fn = functools.partial(rule, distance_BTS=distance_BTS)

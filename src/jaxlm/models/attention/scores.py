@@ -1,7 +1,7 @@
 """Modifications of attention scores before the softmax: soft caps and ALiBi.
 
-Source: soft caps: Gemma Team 2024 (arXiv:2408.00118), section 2; ALiBi: Press et al. 2021 (arXiv:2108.12409), section 3,
-with the slopes of the authors' code for head counts that are not a power of two.
+Source: soft caps: Gemma Team 2024 (arXiv:2408.00118), section 2; ALiBi: Press et al. 2021 (arXiv:2108.12409), section
+3, with the slopes of the authors' code for head counts that are not a power of two.
 """
 
 import math
@@ -18,8 +18,8 @@ class ScoreRule:
 
     Attributes:
         soft_cap: c in c tanh(score / c); None applies no cap.
-        alibi_max: ALiBi subtracts slope * distance from each score. With n heads, the largest slope is 2 ** (-alibi_max / n)
-            and the smallest 2 ** -alibi_max. None applies no ALiBi.
+        alibi_max: ALiBi subtracts slope * distance from each score. With n heads, the largest slope is
+            2 ** (-alibi_max / n) and the smallest 2 ** -alibi_max. None applies no ALiBi.
     """
 
     soft_cap: float | None = None

@@ -1,8 +1,8 @@
 """Self-test of fused attention kernels: compares them with reference attention on the device before they are used.
 
-The handling of packed documents, grouped queries and windows differs between versions of jax, cuDNN and GPUs, and errors are
-silent. The self-test runs small random inputs through both implementations and compares the output and the gradients of
-each document.
+The handling of packed documents, grouped queries and windows differs between versions of jax, cuDNN and GPUs, and
+errors are silent. The self-test runs small random inputs through both implementations and compares the output and the
+gradients of each document.
 
 Shapes: B batch, T position, K key/value heads, G query heads per key/value head, H head size.
 """
@@ -34,7 +34,7 @@ _FAILURES = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 def single_document_rows() -> np.ndarray:
-    """Segment ids, int32 [B, T]: one document per row, with or without padding after it. The last row is all padding."""
+    """Segment ids, int32 [B, T]: one document per row, with or without padding after it; the last row is padding."""
     position = np.arange(_LENGTH)
     return np.stack([position < stop for stop in (_LENGTH, _LENGTH - 56, 1, 0)]).astype(np.int32)
 

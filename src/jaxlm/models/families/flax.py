@@ -22,18 +22,18 @@ _NO_SEGMENT_IDS = "the module takes no `segment_ids`: a packed document attends 
 @ModelConfig.register_subclass("flax")
 @dataclass(frozen=True)
 class FlaxConfig(ModelConfig):
-    """A Flax module (NNX or Linen) that maps tokens [batch, position] to logits [batch, position, vocab]. It must be causal.
+    """A causal Flax module (NNX or Linen) from tokens [batch, position] to logits [batch, position, vocab].
 
-    The factory is called with `kwargs`, plus those of `vocab_size`, `seq_len` and `rngs` (an `nnx.Rngs`) that it accepts.
-    The module is called with the tokens, plus those of the keyword arguments `positions`, `segment_ids`, `train`,
-    `deterministic` and `rngs` that it accepts.
+    The factory is called with `kwargs`, plus those of `vocab_size`, `seq_len` and `rngs` (an `nnx.Rngs`) that it
+    accepts. The module is called with the tokens, plus those of the keyword arguments `positions`, `segment_ids`,
+    `train`, `deterministic` and `rngs` that it accepts.
 
     Attributes:
         factory: function that builds the module, as `package.module:function`.
         kwargs: keyword arguments passed to the factory.
         axes: maps a regular expression to axis names. A parameter whose path (`blocks.0.mlp.kernel`) matches gets these
-            names for its dimensions; null leaves a dimension unnamed. The first match wins and overrides the module's own
-            partitioning metadata.
+            names for its dimensions; null leaves a dimension unnamed. The first match wins and overrides the module's
+            own partitioning metadata.
     """
 
     factory: str = field(kw_only=True)
@@ -58,7 +58,8 @@ class FlaxConfig(ModelConfig):
         """Initializes a model.
 
         Raises:
-            ConfigError: the factory or the module fails, the logits have the wrong shape or dtype, or `axes` does not fit.
+            ConfigError: the factory or the module fails, the logits have the wrong shape or dtype, or `axes` does not
+                fit.
         """
         definition = FlaxDefinition(self.factory, json.dumps(self.kwargs, sort_keys=True), Vocab.size, self.seq_len)
         module = definition.module

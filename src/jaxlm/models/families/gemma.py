@@ -1,5 +1,4 @@
-"""Base config of Gemma 2 and 3: norms before and after attention and MLP, scaled embeddings, alternating local and global
-layers."""
+"""Base config of Gemma 2 and 3: pre- and post-norms, scaled embeddings, alternating local and global layers."""
 
 import abc
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ class GemmaConfig(DecoderConfig):
         attn_soft_cap: soft cap of the attention scores, `cap * tanh(score / cap)`. Null applies no cap.
         final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
         sliding_window: number of tokens that each token attends to in local layers, including itself.
-        sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention), the
-            others are local (sliding window).
+        sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
+            the others are local (sliding window).
     """
 
     seq_len: int = 8192

@@ -36,13 +36,13 @@ class Gpt2Config(ModelConfig):
         num_layers: number of transformer blocks.
         num_heads: number of attention heads; must divide `hidden_dim`.
         mlp_scale: hidden width of the MLP as a multiple of `hidden_dim`.
-        initializer_range: standard deviation of the normal initialization of the weights. Position embeddings use half of
-            it (0.01 for 0.02, as in the released code); projections into the residual stream use
+        initializer_range: standard deviation of the normal initialization of the weights. Position embeddings use half
+            of it (as in the released code); projections into the residual stream use
             `initializer_range / sqrt(2 * num_layers)`.
         layer_norm_epsilon: added to the variance in norms, for numerical stability.
         activation_function: activation of the MLP.
-        embed_pdrop, resid_pdrop, attn_pdrop: dropout probability of the embeddings, of the outputs of attention and MLP, and
-            of the attention weights.
+        embed_pdrop, resid_pdrop, attn_pdrop: dropout probability of the embeddings, of the outputs of attention and
+            MLP, and of the attention weights.
         scale_attn_by_inverse_layer_idx: divide the attention scores of layer i (counted from 0) by i + 1.
         upcast_attn: compute the attention matrix products in float32. Scores and softmax are float32 in any case.
         use_bias: add biases to linear layers and norms.

@@ -51,8 +51,8 @@ class MoeConfig(PreNormConfig):
         num_experts: number of experts per layer.
         num_experts_per_token: number of experts that each token is routed to.
         router_aux_loss_coef: coefficient of the load-balancing loss, computed over a microbatch on all devices.
-        router_z_loss_coef: coefficient of the router z-loss, the squared logsumexp of the router logits. It keeps the logits
-            small.
+        router_z_loss_coef: coefficient of the router z-loss, the squared logsumexp of the router logits. It keeps the
+            logits small.
     """
 
     num_experts: int = 8

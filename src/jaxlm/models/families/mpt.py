@@ -1,7 +1,7 @@
 """MPT: GPT-2's blocks without biases, and ALiBi in place of position embeddings.
 
-Source: MosaicML 2023, "Introducing MPT-7B", and the code released with it (mosaicml/llm-foundry); ALiBi: Press et al. 2021
-(arXiv:2108.12409).
+Source: MosaicML 2023, "Introducing MPT-7B", and the code released with it (mosaicml/llm-foundry); ALiBi: Press et al.
+2021 (arXiv:2108.12409).
 """
 
 from dataclasses import dataclass

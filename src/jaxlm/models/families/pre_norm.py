@@ -89,8 +89,8 @@ class LateWindowConfig(DenseConfig):
     """A dense family whose first layers use full attention and whose other layers may use a sliding window.
 
     Attributes:
-        max_window_layers: number of layers, counted from the first, that use full attention. `sliding_window` applies to the
-            layers after them.
+        max_window_layers: number of layers, counted from the first, that use full attention. `sliding_window` applies
+            to the layers after them.
     """
 
     max_window_layers: int = 0

@@ -1,8 +1,8 @@
-"""Modules of Flax, NNX or Linen, as language models: what they return are logits, so they have no head of ours.
+"""Flax modules (NNX or Linen) as language models. They return logits, so `lm_head` is None.
 
-Their parameters are arrays with named axes, by their own partitioning metadata or by a table, so that they are sharded,
-saved, averaged and updated like every other model's. Their layers are their own: one gather brings all parameters from
-where they rest to where they compute.
+Their parameters become arrays with named axes, from the module's partitioning metadata or a table, so that they are
+sharded, checkpointed, averaged and updated like those of every other model. Layers are not gathered one by one: all
+parameters are gathered at once before the forward pass.
 """
 
 import functools
@@ -30,10 +30,11 @@ from jaxlm.models.remat import RematPolicy, remat
 
 @dataclass(frozen=True)
 class FlaxDefinition:
-    """What a module is made from. Equal ones make modules that compute the same.
+    """What a module is built from. Equal definitions build equal modules.
 
     Attributes:
-        kwargs: the factory's own, as JSON.
+        factory: path of the factory, `package.module:function`.
+        kwargs: keyword arguments of the factory, as JSON.
     """
 
     factory: str
@@ -43,65 +44,65 @@ class FlaxDefinition:
 
     @property
     def module(self) -> FlaxModule:
-        """The module, made once."""
-        return _module(self)
+        """The module, built once and cached."""
+        return _build_module(self)
 
 
 @functools.lru_cache(maxsize=16)
-def _module(definition: FlaxDefinition) -> FlaxModule:
-    where, make = definition.factory, load_factory(definition.factory)
-    arguments = _arguments(make, definition)
-    rows = jax.eval_shape(lambda: FlaxInputs.blank(2, definition.seq_len))
-    given = list(rows.tokens.shape)
+def _build_module(definition: FlaxDefinition) -> FlaxModule:
+    name, factory = definition.factory, load_factory(definition.factory)
+    arguments = _factory_arguments(factory, definition)
+    example = jax.eval_shape(lambda: FlaxInputs.blank(2, definition.seq_len))
+    tokens_shape = list(example.tokens.shape)
     try:
-        module = flax_module(make, arguments, where=where)
+        module = flax_module(factory, arguments, name=name)
         params = jax.eval_shape(module.init, jax.random.key(0))
-        logits = jax.eval_shape(functools.partial(module.logits, key=None), params, rows)
+        logits = jax.eval_shape(functools.partial(module.logits, key=None), params, example)
     except ConfigError:
         raise
-    except Exception as error:  # whatever somebody else's module does when it is made and traced
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
-            f"model.factory: {where} with model.kwargs {definition.kwargs} fails on tokens {given}:"
+            f"model.factory: {name} with model.kwargs {definition.kwargs} fails on tokens {tokens_shape}:"
             f" {type(error).__name__}: {error}"
         ) from error
-    shape, expected = getattr(logits, "shape", None), [*given, definition.vocab_size]
+    shape, expected = getattr(logits, "shape", None), [*tokens_shape, definition.vocab_size]
     if shape is None or list(shape) != expected or not jnp.issubdtype(logits.dtype, jnp.floating):
         returned = f"{logits.dtype}{list(shape)}" if shape is not None else f"a {type(logits).__name__}"
         raise ConfigError(
-            f"model.factory: the module of {where} returns {returned} for tokens {given}; logits"
-            f" {expected} expected. The factory is given the vocabulary's size as `vocab_size`, if it takes it"
+            f"model.factory: the module of {name} returns {returned} for tokens {tokens_shape}; logits"
+            f" {expected} expected. The factory gets the size of the vocabulary as `vocab_size` if it accepts it"
         )
     return module
 
 
 def load_factory(path: str) -> Callable[..., Any]:
-    """The function at `package.module:function`."""
+    """Imports the function at `package.module:function`."""
     try:
-        found = import_name(path)
+        factory = import_name(path)
     except ConfigError as error:
         raise ConfigError(f"model.factory: {error}") from error
-    if not callable(found):
+    if not callable(factory):
         module_name, _, name = path.partition(":")
-        there = "nothing" if found is None else f"a {type(found).__name__}"
-        raise ConfigError(f"model.factory: there is {there} named '{name}' in {module_name}; a function expected")
-    return found
+        actual = "nothing" if factory is None else f"a {type(factory).__name__}"
+        raise ConfigError(f"model.factory: there is {actual} named '{name}' in {module_name}; a function expected")
+    return factory
 
 
-def _arguments(make: Callable[..., Any], definition: FlaxDefinition) -> dict[str, Any]:
-    """What the factory is called with, beside `rngs`."""
+def _factory_arguments(factory: Callable[..., Any], definition: FlaxDefinition) -> dict[str, Any]:
+    """The arguments of the factory, except `rngs`."""
     kwargs = json.loads(definition.kwargs)
-    signature = inspect.signature(make)
-    takes = signature.parameters
-    ours = {"vocab_size": definition.vocab_size, "seq_len": definition.seq_len}
-    reserved = sorted({*ours, "rngs"} & kwargs.keys())
+    signature = inspect.signature(factory)
+    accepted = signature.parameters
+    derived = {"vocab_size": definition.vocab_size, "seq_len": definition.seq_len}
+    reserved = sorted({*derived, "rngs"} & kwargs.keys())
     if reserved:
-        raise ConfigError(f"model.kwargs.{reserved[0]}: given, but it is worked out. Leave it out")
-    arguments = kwargs | {name: value for name, value in ours.items() if name in takes}
+        raise ConfigError(f"model.kwargs.{reserved[0]}: given, but its value is derived. Remove it")
+    arguments = kwargs | {name: value for name, value in derived.items() if name in accepted}
     try:
-        signature.bind(**arguments, **({"rngs": None} if "rngs" in takes else {}))
+        signature.bind(**arguments, **({"rngs": None} if "rngs" in accepted else {}))
     except TypeError as error:
         raise ConfigError(
-            f"model.kwargs: {error}. {definition.factory} takes {signature}; given are {', '.join(kwargs) or 'none'}"
+            f"model.kwargs: {error}. {definition.factory} takes {signature}; given: {', '.join(kwargs) or 'none'}"
         ) from error
     return arguments
 
@@ -109,45 +110,46 @@ def _arguments(make: Callable[..., Any], definition: FlaxDefinition) -> dict[str
 def named_axes(
     shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, AxisNames], table: Mapping[str, Sequence[str | None]]
 ) -> dict[str, tuple[Axis, ...]]:
-    """The axes of every parameter: by the table, else by its own names; without a name, one that says its size.
+    """The axes of each parameter by path: named by the table, else by `own`. Unnamed axes are called `size_N`.
 
     Raises:
-        ConfigError: names that do not fit the dimensions, a name of two sizes, or a pattern that is found in no path.
+        ConfigError: names do not fit the dimensions, a name has two sizes, or a pattern matches no path.
     """
     unused = set(table)
     sizes: dict[str, tuple[int, str]] = {}
-    found: dict[str, tuple[Axis, ...]] = {}
+    axes: dict[str, tuple[Axis, ...]] = {}
     for path, shape in shapes.items():
         pattern = next((pattern for pattern in table if re.search(pattern, path)), None)
         names = own.get(path, (None,) * len(shape)) if pattern is None else tuple(table[pattern])
         unused -= {pattern}
-        where = f"{path} {list(shape)}"
+        parameter = f"{path} {list(shape)}"
         if len(names) != len(shape) or not all(name is None or isinstance(name, str) for name in names):
             raise ConfigError(
-                f"model.axes: {where} has the names {list(names)}; one or null for each dimension expected"
+                f"model.axes: {parameter} has the names {list(names)}; one name or null per dimension expected"
             )
         if len({name for name in names if name}) < sum(name is not None for name in names):
-            raise ConfigError(f"model.axes: {where} has the names {list(names)}, of which two are the same")
+            raise ConfigError(f"model.axes: {parameter} has the names {list(names)}, which contain a duplicate")
         for name, size in zip(names, shape, strict=True):
-            before, first = sizes.setdefault(name, (size, path)) if name else (size, path)
-            if before != size:
+            first_size, first_path = sizes.setdefault(name, (size, path)) if name else (size, path)
+            if first_size != size:
                 raise ConfigError(
-                    f"model.axes: '{name}' is {before} in {first} and {size} in {path}. Give the two different names"
+                    f"model.axes: '{name}' is {first_size} in {first_path} and {size} in {path}. Give the two axes"
+                    " different names"
                 )
         labels = [name or f"size_{size}" for name, size in zip(names, shape, strict=True)]
-        found[path] = tuple(Axis(_numbered(labels, i), size) for i, size in enumerate(shape))
+        axes[path] = tuple(Axis(_unique_label(labels, i), size) for i, size in enumerate(shape))
     if unused:
-        raise ConfigError(f"model.axes: '{min(unused)}' is found in no path. There are: {', '.join(shapes)}")
-    return found
+        raise ConfigError(f"model.axes: '{min(unused)}' matches no parameter. The parameters are: {', '.join(shapes)}")
+    return axes
 
 
-def _numbered(labels: Sequence[str], i: int) -> str:
-    before = labels[:i].count(labels[i])
-    return f"{labels[i]}_{before + 1}" if before else labels[i]
+def _unique_label(labels: Sequence[str], i: int) -> str:
+    num_before = labels[:i].count(labels[i])
+    return f"{labels[i]}_{num_before + 1}" if num_before else labels[i]
 
 
 class TokenHistory(eqx.Module):
-    """All that has been read and written, for models that keep nothing else: tokens {batch, key_position}, from 0 on."""
+    """The decoding cache of models without a KV cache: all tokens of each row, {batch, key_position}, by position."""
 
     tokens: NamedArray
 
@@ -156,9 +158,9 @@ class FlaxModel(LanguageModel):
     """A Flax module with its parameters.
 
     Attributes:
-        params: by the module's own paths.
-        definition: what the module is made from.
-        keep: what the forward pass keeps for the backward pass.
+        params: parameters by their path in the module.
+        definition: what the module is built from.
+        remat_policy: what the forward pass saves for the backward pass.
     """
 
     params: dict[str, NamedArray]
@@ -174,21 +176,20 @@ class FlaxModel(LanguageModel):
         return Axis(POSITION, self.definition.seq_len)
 
     def hidden(self, inputs: Inputs, *, cache: TokenHistory | None = None, key: jax.Array | None = None) -> Hidden:
-        """The logits, {batch, position, vocab}."""
+        """Returns logits, {batch, position, vocab}, in `Hidden.final`."""
         if cache is None:
             return Hidden(self._logits(inputs, key))
-        past = _extended(cache, inputs)
-        whole = self._logits(_from_the_beginning(past), key)
-        # Padding stands at position 0, whose logits nobody reads.
-        picked = jnp.take_along_axis(whole.array, inputs.positions.array[..., None], axis=1)
-        return Hidden(NamedArray(picked, (*inputs.tokens.axes, self.Vocab)), past)
+        history = _append_to_history(cache, inputs)
+        logits = self._logits(_history_as_inputs(history), key)
+        # Padding has position 0; its logits are not used.
+        selected = jnp.take_along_axis(logits.array, inputs.positions.array[..., None], axis=1)
+        return Hidden(NamedArray(selected, (*inputs.tokens.axes, self.Vocab)), history)
 
     def lm_head(self) -> None:
         return None
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> TokenHistory:
-        """No tokens yet, and room for so many as the model reads at the most."""
-        del dtype  # tokens are whole numbers
+        del dtype  # tokens are integers
         KeyPos = Axis(KEY_POSITION, min(capacity, self.Pos.size))
         return TokenHistory(hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32)))
 
@@ -206,19 +207,19 @@ class FlaxModel(LanguageModel):
         return hax.auto_sharded(remat(self.remat_policy, forward, scan=False)(for_compute(self.params), key))
 
 
-def _extended(past: TokenHistory, inputs: Inputs) -> TokenHistory:
-    """The history with the inputs at their own positions; padding is left out."""
+def _append_to_history(history: TokenHistory, inputs: Inputs) -> TokenHistory:
+    """Writes the inputs at their positions, except padding."""
     tokens, positions, segments = (
         column.rearrange((BATCH, POSITION)).array for column in (inputs.tokens, inputs.positions, inputs.segment_ids)
     )
     rows = jnp.arange(tokens.shape[0])[:, None]
-    nowhere = past.tokens.axis_size(KEY_POSITION)
-    written = past.tokens.array.at[rows, jnp.where(segments == 0, nowhere, positions)].set(tokens, mode="drop")
-    return TokenHistory(NamedArray(written, past.tokens.axes))
+    out_of_bounds = history.tokens.axis_size(KEY_POSITION)
+    written = history.tokens.array.at[rows, jnp.where(segments == 0, out_of_bounds, positions)].set(tokens, mode="drop")
+    return TokenHistory(NamedArray(written, history.tokens.axes))
 
 
-def _from_the_beginning(past: TokenHistory) -> Inputs:
-    """Every row of a history as one document; what is not written yet stands behind, where a causal model sees it not."""
-    tokens = past.tokens.rename({KEY_POSITION: POSITION})
+def _history_as_inputs(history: TokenHistory) -> Inputs:
+    """Each row as one document. Unwritten positions come last, so a causal model does not attend to them."""
+    tokens = history.tokens.rename({KEY_POSITION: POSITION})
     positions = hax.arange(tokens.resolve_axis(POSITION)).broadcast_to(tokens.axes)
     return Inputs(tokens, positions, hax.ones(tokens.axes, dtype=jnp.int32))

@@ -1,7 +1,7 @@
-"""Flax modules as functions: parameters by path, and tokens to logits.
+"""A common functional interface to NNX and Linen modules: parameters by path, tokens to logits.
 
-What differs between NNX and Linen ends here. Either way a module maps tokens [batch, position] to logits [batch, position,
-vocab], and is called with what it takes by these names: `positions`, `segment_ids`, `train`, `deterministic`, `rngs`.
+A module maps tokens [batch, position] to logits [batch, position, vocab]. It is called with those of these keyword
+arguments that it accepts: `positions`, `segment_ids`, `train`, `deterministic`, `rngs`.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jaxlm.core.errors import ConfigError
 
 AxisNames = tuple[str | None, ...]
-"""A name for each dimension of a parameter, None for those that have none."""
+"""The name of each dimension of a parameter; None for unnamed dimensions."""
 
 
 class FlaxInputs(eqx.Module):
-    """What a module may read: int32 [batch, position] each; see `jaxlm.models.base.Inputs`."""
+    """`jaxlm.models.base.Inputs` as plain arrays, int32 [batch, position]."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -28,7 +28,7 @@ class FlaxInputs(eqx.Module):
 
     @staticmethod
     def blank(rows: int, length: int) -> "FlaxInputs":
-        """One document a row, of nothing but the first token of the vocabulary."""
+        """One document per row, all tokens 0."""
         return FlaxInputs(*(jnp.full((rows, length), value, jnp.int32) for value in (0, 0, 1)))
 
 
@@ -36,27 +36,31 @@ class FlaxModule(Protocol):
     """A module without its parameters.
 
     Attributes:
-        names: of each parameter that has partitioning metadata, by path.
-        takes: what can be given to its call by name.
+        names: axis names by path, for the parameters with partitioning metadata.
+        takes: names of the parameters of its call.
     """
 
     names: Mapping[str, AxisNames]
     takes: frozenset[str]
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Fresh parameters by path. Traceable."""
+        """Initializes the parameters, by path. Traceable."""
         ...
 
     def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
-        """[batch, position, vocab]; without a key nothing is dropped."""
+        """Returns [batch, position, vocab]. Without a key there is no dropout."""
         ...
 
 
 class NnxModule:
-    """An `nnx.Module`: parameters are its `nnx.Param`s, and its random streams begin anew in every pass."""
+    """An `nnx.Module`. Its parameters are its `nnx.Param`s; its random streams are reseeded in every forward pass."""
 
     def __init__(self, make: Callable[[Any], Any]):
-        """Args: make: `nnx.Rngs` -> the module."""
+        """Builds the abstract module.
+
+        Args:
+            make: function of an `nnx.Rngs` that returns the module.
+        """
         from flax import nnx
 
         self._make = make
@@ -68,7 +72,7 @@ class NnxModule:
         self._streams = list(nnx.to_flat_state(streams))
         metadata = {path: leaf.get_metadata().get("out_sharding") for path, (_, leaf) in self._params.items()}
         self.names: Mapping[str, AxisNames] = {path: tuple(names) for path, names in metadata.items() if names}
-        self.takes = _taken(type(abstract).__call__)
+        self.takes = _parameter_names(type(abstract).__call__)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         from flax import nnx
@@ -80,28 +84,28 @@ class NnxModule:
     def logits(self, params: Mapping[str, jax.Array], inputs: FlaxInputs, key: jax.Array | None) -> jax.Array:
         from flax import nnx
 
-        random = jax.random.key(0) if key is None else _typed(key)
+        base_key = jax.random.key(0) if key is None else _typed(key)
         filled = [(path, leaf.replace(params[name])) for name, (path, leaf) in self._params.items()]
         for number, (path, leaf) in enumerate(self._streams):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            fresh = jax.random.fold_in(random, number) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
-            # A stream that was split, as for layers in a stack, has a key for each.
-            fresh = jax.random.split(fresh, leaf.shape) if is_key and leaf.shape else fresh
-            filled.append((path, leaf.replace(fresh)))
+            value = jax.random.fold_in(base_key, number) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+            # A stream that was split (for example, over stacked layers) has several keys.
+            value = jax.random.split(value, leaf.shape) if is_key and leaf.shape else value
+            filled.append((path, leaf.replace(value)))
         module = nnx.merge(self._graph, nnx.from_flat_state(filled))
         module.train() if key is not None else module.eval()
-        streams = None if key is None else nnx.Rngs(jax.random.fold_in(random, len(self._streams)))
+        streams = None if key is None else nnx.Rngs(jax.random.fold_in(base_key, len(self._streams)))
         return module(inputs.tokens, **_options(self.takes, inputs, train=key is not None, rngs=streams))
 
 
 class LinenModule:
-    """A `flax.linen.Module`: parameters are its collection `params`; the stream `dropout` is given where it trains."""
+    """A `flax.linen.Module`. Its parameters are the collection `params`. Training passes the RNG stream `dropout`."""
 
     def __init__(self, module: Any):
         from flax.core import meta
 
         self._module = module
-        self.takes = _taken(type(module).__call__) - {"rngs"}
+        self.takes = _parameter_names(type(module).__call__) - {"rngs"}
         with _without_mesh():
             variables = jax.eval_shape(self._variables, jax.random.key(0))
         _check_state([f"the collection '{name}'" for name in variables if name != "params"])
@@ -125,56 +129,59 @@ class LinenModule:
         return self._module.apply({"params": tree}, inputs.tokens, rngs=rngs, **options)
 
     def _variables(self, key: jax.Array) -> Mapping[str, Any]:
-        # What is initialised does not depend on the tokens' number.
+        # The parameters do not depend on the sequence length.
         example = FlaxInputs.blank(1, 2)
         options = _options(self.takes, example, train=False)
         return self._module.init({"params": key}, example.tokens, **options)
 
 
-def flax_module(make: Callable[..., Any], arguments: Mapping[str, Any], *, where: str) -> FlaxModule:
-    """What a factory makes, called with `arguments`, and with `rngs` where it takes them.
+def flax_module(factory: Callable[..., Any], arguments: Mapping[str, Any], *, name: str) -> FlaxModule:
+    """Calls a factory with `arguments`, and with `rngs` if it accepts it, and wraps the module.
+
+    Args:
+        name: of the factory, for error messages.
 
     Raises:
-        ConfigError: it makes neither an NNX nor a Linen module, or one that carries more than parameters.
+        ConfigError: the factory returns neither an NNX nor a Linen module, or one with state other than parameters.
     """
     from flax import linen, nnx
 
-    def made(rngs: Any) -> Any:
-        return make(**arguments, **({"rngs": rngs} if "rngs" in inspect.signature(make).parameters else {}))
+    def make(rngs: Any) -> Any:
+        return factory(**arguments, **({"rngs": rngs} if "rngs" in inspect.signature(factory).parameters else {}))
 
     with _without_mesh():
         kinds: list[type] = []
-        jax.eval_shape(lambda: kinds.append(type(made(nnx.Rngs(0)))))
+        jax.eval_shape(lambda: kinds.append(type(make(nnx.Rngs(0)))))
     if issubclass(kinds[0], nnx.Module):
-        return NnxModule(made)
+        return NnxModule(make)
     if issubclass(kinds[0], linen.Module):
-        return LinenModule(made(None))
+        return LinenModule(make(None))
     raise ConfigError(
-        f"model.factory: {where} returned a {kinds[0].__name__}; a flax.nnx.Module or a flax.linen.Module expected"
+        f"model.factory: {name} returned a {kinds[0].__name__}; a flax.nnx.Module or a flax.linen.Module expected"
     )
 
 
 def _options(takes: frozenset[str], inputs: FlaxInputs, *, train: bool, rngs: Any = None) -> dict[str, Any]:
-    """What a call is given by name, as far as it takes it."""
-    there = {
+    """The keyword arguments that a module's call accepts."""
+    available = {
         "positions": inputs.positions,
         "segment_ids": inputs.segment_ids,
         "train": train,
         "deterministic": not train,
         "rngs": rngs,
     }
-    return {name: value for name, value in there.items() if name in takes}
+    return {name: value for name, value in available.items() if name in takes}
 
 
-def _taken(call: Callable[..., Any]) -> frozenset[str]:
+def _parameter_names(call: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(call).parameters)
 
 
-def _check_state(others: list[str]) -> None:
-    if others:
+def _check_state(other_state: list[str]) -> None:
+    if other_state:
         raise ConfigError(
-            f"model.factory: the module keeps {', '.join(others)}. Only parameters and random streams can be trained and"
-            " saved; compute constants where they are used, and leave running averages and caches out"
+            f"model.factory: the module has the state {', '.join(other_state)}. Only parameters and random streams can"
+            " be trained and saved. Compute constants where they are used, and remove running averages and caches"
         )
 
 
@@ -194,7 +201,7 @@ def _typed(key: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
-    """Flax places parameters as they are made, by names that it takes for mesh axes; here they are logical."""
+    """Disables Flax's sharding of new parameters, which would treat logical axis names as mesh axes."""
     from flax import nnx
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), nnx.use_eager_sharding(False):

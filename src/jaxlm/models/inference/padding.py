@@ -1,5 +1,5 @@
-"""Prompts side by side: padded on the left, so that all rows end at the same slot, to one of few lengths, so that few
-shapes are ever compiled. Padding is segment 0, which nothing attends to.
+"""Batches prompts. They are padded on the left, so that all rows end at the same slot, and to one of few lengths, so
+that few shapes are compiled. Padding has segment id 0, which nothing attends to.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,23 @@ from jaxlm.models.base import Inputs
 _LENGTH_MULTIPLE = 64
 
 
-def rounded_up(n: int, multiple: int) -> int:
-    """To a multiple."""
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
-def rounded_length(n: int) -> int:
-    """To one of few lengths, at most a quarter more beyond the shortest."""
-    return rounded_up(n, max(_LENGTH_MULTIPLE, 2 ** (n.bit_length() - 3)))
+def padded_length(n: int) -> int:
+    """Rounds up to one of few lengths: at least 64, and at most a quarter more than n beyond that."""
+    return round_up(n, max(_LENGTH_MULTIPLE, 2 ** (n.bit_length() - 3)))
 
 
 def left_padded(prompts: Sequence[Sequence[int]], rows: int, first: int = 0) -> Inputs:
-    """The prompts in the first of so many rows. Args: first: the position of each prompt's first token in its text."""
-    width = rounded_length(max(map(len, prompts)))
+    """Puts the prompts into the first of `rows` rows.
+
+    Args:
+        first: position of each prompt's first token in its document.
+    """
+    width = padded_length(max(map(len, prompts)))
     tokens, positions, segment_ids = (np.zeros((rows, width), np.int32) for _ in range(3))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)

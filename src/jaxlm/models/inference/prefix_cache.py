@@ -1,8 +1,9 @@
-"""What is kept of one text from one continuation to the next, so that a longer one is not read from its beginning.
+"""Prefix cache: keeps the KV cache of one conversation between calls.
 
-What a prompt begins with, and the cache holds, is not read again. The rest is read in lengths without padding, which are
-made up by reading some of the held tokens again: so the cache has no gaps however often the text grows. A prompt that
-begins otherwise than what is held (a chat template may write earlier turns anew) shares less of it, or nothing.
+The longest common prefix of the prompt and the cached tokens is reused. The remaining tokens are prefilled without
+padding: their number is rounded up to one of few lengths by recomputing some of the cached tokens, so the cache has no
+gaps however often the text grows. A prompt that differs from the cached tokens early on (a chat template may rewrite
+earlier turns) reuses less of the cache, or nothing.
 """
 
 import functools
@@ -19,18 +20,15 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, KEY_POSITION
 from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
 from jaxlm.models.inference.kv_cache import UnstackedCache
-from jaxlm.models.inference.padding import left_padded, rounded_length, rounded_up
+from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.unstacked import stack
 
-_PIECE = 512
-"""Tokens that are read at once beside a cache: their scores with all of its slots are in memory together."""
+_PREFILL_CHUNK = 512
+"""Tokens to prefill at once with a cache; their scores against all slots are in memory together."""
 
 
 class PrefixCache:
-    """The cache of one text, and the tokens that it holds. Of one model, and one dtype of caches.
-
-    Slot `start + i` holds token i.
-    """
+    """The KV cache of one text and its tokens, for one model and one cache dtype. Slot `start + i` holds token i."""
 
     def __init__(self) -> None:
         self._cache: KVCache | UnstackedCache | None = None
@@ -38,57 +36,62 @@ class PrefixCache:
         self._start = 0
 
     def put(self, cache: Any, tokens: Sequence[int]) -> None:
-        """Keeps a cache that holds these tokens of its first row, and nothing behind them; another kind of cache is not
-        kept. Whoever goes on to write into it calls `forget` before."""
+        """Stores a cache whose first row holds exactly these tokens. Ignores other types of caches (of Flax modules).
+
+        Call `clear` before you write to the cache again.
+        """
         if isinstance(cache, KVCache | UnstackedCache):
             self._cache, self._tokens, self._start = cache, list(tokens), int(cache.length) - len(tokens)
 
     def clear(self) -> None:
-        """Keeps nothing."""
+        """Removes the stored cache."""
         self._cache = None
 
-    def lookup(self, model: LanguageModel, prompt: Sequence[int], rows: int, room: int) -> tuple[KVCache | None, int]:
-        """The cache with all but the end of a prompt in it, and how many tokens that is; (None, 0) where as much would be
-        read as without it. It is not kept any longer: it belongs to the caller.
+    def lookup(
+        self, model: LanguageModel, prompt: Sequence[int], rows: int, capacity: int
+    ) -> tuple[KVCache | None, int]:
+        """Returns a cache that holds a prefix of the prompt and the number of its tokens; (None, 0) if it saves nothing.
+
+        The cache is removed from this object, because the caller may write to it.
 
         Args:
-            rows: of the batch, of which the prompt is the first.
-            room: slots that are needed behind the prompt.
+            rows: batch size; the prompt is the first row.
+            capacity: slots needed after the prompt.
         """
         cache, self._cache = self._cache, None
         if cache is None or cache.positions.axis_size(BATCH) != rows:
             return None, 0
-        num_held = _num_useful(self._num_same(prompt), len(prompt))
-        if not num_held:
+        num_cached = _num_reused(self._common_prefix(prompt), len(prompt))
+        if not num_cached:
             return None, 0
-        cache = _together(cache) if isinstance(cache, UnstackedCache) else cache
-        cache = _cut(cache, jnp.int32(self._start + num_held))
+        cache = _stack(cache) if isinstance(cache, UnstackedCache) else cache
+        cache = _truncate(cache, jnp.int32(self._start + num_cached))
         end = self._start + len(prompt)
-        if cache.positions.axis_size(KEY_POSITION) < end + room:
-            cache = _grown(cache, rounded_length(end) + room)
-        while len(prompt) - num_held > _PIECE:
-            piece = left_padded([prompt[num_held : num_held + _PIECE]], rows, num_held)
-            cache, num_held = _read(model, cache, piece), num_held + _PIECE
-        return cache, num_held
+        if cache.positions.axis_size(KEY_POSITION) < end + capacity:
+            cache = _grow(cache, padded_length(end) + capacity)
+        while len(prompt) - num_cached > _PREFILL_CHUNK:
+            chunk = left_padded([prompt[num_cached : num_cached + _PREFILL_CHUNK]], rows, num_cached)
+            cache, num_cached = _prefill_chunk(model, cache, chunk), num_cached + _PREFILL_CHUNK
+        return cache, num_cached
 
-    def _num_same(self, prompt: Sequence[int]) -> int:
-        """Tokens that a prompt and what is held begin with alike."""
+    def _common_prefix(self, prompt: Sequence[int]) -> int:
+        """Length of the common prefix of the prompt and the cached tokens."""
         return sum(takewhile(bool, map(operator.eq, self._tokens, prompt)))
 
 
-def _num_useful(num_same: int, num_asked: int) -> int:
-    """Tokens to take from the cache, so that what is left to read has one of few lengths; at least one token is left."""
-    unread = max(1, num_asked - num_same)
-    width = rounded_length(unread) if unread <= _PIECE else rounded_up(unread, _PIECE)
-    return max(0, num_asked - width)
+def _num_reused(common_prefix: int, num_prompt: int) -> int:
+    """Number of cached tokens to reuse so that the rest has one of few lengths. The rest is at least one token."""
+    rest = max(1, num_prompt - common_prefix)
+    width = padded_length(rest) if rest <= _PREFILL_CHUNK else round_up(rest, _PREFILL_CHUNK)
+    return max(0, num_prompt - width)
 
 
-_together = jax.jit(stack)
+_stack = jax.jit(stack)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _cut(cache: KVCache, length: jax.Array) -> KVCache:
-    """The cache with so many of its slots in use. Those behind them have segment 0, so it does not matter what is in them."""
+def _truncate(cache: KVCache, length: jax.Array) -> KVCache:
+    """Keeps the first `length` slots. The others get segment id 0, so their contents do not matter."""
     axes = cache.segment_ids.axes
     in_use = hax.arange(cache.segment_ids.resolve_axis(KEY_POSITION)) < length
     segment_ids = hax.where(in_use, cache.segment_ids, 0).rearrange(axes)
@@ -96,22 +99,22 @@ def _cut(cache: KVCache, length: jax.Array) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _grown(cache: KVCache, capacity: int) -> KVCache:
-    """The cache with so many slots, of which the new ones hold nothing."""
+def _grow(cache: KVCache, capacity: int) -> KVCache:
+    """Adds empty slots up to `capacity`."""
 
-    def grown(slots: NamedArray) -> NamedArray:
-        axis = slots.resolve_axis(KEY_POSITION)
-        widths = [(0, capacity - axis.size if own == axis else 0) for own in slots.axes]
-        axes = tuple(axis.resize(capacity) if own == axis else own for own in slots.axes)
+    def grow(slots: NamedArray) -> NamedArray:
+        KeyPos = slots.resolve_axis(KEY_POSITION)
+        widths = [(0, capacity - KeyPos.size if axis == KeyPos else 0) for axis in slots.axes]
+        axes = tuple(KeyPos.resize(capacity) if axis == KeyPos else axis for axis in slots.axes)
         return hax.auto_sharded(NamedArray(jnp.pad(slots.array, widths), axes))
 
-    def column(one: KVArray) -> KVArray:
-        return KVArray(grown(one.values), None if one.scale is None else grown(one.scale))
+    def grow_array(kv_array: KVArray) -> KVArray:
+        return KVArray(grow(kv_array.values), None if kv_array.scale is None else grow(kv_array.scale))
 
-    slots = grown(cache.positions), grown(cache.segment_ids)
-    return KVCache(column(cache.keys), column(cache.values), *slots, cache.length)
+    slots = grow(cache.positions), grow(cache.segment_ids)
+    return KVCache(grow_array(cache.keys), grow_array(cache.values), *slots, cache.length)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _read(model: LanguageModel, cache: KVCache, inputs: Inputs) -> KVCache:
+def _prefill_chunk(model: LanguageModel, cache: KVCache, inputs: Inputs) -> KVCache:
     return model.hidden(hax.auto_sharded(inputs), cache=cache).cache

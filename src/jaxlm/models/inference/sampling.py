@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits."""
+"""Samples the next token from logits."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from jaxlm.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling options.
 
     Attributes:
-        temperature: what logits are divided by; 0 takes the most likely token.
-        top_k: draw from so many most likely tokens only; None means from all.
-        top_p: draw from the fewest most likely tokens that hold this much probability (Holtzman et al. 2020,
-            arXiv:1904.09751, section 3.1), counted after `top_k`; None means from all.
+        temperature: logits are divided by this number; 0 is greedy decoding.
+        top_k: sample from the k most likely tokens only; None samples from all.
+        top_p: nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751, section 3.1): sample from the fewest most
+            likely tokens with at least this total probability, after `top_k`; None samples from all.
     """
 
     temperature: float = 1.0
@@ -27,14 +27,14 @@ class Sampling:
         if not self.temperature >= 0:
             raise ConfigError(f"temperature: {self.temperature} given, 0 (greedy) or more expected")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k: {self.top_k} given, 1 or more expected; leave it out to draw from all tokens")
+            raise ConfigError(f"top_k: {self.top_k} given, 1 or more expected. Remove it to sample from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"top_p: {self.top_p} given, more than 0 and at most 1 expected; leave it out to draw from all"
+                f"top_p: {self.top_p} given, more than 0 and at most 1 expected. Remove it to sample from all tokens"
             )
 
     def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-        """One token a row: float32 [rows, vocab] logits and [rows] keys to int32 [rows]."""
+        """Samples one token per row, int32 [rows], from float32 [rows, vocab] logits and [rows] keys."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.top_k is None and self.top_p is None:
@@ -45,7 +45,7 @@ class Sampling:
             ranked = jnp.where(jnp.arange(ranked.shape[-1]) < self.top_k, ranked, -jnp.inf)
         if self.top_p is not None:
             probabilities = jax.nn.softmax(ranked, axis=-1)
-            before = jnp.cumsum(probabilities, axis=-1) - probabilities
-            ranked = jnp.where(before < self.top_p, ranked, -jnp.inf)
+            mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            ranked = jnp.where(mass_before < self.top_p, ranked, -jnp.inf)
         rank = jax.vmap(jax.random.categorical)(keys, ranked)
         return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Texts that end a continuation."""
+"""Stop strings: texts that end a continuation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from jaxlm.models.inference.generate import StopFunction
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Ends a continuation where one of them appears, which is then without it.
+    """Ends a continuation at the first stop string, which is not part of the output.
 
     Attributes:
-        texts: none of them is empty.
-        decode: tokens to text.
+        texts: the stop strings, none of them empty.
+        decode: decodes tokens to text.
     """
 
     texts: Sequence[str]
@@ -20,18 +20,19 @@ class StopStrings:
 
     @property
     def until(self) -> StopFunction | None:
-        """For `continued`; None where nothing ends it, so that nobody has to look."""
-        return self._found if self.texts else None
+        """The stop function for `generate_tokens`; None if there are no stop strings."""
+        return self._contains_stop if self.texts else None
 
     def before(self, ids: list[int]) -> str:
-        """The text of the tokens up to them. One after another is cut off, as lm-evaluation-harness does it: of two that
-        overlap, the one that is named first decides.
+        """The text of the tokens up to the first stop string.
+
+        Truncates at each stop string in the order given, as lm-evaluation-harness does; this matters if two overlap.
         """
         text = self.decode(ids)
         for stop in self.texts:
             text = text.partition(stop)[0]
         return text
 
-    def _found(self, ids: list[int]) -> bool:
+    def _contains_stop(self, ids: list[int]) -> bool:
         text = self.decode(ids)
         return any(stop in text for stop in self.texts)

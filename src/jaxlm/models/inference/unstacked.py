@@ -1,8 +1,7 @@
-"""Layers apart: the form in which one device writes text.
+"""Unstacked layers, for decoding on one CPU device.
 
-Whatever reads a part of an array makes XLA on CPUs copy that part first. Over stacked layers this is every weight, and
-every slot of the cache, once more for each token, which takes longer than reading them. An array of its own for each layer
-is read where it lies, and written in place.
+XLA on CPUs copies a slice of an array before it reads it. With stacked layers, that copies every weight and every cache
+slot for each token, which takes longer than reading them. Separate arrays per layer are read and updated in place.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class UnstackedTransformer(eqx.Module):
-    """A `Transformer` that continues what a cache holds, and does nothing else. Its fields are those of the other."""
+    """A `Transformer` with unstacked layers, for decoding with an `UnstackedCache` only."""
 
     layers: tuple[Block, ...]
     final_norm: LayerNorm | RMSNorm
@@ -37,30 +36,32 @@ class UnstackedTransformer(eqx.Module):
     seq_len: int = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None) -> Hidden:
-        """Embedded tokens {batch, position, embed} to normed ones; each layer writes to the cache before it reads."""
+        """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
+        reads it."""
         contexts = layer_contexts(self.kinds, inputs, mask_with(cache, inputs), AUTO, self.HeadSize, self.seq_len)
-        written = []
+        layer_caches = []
         for number, block in enumerate(self.layers):
-            past = LayerCache(cache.keys[number], cache.values[number], cache.length)
-            x, past, _ = block(x, contexts[number % len(contexts)], past, index=hax.named(number, ()), key=key)
-            written.append(past)
-        columns = (tuple(past.keys for past in written), tuple(past.values for past in written))
-        return Hidden(self.final_norm(x), UnstackedCache(*columns, *slots_with(cache, inputs)))
+            layer_cache = LayerCache(cache.keys[number], cache.values[number], cache.length)
+            context = contexts[number % len(contexts)]
+            x, layer_cache, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
+            layer_caches.append(layer_cache)
+        keys, values = tuple(c.keys for c in layer_caches), tuple(c.values for c in layer_caches)
+        return Hidden(self.final_norm(x), UnstackedCache(keys, values, *slots_with(cache, inputs)))
 
 
 def prefers_unstacked() -> bool:
-    """Whether the current devices write faster so. On a mesh layers are gathered one by one, in a loop."""
+    """Whether the current devices decode faster with unstacked layers. A mesh gathers layer by layer, in a loop."""
     layout = current_layout()
     return current_platform() == "cpu" and (layout is None or layout.mesh.size == 1)
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A model and what it needs to write, which is made once for all of its texts.
+    """A model prepared for generation. Create it once and reuse it, because it may hold a copy of the model.
 
     Attributes:
-        model: reads prompts.
-        stepping: goes on behind them token by token: the model itself, or a copy of it with its layers apart.
+        model: used for prefill.
+        step_model: used for decoding token by token: the model itself, or a copy with unstacked layers.
     """
 
     model: LanguageModel
@@ -68,16 +69,16 @@ class Generator:
 
     @staticmethod
     def of(model: LanguageModel) -> "Generator":
-        """Of a model on the current devices. Call it inside `layout.use()`, where there is a layout."""
+        """Prepares a model for the current devices. If there is a layout, call this inside `layout.use()`."""
         return Generator(model, _unstacked_copy(model) if prefers_unstacked() else model)
 
     def in_step_layout(self, cache: T) -> T:
-        """Whatever holds a cache that the model has written, as `stepping` reads it."""
+        """Converts every cache in a pytree, as written by `model`, to the layout that `step_model` reads."""
         return cache if self.step_model is self.model else _unstacked_copy(cache)
 
 
 def unstack(tree: T) -> T:
-    """A copy with the layers of every `Transformer` and `KVCache` in arrays of their own."""
+    """A copy in which every `Transformer` and `KVCache` has separate arrays per layer."""
     return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Transformer | KVCache))
 
 
@@ -85,18 +86,18 @@ _unstacked_copy = jax.jit(unstack)
 
 
 def stack(cache: UnstackedCache) -> KVCache:
-    """What `unstack` was given: a copy, for what reads many tokens at once."""
+    """The inverse of `unstack` for a cache, as a copy."""
     Batch = cache.positions.resolve_axis(BATCH)
 
     def joined(*layers: NamedArray) -> NamedArray:
-        behind = tuple(axis for axis in layers[0].axes if axis.name != CACHE_ROW)
+        trailing = tuple(axis for axis in layers[0].axes if axis.name != CACHE_ROW)
         array = jnp.stack([layer.array for layer in layers])
-        array = array.reshape(len(layers), Batch.size, -1, *(axis.size for axis in behind))
-        return NamedArray(array, (Axis(LAYERS, len(layers)), Batch, Axis(KV_HEADS, array.shape[2]), *behind))
+        array = array.reshape(len(layers), Batch.size, -1, *(axis.size for axis in trailing))
+        return NamedArray(array, (Axis(LAYERS, len(layers)), Batch, Axis(KV_HEADS, array.shape[2]), *trailing))
 
     keys, values = (
-        jax.tree.map(joined, *columns, is_leaf=lambda x: isinstance(x, NamedArray))
-        for columns in (cache.keys, cache.values)
+        jax.tree.map(joined, *kv_arrays, is_leaf=lambda x: isinstance(x, NamedArray))
+        for kv_arrays in (cache.keys, cache.values)
     )
     return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length)
 
@@ -106,8 +107,8 @@ def _unstack_node(node: Any) -> Any:
         blocks = jax.tree.map(_as_matrix, tuple(node.layers.unstacked()), is_leaf=lambda x: isinstance(x, Linear))
         return UnstackedTransformer(blocks, node.final_norm, node.kinds, node.HeadSize, node.seq_len)
     if isinstance(node, KVCache):
-        columns = (_columns(node.keys), _columns(node.values))
-        return UnstackedCache(*columns, node.positions, node.segment_ids, node.length)
+        keys, values = _unstack_kv_array(node.keys), _unstack_kv_array(node.values)
+        return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length)
     return node
 
 
@@ -115,7 +116,7 @@ def _as_matrix(part: Any) -> Any:
     return MatrixLinear.of(part) if isinstance(part, Linear) else part
 
 
-def _columns(stacked: KVArray) -> tuple[KVArray, ...]:
+def _unstack_kv_array(stacked: KVArray) -> tuple[KVArray, ...]:
     flat = jax.tree.map(by_cache_row, stacked, is_leaf=lambda x: isinstance(x, NamedArray))
     layers = range(stacked.values.axis_size(LAYERS))
     return tuple(

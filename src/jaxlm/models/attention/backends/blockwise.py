@@ -1,11 +1,12 @@
 """Blockwise causal attention: each block of queries against only the keys that it can attend to.
 
 Source: FlashAttention, Dao et al. 2022 (arXiv:2205.14135), sections 3.1 and B.4. The forward pass saves each query's
-logsumexp, and the backward pass recomputes the weights from it, so no [T, T] array outlives its block. Each block is a pair
-of XLA matrix products over all keys that it may attend to; keys after the block, or before its window, are skipped.
+logsumexp, and the backward pass recomputes the weights from it, so no [T, T] array outlives its block. Each block is a
+pair of XLA matrix products over all keys that it may attend to; keys after the block, or before its window, are
+skipped.
 
-Shapes: B batch, T position, K key/value heads, G query heads per key/value head, H head size, Q queries of a block, S keys
-of a block.
+Shapes: B batch, T position, K key/value heads, G query heads per key/value head, H head size, Q queries of a block, S
+keys of a block.
 """
 
 import functools
@@ -40,8 +41,8 @@ def blockwise_attention(
     """Causal attention within segments; returns [B, T, K, G, H].
 
     Args:
-        segment_BT: integer segment ids; 0 is padding, which neither attends nor is attended to. Positions increase along
-            the row.
+        segment_BT: integer segment ids; 0 is padding, which neither attends nor is attended to. Positions increase
+            along the row.
         scale: factor of the scores.
         window: number of tokens that a query attends to, including itself; None means all.
         rule: modifies the scaled scores before the softmax.
@@ -54,7 +55,8 @@ def blockwise_attention(
 def query_blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
     """Yields (first query, last query + 1, first key) of each block. The last key is the last query.
 
-    Without a window there are at most 8 blocks, which compute 9/16 of the [T, T] scores (an exact causal mask needs 8/16).
+    Without a window there are at most 8 blocks, which compute 9/16 of the [T, T] scores (an exact causal mask needs
+    8/16).
     """
     size = max(_MIN_BLOCK, -(-length // _MAX_BLOCKS))
     if window is not None:

@@ -1,16 +1,17 @@
 """cuDNN's fused attention on NVIDIA GPUs, through jax's own bindings.
 
 Source: `jax._src.cudnn.fused_attention_stablehlo`, the implementation of `jax.nn.dot_product_attention(implementation=
-"cudnn")`; the algorithm is Dao 2023 (arXiv:2307.08691). The public function supports neither packed documents nor a backward
-pass from a saved float32 logsumexp, so this module calls the functions below it.
+"cudnn")`; the algorithm is Dao 2023 (arXiv:2307.08691). The public function supports neither packed documents nor a
+backward pass from a saved float32 logsumexp, so this module calls the functions below it.
 
-Rows of a single document, with or without padding after it, use causal attention. Rows of several documents use the packed
-kernel, which takes the offset and length of each document. The kernel takes a fixed number of documents per row and writes a
-logsumexp of the full row length for each of them, so each call gets few documents, and rows with more take several calls.
-Each call reads only its own documents, so together they cost as much as one call would. The choice between the two is made
-on the device, from the segment ids.
+Rows of a single document, with or without padding after it, use causal attention. Rows of several documents use the
+packed kernel, which takes the offset and length of each document. The kernel takes a fixed number of documents per row
+and writes a logsumexp of the full row length for each of them, so each call gets few documents, and rows with more take
+several calls. Each call reads only its own documents, so together they cost as much as one call would. The choice
+between the two is made on the device, from the segment ids.
 
-Shapes: B batch, T position, K key/value heads, G query heads per key/value head, N = K G, H head size, D documents per call.
+Shapes: B batch, T position, K key/value heads, G query heads per key/value head, N = K G, H head size, D documents per
+call.
 """
 
 import functools
@@ -25,7 +26,8 @@ from jaxlm.models.attention.backends.blockwise import ATTENTION, blockwise_backw
 
 DOCUMENTS_PER_CALL = 8
 """Documents per row that one call of the packed kernel handles."""
-# Before this version of jax, grouped queries read the keys of packed documents from the wrong offset (jax-ml/jax#39521).
+# Before this version of jax, grouped queries read the keys of packed documents from the wrong offset
+# (jax-ml/jax#39521).
 _GROUPED_QUERIES_FIXED_IN = (0, 11, 2)
 
 
