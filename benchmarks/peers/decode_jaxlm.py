@@ -17,7 +17,7 @@ def main() -> None:
     batch, length, new, repeats = map(int, numbers)
     named = open_model(folder, {"trainer.mp": "f32"})
     with named.plan.layout.use():
-        writer = Generator.of(named.for_use())
+        writer = Generator.of(named.for_inference())
         prompts = np.random.default_rng(0).integers(0, 1000, size=(batch, length)).tolist()
         decoding = GenerationConfig(new, temperature=0.0)
         began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""A configuration to numbers: tokens/s, MFU, memory, compile time, and what the compiled program is made of.
+"""Benchmarks a configuration: tokens/s, MFU, memory, compile time, kernels and collectives of the compiled step.
 
     python -m jaxlm.bench --config_path run.yaml --trainer.train_batch_size 64 --steps 40
     python -m jaxlm.bench --config_path run.yaml --topology v5p-512,h100-64
 
-Trains on random tokens: neither data nor tokenizer is needed, and nothing is written but the compilation cache. One JSON
-line comes last.
+Trains on random tokens, so it needs no data or tokenizer, and it writes only the compilation cache. The last line of output
+is JSON.
 """
 
 import argparse
@@ -39,29 +39,30 @@ from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.startup import check_performance, describe
 
 _STEPS, _WARMUP = 20, 3
-_GEMM = 2048  # large enough for a full-speed matrix product on anything
+_GEMM = 2048  # large enough for a matrix product to reach full speed on any device
 _GEMM_REPEATS = 8
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark measured. Seconds are medians over the measured steps.
+    """Results of a benchmark. Seconds are medians over the measured steps.
 
     Attributes:
-        tokens_per_second: over all devices.
-        step_seconds: of one step, the device having nothing else to do.
-        step_seconds_spread: third minus first quartile.
-        host_seconds: until the host had dispatched a step and was free again.
-        compile_seconds: tracing and compiling, or finding the program in the cache.
-        flops_per_token: forward and backward, attention counted causally.
-        mfu: of the devices' peak; null where that is not known.
-        mfu_palm: the same with attention counted over the whole sequence.
-        mfu_attainable: of the rate that a large matrix product reached in this process, in the compute dtype.
-        peak_bytes: of memory on one device; on CPU, of the process.
-        program_bytes: what the compiler planned for one device.
-        recomputation: what `model.gradient_checkpointing: auto` came to.
-        kernels: library kernel -> calls a step.
-        collectives: kind -> (number, bytes that come out) a step, on one device.
+        tokens_per_second: throughput over all devices.
+        step_seconds: duration of a step that is not overlapped with others.
+        step_seconds_spread: interquartile range of the step durations.
+        host_seconds: time that the host needs to dispatch a step.
+        compile_seconds: duration of tracing and compiling, or of loading the program from the cache.
+        flops_per_token: forward and backward FLOPs, attention counted causally.
+        mfu: model FLOPs utilization relative to the devices' peak; null if the peak is unknown.
+        mfu_palm: the same with attention counted over the full sequence.
+        mfu_attainable: the same relative to the rate of a large matrix product measured in this process, in the compute
+            dtype.
+        peak_bytes: peak memory of one device; on CPU, of the process.
+        program_bytes: memory per device planned by the compiler; null if it does not report it.
+        recomputation: the remat policy; with `model.gradient_checkpointing: auto`, the one that was chosen.
+        kernels: library kernel -> calls per step.
+        collectives: kind -> (number, output bytes) per step on one device.
     """
 
     tokens_per_second: float
@@ -83,31 +84,34 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
 
 def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxlm.bench",
-        description="Measures the training step of a configuration. All its keys may follow, as for jaxlm.train.",
+        description="Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm.train.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, help=f"measured steps (default {_STEPS})")
-    parser.add_argument("--warmup", type=int, help=f"steps before them (default {_WARMUP})")
-    parser.add_argument("--topology", help="machines to forecast for instead: v5p-512, h100-64, or several with commas")
+    parser.add_argument("--steps", type=int, help=f"number of measured steps (default {_STEPS})")
+    parser.add_argument("--warmup", type=int, help=f"number of warm-up steps before them (default {_WARMUP})")
+    parser.add_argument(
+        "--topology",
+        help="comma-separated machines to forecast performance for, such as v5p-512,h100-64, instead of measuring",
+    )
     options, rest = parser.parse_known_args(arguments)
     steps = _STEPS if options.steps is None else options.steps
     warmup = _WARMUP if options.warmup is None else options.warmup
     if steps < 1 or warmup < 0:
-        parser.error("--steps needs 1 or more, --warmup 0 or more")
+        parser.error("--steps must be at least 1, and --warmup at least 0")
     config = load_config(rest, "jaxlm.bench")
     refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
     if options.topology is not None:
         if options.steps is not None or options.warmup is not None:
             raise ConfigError(
-                "--topology: forecasts from the compiled program and runs no step, so --steps and --warmup have no effect."
-                " Leave them out, or leave --topology out to measure on the devices that are here"
+                "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no"
+                " effect. Remove them, or remove --topology to measure on this machine's devices"
             )
         topologies = [parse_topology(name) for name in options.topology.split(",")]
         simulate_devices(topologies)
@@ -128,26 +132,26 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
-    """Runs the first phase's step on random tokens. Call it inside `plan.layout.use()`."""
+    """Measures the first phase's step on random tokens. Call it inside `plan.layout.use()`."""
     phase = plan.phases[0]
     step = compile_step(plan, phase, console.log)
     step.require_room()
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     batches = [random_batch(plan, seed) for seed in range(4)]
     flags = FlagSync(plan.layout).to_devices(SyncFlags())
-    dispatch, whole = [], []
+    dispatch_seconds, step_seconds = [], []
     for number in range(warmup + steps):
-        began = time.perf_counter()
+        started = time.perf_counter()
         state, report = step.call(state, batches[number % len(batches)], flags)
         dispatched = time.perf_counter()
         jax.block_until_ready(report)
-        dispatch.append(dispatched - began)
-        whole.append(time.perf_counter() - began)
-    return _result(plan, step, dispatch[warmup:], whole[warmup:])
+        dispatch_seconds.append(dispatched - started)
+        step_seconds.append(time.perf_counter() - started)
+    return _result(plan, step, dispatch_seconds[warmup:], step_seconds[warmup:])
 
 
 def random_batch(plan: Plan, seed: int) -> TokenBatch:
-    """Rows of random tokens, one document each, placed as the step wants them."""
+    """A training batch of random tokens, one document per row, with the sharding that the step expects."""
     rng = np.random.default_rng(seed)
     shapes = abstract_batch(plan)
     axes = shapes.tokens.axes
@@ -160,27 +164,27 @@ def random_batch(plan: Plan, seed: int) -> TokenBatch:
         "segment_ids": np.ones(shape, np.int32),
         "positions": np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
     }
-    place = plan.layout.compute_sharding(axes)
-    put = lambda a: jax.make_array_from_callback(shape, place, lambda index: a[index])  # noqa: E731
+    sharding = plan.layout.compute_sharding(axes)
+    put = lambda a: jax.make_array_from_callback(shape, sharding, lambda index: a[index])  # noqa: E731
     return TokenBatch(**{name: type(shapes.tokens)(put(array), axes) for name, array in columns.items()})
 
 
 def attainable_flops(dtype: Any) -> float:
-    """FLOP/s of a large matrix product on one device, the best of several."""
+    """FLOP/s of a large matrix product on one device; the best of several runs."""
     product = jax.jit(lambda a, b: a @ b)
     a, b = (jax.random.normal(jax.random.key(k), (_GEMM, _GEMM)).astype(dtype) for k in (0, 1))
     jax.block_until_ready(product(a, b))
     seconds = []
     for _ in range(_GEMM_REPEATS):
-        began = time.perf_counter()
+        started = time.perf_counter()
         jax.block_until_ready(product(a, b))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return 2 * _GEMM**3 / min(seconds)
 
 
-def _result(plan: Plan, step: CompiledStep, dispatch: list[float], whole: list[float]) -> Result:
+def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_seconds: list[float]) -> Result:
     devices = jax.devices()
-    seconds = statistics.median(whole)
+    seconds = statistics.median(step_seconds)
     rate = plan.tokens_per_step / seconds
     flops = plan.config.model.flops_per_token(plan.state_builder.Vocab.size)
     peak = peak_flops(devices[0].device_kind)
@@ -188,14 +192,14 @@ def _result(plan: Plan, step: CompiledStep, dispatch: list[float], whole: list[f
     text = step.call.as_text() or ""
     moved: dict[str, tuple[int, int]] = {}
     for collective, number in collectives_per_run(text).items():
-        before = moved.get(collective.kind, (0, 0))
-        moved[collective.kind] = (before[0] + number, before[1] + number * collective.num_bytes)
-    quartiles = statistics.quantiles(whole, n=4) if len(whole) > 1 else [seconds] * 3
+        count, num_bytes = moved.get(collective.kind, (0, 0))
+        moved[collective.kind] = (count + number, num_bytes + number * collective.num_bytes)
+    quartiles = statistics.quantiles(step_seconds, n=4) if len(step_seconds) > 1 else [seconds] * 3
     return Result(
         tokens_per_second=rate,
         step_seconds=seconds,
         step_seconds_spread=quartiles[2] - quartiles[0],
-        host_seconds=statistics.median(dispatch),
+        host_seconds=statistics.median(dispatch_seconds),
         compile_seconds=step.seconds,
         flops_per_token=flops.causal,
         mfu=None if peaks is None else rate * flops.causal / peaks,
@@ -217,16 +221,16 @@ def _peak_bytes() -> int:
 
 
 def _rows(result: Result) -> list[tuple[str, str]]:
-    percent = lambda share: "unknown (no peak for this device)" if share is None else f"{share:.1%}"  # noqa: E731
+    percent = lambda share: "unknown (no peak FLOP/s known for this device)" if share is None else f"{share:.1%}"  # noqa: E731
     return [
         ("tokens/s", f"{result.tokens_per_second:,.0f}"),
         ("step", f"{result.step_seconds * 1e3:.1f} ms (spread {result.step_seconds_spread * 1e3:.1f} ms)"),
-        ("host", f"{result.host_seconds * 1e3:.2f} ms a step to dispatch it"),
-        ("MFU", f"{percent(result.mfu)}; attention counted in full {percent(result.mfu_palm)}"),
-        ("of a matrix product", f"{result.mfu_attainable:.1%} of the rate that one reached here"),
+        ("host", f"{result.host_seconds * 1e3:.2f} ms to dispatch a step"),
+        ("MFU", f"{percent(result.mfu)}; with non-causal attention {percent(result.mfu_palm)}"),
+        ("attainable MFU", f"{result.mfu_attainable:.1%} of the measured rate of a large matrix product"),
         ("compile", f"{result.compile_seconds:.1f} s"),
         ("memory", f"peak {gib(result.peak_bytes)}, planned {gib(result.program_bytes or 0)}"),
-        ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "none but XLA's own"),
+        ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "only XLA's own"),
         ("collectives", ", ".join(f"{k}: {n}, {gib(b)}" for k, (n, b) in result.collectives.items()) or "none"),
     ]
 

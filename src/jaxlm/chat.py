@@ -1,10 +1,10 @@
-"""A conversation with a checkpoint, or a Hugging Face folder, in the words of its chat template.
+"""Chats with a checkpoint or a Hugging Face model, using its chat template.
 
     python -m jaxlm.chat --checkpoint checkpoints/tuned
     echo "What is a mesh?" | python -m jaxlm.chat --checkpoint model-folder --temperature 0
 
-Each line is a turn. `/exit` or the end of the input ends the conversation, `/new` begins another; Ctrl-C stops what is being
-written, and ends the conversation where nothing is.
+Each input line is a user turn. `/new` starts a new conversation; `/exit` or end of input ends the program. Ctrl-C stops the
+current answer, or ends the program if no answer is being generated.
 """
 
 import argparse
@@ -25,25 +25,25 @@ from jaxlm.run.exit_codes import run_command
 from jaxlm.run.generation_options import add_generation_options, generation_config_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
-_EVERY = 4  # tokens that are shown at once
-_HALF_A_CHARACTER = "\ufffd"
+_TOKENS_PER_UPDATE = 4
+_INCOMPLETE_CHARACTER = "\ufffd"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _chat(sys.argv[1:] if arguments is None else arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "jaxlm.chat",
-        "Talks with a trained model: each line is a turn, /new begins again, /exit ends. Keys of the saved configuration"
-        " may follow: --trainer.mp f32.",
-        or_else="; or a folder of Hugging Face, or the hub's name or name@revision",
+        "Chats with a trained model. Each line is a user turn; /new starts a new conversation, /exit quits. You can override"
+        " keys of the saved configuration: --trainer.mp f32.",
+        or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
-    parser.add_argument("--system", default=None, help="what the model is told before the first turn")
+    parser.add_argument("--system", default=None, help="system message at the start of the conversation")
     parser.add_argument(
-        "--chat_template", default=None, help="a template, or the path of a .jinja file (default: the tokenizer's)"
+        "--chat_template", default=None, help="chat template, or the path of a .jinja file (default: the tokenizer's)"
     )
     add_generation_options(parser, max_new_tokens=512, temperature=0.7)
     return parser
@@ -51,25 +51,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def _chat(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
-    named = open_model(options.checkpoint, keys, options.adapter, options.weights)
-    template = ChatTemplate.load(options.chat_template, named.tokenizer, "--chat_template")
-    stop_ids = tuple(dict.fromkeys((*named.stop_ids, *turn_ends(template, named.tokenizer))))
-    with named.plan.layout.use():
-        model = named.for_use()
-        talk = Conversation(model, named.tokenizer, template, generation_config_of(options, stop_ids), options.system)
-        for line in _lines(sys.stdin.isatty()):
+    loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    template = ChatTemplate.load(options.chat_template, loaded.tokenizer, "--chat_template")
+    stop_ids = tuple(dict.fromkeys((*loaded.stop_ids, *turn_ends(template, loaded.tokenizer))))
+    with loaded.plan.layout.use():
+        model = loaded.for_inference()
+        config = generation_config_of(options, stop_ids)
+        conversation = Conversation(model, loaded.tokenizer, template, config, options.system)
+        for line in _input_lines(sys.stdin.isatty()):
             if line == "/new":
-                talk.begin()
+                conversation.begin()
             elif line:
-                _answer(talk, line)
+                _answer(conversation, line)
     return 0
 
 
-def _lines(asks: bool) -> Iterator[str]:
-    """What is typed or piped in, until `/exit`, the end, or Ctrl-C."""
+def _input_lines(interactive: bool) -> Iterator[str]:
+    """The input lines, until `/exit`, end of input or Ctrl-C."""
     while True:
         try:
-            line = input("> " if asks else "").strip()
+            line = input("> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
         if line == "/exit":
@@ -77,70 +78,73 @@ def _lines(asks: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(talk: "Conversation", line: str) -> None:
-    began = time.perf_counter()
+def _answer(conversation: "Conversation", line: str) -> None:
+    started = time.perf_counter()
     try:
-        for piece in talk.answer(line):
+        for piece in conversation.answer(line):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except ConfigError as error:
-        print(f"{error}. /new begins a new conversation", file=sys.stderr)
+        print(f"{error}. Use /new to start a new conversation", file=sys.stderr)
         return
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     print(flush=True)
-    print(f"[{talk.num_tokens} tokens, {talk.num_tokens / seconds:.1f} tokens/s]", file=sys.stderr, flush=True)
+    num_tokens = conversation.num_tokens
+    print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr, flush=True)
 
 
 class Conversation:
-    """The turns so far, and who answers them. What is said already is not read anew in every turn."""
+    """A conversation with a model. A KV cache of earlier turns is reused, so each turn processes only new tokens."""
 
     def __init__(
         self,
         model: LanguageModel,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        decoding: GenerationConfig,
+        config: GenerationConfig,
         system: str | None = None,
     ):
-        self._writer, self._tokenizer, self._template, self._decoding = (
-            Generator.of(model),
-            tokenizer,
-            template,
-            decoding,
-        )
+        self._generator = Generator.of(model)
+        self._tokenizer = tokenizer
+        self._template = template
+        self._config = config
         self._system = system
         self.begin()
 
     def begin(self) -> None:
-        """Forgets all turns."""
+        """Starts a new conversation."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self.num_tokens = 0
-        self._kept = PrefixCache()
+        self._prefix_cache = PrefixCache()
 
     def answer(self, line: str) -> Iterator[str]:
-        """Yields what the model answers, piece by piece; whatever was yielded is its turn, even if nobody reads on.
+        """Yields the model's answer in pieces. If the caller stops early, the pieces yielded so far become its turn.
 
         Raises:
-            ConfigError: the conversation is longer than the model can read. It is then as before.
+            ConfigError: the conversation is longer than the model's sequence length. The conversation is then unchanged.
         """
-        asked = [*self.messages, {"role": "user", "content": line}]
-        (encoded,) = self._tokenizer.encode_with_offsets([self._template.prompt(asked, "the conversation")])
+        messages = [*self.messages, {"role": "user", "content": line}]
+        (encoded,) = self._tokenizer.encode_with_offsets([self._template.prompt(messages, "the conversation")])
         prompt = encoded[0].tolist()
         ids: list[int] = []
         shown = ""
         self.num_tokens = 0
         pieces = stream_tokens(
-            self._writer, [prompt], self._fitting(len(prompt)), every=_EVERY, prefix_cache=self._kept
+            self._generator,
+            [prompt],
+            self._config_for(len(prompt)),
+            every=_TOKENS_PER_UPDATE,
+            prefix_cache=self._prefix_cache,
         )
         first = next(pieces, [[]])
-        self.messages = asked
+        self.messages = messages
         try:
-            for (new,) in itertools.chain([first], pieces):
-                ids += new
+            for (new_ids,) in itertools.chain([first], pieces):
+                ids += new_ids
                 self.num_tokens = len(ids)
                 text = self._tokenizer.decode(ids)
-                if not text.endswith(_HALF_A_CHARACTER):
+                if not text.endswith(_INCOMPLETE_CHARACTER):
                     yield text[len(shown) :]
                     shown = text
             rest = self._tokenizer.decode(ids)[len(shown) :]
@@ -148,24 +152,27 @@ class Conversation:
                 shown += rest
                 yield rest
         finally:
-            self.messages = [*asked, {"role": "assistant", "content": shown}]
+            self.messages = [*messages, {"role": "assistant", "content": shown}]
 
-    def _fitting(self, num_asked: int) -> GenerationConfig:
-        """The decoding, with as many new tokens as there is room for behind the prompt."""
-        room = self._writer.model.Pos.size - num_asked
+    def _config_for(self, num_prompt_tokens: int) -> GenerationConfig:
+        """The generation config, with `max_new_tokens` limited to what fits after the prompt."""
+        seq_len = self._generator.model.Pos.size
+        room = seq_len - num_prompt_tokens
         if room < 1:
-            raise ConfigError(f"the conversation has {num_asked} tokens; the model reads {self._writer.model.Pos.size}")
-        return dataclasses.replace(self._decoding, max_new_tokens=min(room, self._decoding.max_new_tokens))
+            raise ConfigError(
+                f"the conversation has {num_prompt_tokens} tokens, but the model's maximum sequence length is {seq_len}"
+            )
+        return dataclasses.replace(self._config, max_new_tokens=min(room, self._config.max_new_tokens))
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special token that the template writes behind what the assistant says; none where it writes no such token."""
-    said = "jaxlm"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+    """The special token that the template writes after an assistant's turn; empty if it writes none."""
+    content = "jaxlm"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     text = template.render(turns, "a conversation", mark=False).text
-    (ids, begins, _) = tokenizer.encode_with_offsets([text])[0]
-    behind = ids[begins >= text.rindex(said) + len(said)]
-    special = [int(i) for i in behind if not tokenizer.decode([int(i)])]
+    (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
+    after = ids[starts >= text.rindex(content) + len(content)]
+    special = [int(i) for i in after if not tokenizer.decode([int(i)])]
     return tuple(special[:1])
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint to a folder for transformers, vLLM or PEFT.
+"""Converts a checkpoint to a folder for transformers, vLLM or PEFT.
 
 python -m jaxlm.convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
 """
@@ -19,25 +19,31 @@ from jaxlm.run.load_model import add_checkpoint_options, open_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _convert(_parser().parse_args(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxlm.convert", description="Writes a trained model in the format of another program."
+        prog="python -m jaxlm.convert", description="Exports a trained model to another format."
     )
     to_hf = parser.add_subparsers(dest="direction", required=True).add_parser(
-        "to-hf", help="a folder for transformers, vLLM or, with --adapters only, PEFT"
+        "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
     )
     add_checkpoint_options(to_hf)
-    to_hf.add_argument("--output_dir", required=True, help="a folder that is not there yet")
-    to_hf.add_argument("--dtype", default=None, help=f"of the numbers: {', '.join(DTYPES)} (default: as trained)")
+    to_hf.add_argument("--output_dir", required=True, help="folder to create; it must not exist")
+    to_hf.add_argument("--dtype", default=None, help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
     to_hf.add_argument(
-        "--verify", choices=("true", "false"), default="false", help="read it again and compare logits and tokens"
+        "--verify",
+        choices=("true", "false"),
+        default="false",
+        help="load the written folder again and compare its logits and tokens with the checkpoint's (default false)",
     )
     to_hf.add_argument(
-        "--adapters", choices=("merge", "only"), default="merge", help="fold LoRA into the layers, or write it alone"
+        "--adapters",
+        choices=("merge", "only"),
+        default="merge",
+        help="merge LoRA adapters into the weights, or write only the adapters (default merge)",
     )
     return parser
 
@@ -50,10 +56,10 @@ def _convert(options: argparse.Namespace) -> int:
         model = trained.load_model(options.weights)
         if options.adapters == "only":
             export_adapters(folder, model, plan, dtype)
-            print(f"adapters of {trained.found.place} written to {folder}")
+            print(f"wrote the adapters of {trained.checkpoint.place} to {folder}")
             return 0
         export_model(folder, model, plan, trained.tokenizer, dtype)
-        print(f"{trained.found.place} written to {folder}, {jax.numpy.dtype(dtype).name}")
+        print(f"wrote {trained.checkpoint.place} to {folder} as {jax.numpy.dtype(dtype).name}")
         if options.verify == "true":
             print(verify_folder(folder, without_adapters(model), plan.config.model, plan.layout))
     return 0

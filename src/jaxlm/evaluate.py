@@ -1,13 +1,12 @@
-"""A checkpoint to numbers: validation loss and bits per byte, by source and in all.
+"""Evaluates a checkpoint: validation loss and bits per byte, by source and in total, or lm-evaluation-harness tasks.
 
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
     python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
 
-Reads the text that the run was validated on, so that the total is what training logged (where `max_eval_batches` cut it
-short: on as many devices); every token counts for the source, or the URL of a single one, that it is from. Options with
-a dot go over the saved configuration; `--data.*` over the data of the phase that the checkpoint stands in. One JSON line
-comes last.
+Uses the run's validation data, so the total matches what training logged (with `max_eval_batches`, only on the same number
+of devices). Losses are reported per source, or per URL if there is only one source. Options with a dot override the saved
+configuration; `--data.*` overrides the data section of the checkpoint's phase. The last line of output is JSON.
 """
 
 import argparse
@@ -42,26 +41,28 @@ from jaxlm.run.load_model import AS_TRAINED, LoadedCheckpoint, checkpoint_parser
 from jaxlm.run.plan import Plan
 
 _DATA = "data."
-# Keys that say how much is read at once and in all, and where programs are kept.
+# Keys of the trainer section that have an effect here.
 _EFFECTIVE = tuple(
     f"trainer.{name}" for name in ("per_device_eval_parallelism", "max_eval_batches", "compilation_cache_dir")
 )
-_INSTEAD = {
-    "data.tokenizer": "the model knows the tokens of the tokenizer that it was trained with, which the checkpoint holds",
-    "data.vocab_size": "the checkpoint's tokenizer has its size",
-    "data.shuffle": "every window is read once, and their order changes no sum",
+# Keys of the data section without effect -> why.
+_NO_EFFECT = {
+    "data.tokenizer": "the checkpoint's own tokenizer is used",
+    "data.vocab_size": "the checkpoint's own tokenizer is used",
+    "data.shuffle": "all data is read once, in any order",
     **dict.fromkeys(
         ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"),
-        "nothing is trained, so nothing is mixed",
+        "it only affects training",
     ),
     **dict.fromkeys(
-        ("data.train_urls", "data.split"), "nothing is trained; --data.validation_urls names the text to evaluate on"
+        ("data.train_urls", "data.split"),
+        "it only affects training; use --data.validation_urls for the text to evaluate",
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -76,55 +77,57 @@ def _main(arguments: Sequence[str]) -> int:
     trained = open_checkpoint(options.checkpoint, others, also=_EFFECTIVE)
     enable_compilation_cache(trained.plan.config.trainer.compilation_cache_dir)
     data = data_with(trained, for_data)
-    most = _most(trained.plan, options.max_batches)
-    sums = evaluate(trained, data, options.batch_size, most, options.weights)
-    _show(trained, sums, {source.name: source.config.tags for source in data.sources()})
+    max_batches = _max_batches(trained.plan, options.max_batches)
+    sums = evaluate(trained, data, options.batch_size, max_batches, options.weights)
+    _print_results(trained, sums, {source.name: source.config.tags for source in data.sources()})
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "jaxlm.evaluate",
-        "Validation loss and bits per byte of a checkpoint, by source. Keys of the saved configuration may follow:"
-        " --data.validation_urls '[other/*.txt]' evaluates on other text.",
-        or_else="; with --tasks also a folder of Hugging Face, or the hub's name or name@revision",
+        "Computes validation loss and bits per byte of a checkpoint, by source. You can override keys of the saved"
+        " configuration: --data.validation_urls '[other/*.txt]' evaluates on other text.",
+        or_else="; with --tasks also a Hugging Face folder, or a hub repository name or name@revision",
     )
     parser.add_argument(
         "--batch_size",
         type=int,
         default=None,
-        help=f"sequences a batch (default: as in training; with --tasks {HarnessEvalConfig.batch_size})",
+        help=f"sequences per batch (default: as in training; with --tasks {HarnessEvalConfig.batch_size})",
     )
     parser.add_argument(
-        "--max_batches", default=None, help="evaluate on so many batches, or `all` (default: as in training)"
+        "--max_batches", default=None, help="maximum number of batches per source, or `all` (default: as in training)"
     )
     add_task_options(parser)
     return parser
 
 
-def _most(plan: Plan, text: str | None) -> int | None:
+def _max_batches(plan: Plan, text: str | None) -> int | None:
     if text is None:
         return plan.config.trainer.max_eval_batches
     if text == "all":
         return None
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--max_batches: '{text}' given, 1 or more, or all, expected")
+        raise ConfigError(f"--max_batches: '{text}' given, must be at least 1, or all")
     return int(text)
 
 
 def data_with(trained: LoadedCheckpoint, options: Mapping[str, Any]) -> DataConfig:
-    """The data that a checkpoint's phase is validated on, with options (`data.validation_urls`, ...) over it.
+    """The data section of the checkpoint's phase, overridden by options (`data.validation_urls`, ...).
 
     Raises:
-        ConfigError: an option that evaluating has no use for, or no text.
+        ConfigError: an option has no effect on evaluation, or there is no validation data.
     """
     changed = override(ConfigSource({"data": encode(trained.data)}), dict(options))
     data = decode(DataConfig, ConfigSource(changed.tree["data"]))
-    for name, instead in _INSTEAD.items():
+    for name, reason in _NO_EFFECT.items():
         if name in options:
-            raise ConfigError(f"command line: --{name} has no effect here: {instead}. Leave it out")
+            raise ConfigError(f"command line: --{name} has no effect here: {reason}. Remove it")
     if not any(source.has(VALIDATION) for source in data.sources()):
-        raise ConfigError("data.validation_urls: the run has none. Name some: --data.validation_urls '[folder/*.txt]'")
+        raise ConfigError(
+            "data.validation_urls: the run has no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
+        )
     return data
 
 
@@ -135,22 +138,23 @@ def evaluate(
     max_batches: int | None = None,
     weights: str = AS_TRAINED,
 ) -> dict[str, EvalLoss]:
-    """The sums of each source, or of each of `data.validation_urls` where the section is the one source; over one pass.
+    """Measures losses over one pass of the data: by source, or by `data.validation_urls` if there is only one source.
 
     Args:
-        batch_size: sequences; None takes the run's.
-        max_batches: of each source; None means all.
-        weights: which of the checkpoint's, as in `LoadedCheckpoint.load_model`.
+        batch_size: sequences per batch; None uses the run's.
+        max_batches: maximum number of batches per source; None means all.
+        weights: which of the checkpoint's weights to use, as in `LoadedCheckpoint.load_model`.
 
     Raises:
-        ConfigError: the data is not there, or the batch does not divide over the devices.
+        ConfigError: the data does not exist, or the batch does not divide over the devices.
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
     num_shards = plan.layout.num_shards(BATCH)
     if size < 1 or size % num_shards:
         raise ConfigError(
-            f"--batch_size: {size} given; a multiple of the {num_shards} device(s) that share a batch expected"
+            f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
+            " batch"
         )
     other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
     log = lambda line: print(line, file=sys.stderr)  # noqa: E731
@@ -161,57 +165,60 @@ def evaluate(
             batches = eval_batches(data_set.sequences, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))
-            found = meter.measure(model, with_provenance(batches, data_set.sequences, groups))
-            sums |= dict(zip(groups.urls, found, strict=True))
+            losses = meter.measure(model, with_provenance(batches, data_set.sequences, groups))
+            sums |= dict(zip(groups.urls, losses, strict=True))
     return sums
 
 
 def _groups(data_set: ValidationData) -> Provenance:
-    """What the tokens of a source are counted by: all together under its name, or by URL."""
-    source, windows = data_set.source, data_set.sequences
+    """The groups by which a source's losses are summed: one with the source's name, or one for each URL."""
+    source, sequences = data_set.source, data_set.sequences
     if not source.name:
-        return source.provenance(VALIDATION, windows)
-    return Provenance((source.name,), np.array([windows.cache.num_tokens], np.int64))
+        return source.provenance(VALIDATION, sequences)
+    return Provenance((source.name,), np.array([sequences.cache.num_tokens], np.int64))
 
 
 def with_provenance(
-    batches: Iterator[TokenBatch], windows: PackedSequences, origins: Provenance
+    batches: Iterator[TokenBatch], sequences: PackedSequences, provenance: Provenance
 ) -> Iterator[tuple[TokenBatch, jax.Array]]:
-    """Each batch with the number of the URL that every target is from, int32 [batch, position]."""
+    """Each batch with the number of every target's URL, int32 [batch, position]."""
     row = 0
     for batch in batches:
         targets = batch.targets.array
-        starts = windows.starts(np.minimum(row + np.arange(targets.shape[0]), len(windows) - 1))
-        numbers = origins.of(starts[:, None] + np.arange(1, windows.seq_len + 1))
+        starts = sequences.starts(np.minimum(row + np.arange(targets.shape[0]), len(sequences) - 1))
+        numbers = provenance.of(starts[:, None] + np.arange(1, sequences.seq_len + 1))
         yield batch, jax.make_array_from_callback(targets.shape, targets.sharding, numbers.__getitem__)
         row += targets.shape[0]
 
 
 def overall(sums: Mapping[str, EvalLoss]) -> EvalLoss:
-    """All sources together."""
+    """The sum over all sources."""
     return sum(sums.values(), NOTHING)
 
 
-def _show(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> None:
+def _print_results(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> None:
     total = overall(sums)
     tagged = {name: part for name, part in by_group(sums, tags).items() if name not in sums}
     rows = {**sums, **{f"tag {tag}": part for tag, part in tagged.items()}, "total": total}
     width = max(map(len, ["source", *rows]))
-    print(f"{'source':<{width}}  {'tokens':>12}  {'bytes':>12}  {'loss':>8}  {'bits a byte':>11}")
+    print(f"{'source':<{width}}  {'tokens':>12}  {'bytes':>12}  {'loss':>8}  {'bits/byte':>11}")
     for name, part in rows.items():
         numbers = f"{part.loss:>8.4f}  {part.bits_per_byte:>11.4f}"
         print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
-    about = {"checkpoint": str(trained.found.place), "step": trained.found.cursor.step, **_numbers(total)}
+    checkpoint = trained.checkpoint
+    about = {"checkpoint": str(checkpoint.place), "step": checkpoint.cursor.step, **_numbers(total)}
     parts = {"sources": sums, "tags": tagged}
-    by_name = {kind: {name: _numbers(part) for name, part in some.items()} for kind, some in parts.items()}
-    print(json.dumps({**about, **_known(macro(sums.values())), **by_name}))
+    by_name = {kind: {name: _numbers(part) for name, part in group.items()} for kind, group in parts.items()}
+    print(json.dumps({**about, **_null_for_nan(macro(sums.values())), **by_name}))
 
 
 def _numbers(part: EvalLoss) -> dict[str, float | None]:
-    return _known({"loss": part.loss, "bpb": part.bits_per_byte, "tokens": part.tokens, "bytes": part.text_bytes})
+    return _null_for_nan(
+        {"loss": part.loss, "bpb": part.bits_per_byte, "tokens": part.tokens, "bytes": part.text_bytes}
+    )
 
 
-def _known(numbers: Mapping[str, float]) -> dict[str, float | None]:
+def _null_for_nan(numbers: Mapping[str, float]) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
 

@@ -1,9 +1,9 @@
-"""Text to token caches ahead of training, and what is in them, to look at.
+"""Builds a run's token caches ahead of training, and describes them.
 
     python -m jaxlm.prepare --config_path run.yaml --show_batch 0
 
-Reads what jaxlm.train reads, makes the tokenizer and all phases' caches where they are missing, and stops. Training then
-finds them. Needs no accelerator and compiles nothing, so it runs where time is cheap.
+Takes the same configuration as jaxlm.train, builds the tokenizer and the token caches of all phases if they do not exist,
+and stops. Training then reuses them. It needs no accelerator and compiles nothing, so you can run it on a CPU machine.
 """
 
 import argparse
@@ -31,36 +31,33 @@ from jaxlm.run.exit_codes import run_command
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 
-_NO_TARGET = ("⟦", "⟧")
+_MASKED = ("⟦", "⟧")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A phase's data, ready.
-
-    Attributes:
-        phase: which one.
-        data: open.
-    """
+    """The open data of a phase."""
 
     phase: Phase
     data: TokenData
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
 
 def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxlm.prepare",
-        description="Tokenizes a run's data ahead. All keys of its configuration may follow, as for jaxlm.train.",
+        description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm.train.",
         allow_abbrev=False,
     )
-    parser.add_argument("--show_batch", type=int, metavar="N", help="print what step N + 1 will be trained on")
+    parser.add_argument(
+        "--show_batch", type=int, metavar="N", help="print training batch N, which step N + 1 trains on"
+    )
     options, rest = parser.parse_known_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # accelerators are left to others
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators free for other processes
     config = load_config(rest, "jaxlm.prepare")
     refuse_dry_run(config, "jaxlm.prepare makes caches")
     if options.show_batch is not None:
@@ -76,10 +73,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepared]]:
-    """The run's tokenizer and all its phases' caches, made where they are missing.
+    """Opens the run's tokenizer and the token caches of all phases, and builds those that do not exist.
 
     Raises:
-        ConfigError: as training would raise it.
+        ConfigError: the configuration or the data is invalid, as in training.
     """
     config.model.check()
     check_num_steps(config)
@@ -99,25 +96,27 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
 
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
-    """Raises `ConfigError` unless the run has a training batch `number`, whose size is known without its devices."""
-    last = phases[-1].end
-    if not 0 <= number < last:
-        raise ConfigError(f"--show_batch: {number} given; the run's {last} steps have batches 0 to {last - 1}")
+    """Raises `ConfigError` if the run has no training batch `number`, or its size depends on the devices."""
+    num_steps = phases[-1].end
+    if not 0 <= number < num_steps:
+        raise ConfigError(f"--show_batch: {number} given, must be between 0 and {num_steps - 1} ({num_steps} steps)")
     if batch_sizes(config.trainer) is None:
-        raise ConfigError("--show_batch: needs trainer.train_batch_size, which is -1: devices would decide it")
+        raise ConfigError(
+            "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
+        )
 
 
 def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: Tokenizer, number: int) -> Iterator[str]:
-    """The rows of training batch `number`, from 0: what step `number + 1` is trained on if nothing is changed on the way.
+    """Prints training batch `number` (from 0) as text. Step `number + 1` trains on it if the configuration is not changed.
 
-    Tokens stand in ⟦brackets⟧ where no target is: they are read, and not asked for.
+    Text in ⟦brackets⟧ is masked: no loss is computed on its tokens.
 
     Raises:
-        ConfigError: as `check_batch`.
+        ConfigError: there is no such batch, or its size depends on the devices.
     """
-    check_batch(config, number, [one.phase for one in prepared])
+    check_batch(config, number, [item.phase for item in prepared])
     sizes = batch_sizes(config.trainer)
-    assert sizes is not None, "check_batch has looked"
+    assert sizes is not None, "see check_batch"
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
     batches = BatchSchedule.of(sizes)
     mixture = data.examples(batches.counted_from(phase.start), seed=config.trainer.seed)
@@ -126,52 +125,55 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     columns = mixture.read(examples)
     yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {mixture.seq_len} tokens"
     for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):
-        own = {name: column[row] for name, column in columns.items()}
-        windows, name = mixture.sequences(source), mixture.names[source]
-        where = f"window {place} of {len(windows)}{f' of {name}' if name else ''}"
-        targets = int(own["loss_mask"].sum())
-        yield f"=== row {row}: {where}, {targets} targets in {windows.seq_len} tokens ==="
-        first = int(windows.starts(np.array([place]))[0])
-        for start, text in _documents(own, tokenizer):
-            yield f"--- {windows.cache.source_of(first + start)} ---\n{text}"
+        row_columns = {name: column[row] for name, column in columns.items()}
+        sequences, name = mixture.sequences(source), mixture.names[source]
+        where = f"sequence {place} of {len(sequences)}{f' of {name}' if name else ''}"
+        targets = int(row_columns["loss_mask"].sum())
+        yield f"=== row {row}: {where}, loss on {targets} of {sequences.seq_len} tokens ==="
+        first = int(sequences.starts(np.array([place]))[0])
+        for start, text in _documents(row_columns, tokenizer):
+            yield f"--- {sequences.cache.source_of(first + start)} ---\n{text}"
 
 
 def _documents(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
-    """Where each document of a row begins, and its text."""
-    # A row's tokens and its last target, which follows them; each is a target where the place before it counts.
+    """The start position and the text of each document in a row."""
+    # The row's tokens, followed by its last target. A token is a target if the loss mask is set one position earlier.
     ids = np.append(row["tokens"], row["targets"][-1])
-    asked = np.append(False, row["loss_mask"] > 0)
-    used = np.append(row["segment_ids"], row["segment_ids"][-1] * asked[-1])
-    for segment in range(1, int(used.max()) + 1):
-        (inside,) = np.nonzero(used == segment)
-        runs = itertools.groupby(inside.tolist(), key=lambda place: bool(asked[place]))
-        texts = [(is_target, tokenizer.decode(ids[list(places)].tolist(), special=True)) for is_target, places in runs]
-        yield int(inside[0]), "".join(text if kept else text.join(_NO_TARGET) for kept, text in texts)
+    is_target = np.append(False, row["loss_mask"] > 0)
+    segments = np.append(row["segment_ids"], row["segment_ids"][-1] * is_target[-1])
+    for segment in range(1, int(segments.max()) + 1):
+        (positions,) = np.nonzero(segments == segment)
+        runs = itertools.groupby(positions.tolist(), key=lambda position: bool(is_target[position]))
+        texts = [(target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs]
+        yield int(positions[0]), "".join(text if target else text.join(_MASKED) for target, text in texts)
 
 
 def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """A table for each cache; phases may share one."""
-    shown: dict[str, str] = {}
-    for one in prepared:
-        train = [("train", name, windows) for name, windows in one.data.train.items()]
-        held_out = [("validation", part.source.name, part.sequences) for part in one.data.validation]
-        for split, source, windows in (*train, *held_out):
-            if shown.setdefault(str(windows.cache.folder), one.phase.name) == one.phase.name:
+    """Title and rows of a table for each cache. A cache shared by several phases is listed once."""
+    listed: dict[str, str] = {}
+    for item in prepared:
+        train = [("train", name, sequences) for name, sequences in item.data.train.items()]
+        validation = [("validation", part.source.name, part.sequences) for part in item.data.validation]
+        for split, source, sequences in (*train, *validation):
+            if listed.setdefault(str(sequences.cache.folder), item.phase.name) == item.phase.name:
                 title = f"{source} {split}".strip()
-                yield f"phase '{one.phase.name}': {title}", describe_cache(windows)
+                yield f"phase '{item.phase.name}': {title}", describe_cache(sequences)
 
 
-def describe_cache(windows: PackedSequences) -> list[tuple[str, str]]:
-    """What is in a cache, for people."""
-    cache: TokenCache = windows.cache
+def describe_cache(sequences: PackedSequences) -> list[tuple[str, str]]:
+    """Describes a token cache as rows of name and value."""
+    cache: TokenCache = sequences.cache
     return [
         ("files", f"{len(cache.documents_of):,}"),
         ("documents", f"{len(cache.offsets) - 1:,}"),
-        ("tokens", f"{cache.num_tokens:,} of a vocabulary of {cache.vocab_size:,}, special ones included"),
+        ("tokens", f"{cache.num_tokens:,} including special tokens (vocabulary size {cache.vocab_size:,})"),
         ("bytes", f"{cache.num_bytes:,} of text"),
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
-        ("windows", f"{len(windows):,} of {windows.seq_len:,} tokens"),
-        ("padding", f"{windows.padding:.4%} of their places{'' if windows.packed else ', all in the last one'}"),
+        ("sequences", f"{len(sequences):,} of {sequences.seq_len:,} tokens"),
+        (
+            "padding",
+            f"{sequences.padding:.4%} of all positions{'' if sequences.packed else ', all in the last sequence'}",
+        ),
         ("fingerprint", cache.fingerprint),
         ("folder", str(cache.folder)),
     ]

@@ -1,4 +1,4 @@
-"""What came out: the few lines at the end of a run."""
+"""The report at the end of a run."""
 
 import gzip
 import lzma
@@ -13,7 +13,7 @@ _MAX_COMPRESSED_BYTES = 64 << 20
 
 
 def final_report(plan: Plan, console: Console) -> None:
-    """Shows validation loss, bits per byte beside compressors', and where everything is; draws the pictures."""
+    """Logs the final losses, bits per byte next to those of compressors, and the paths of the results; writes the plots."""
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
     checkpoint = plan.checkpoints.checkpoints()[-1].place
@@ -26,16 +26,16 @@ def final_report(plan: Plan, console: Console) -> None:
         rows += compressors(plan.data[-1].validation_documents())
     rows += [
         ("checkpoint", str(checkpoint)),
-        *draw_pictures(plan, records),
-        ("numbers", str(plan.log_folder / "metrics.jsonl")),
+        *write_plots(plan, records),
+        ("metrics", str(plan.log_folder / "metrics.jsonl")),
         ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoints.place} --prompt "..."'),
-        ("to go on", f"the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
+        ("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
     console.log(table("report", rows))
 
 
-def draw_pictures(plan: Plan, records: Records) -> list[tuple[str, str]]:
-    """Draws `loss.png`, `schedule.png` and `step_time.png` into the log folder, and says where they are."""
+def write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
+    """Writes `loss.png`, `schedule.png` and `step_time.png` to the log folder, and returns report rows for them."""
     title = f"{plan.run_id}: {plan.num_steps} steps"
     loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
     loss_curve(records, loss, title)
@@ -44,14 +44,15 @@ def draw_pictures(plan: Plan, records: Records) -> list[tuple[str, str]]:
     measured = step_times(records, exclude={phase.start + 1 for phase in plan.phases})
     if measured is not None:
         step_time_histogram(measured, times, title)
-        rows.append(("step time", f"median {measured.median_ms:.1f} ms, 99 % within {measured.p99_ms:.1f} ms: {times}"))
+        durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
+        rows.append(("step time", f"{durations}: {times}"))
     return rows
 
 
 def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Bits per byte of general compressors on all the texts as one stream: what a model has to beat.
+    """Report rows with the bits per byte of general-purpose compressors on the concatenated texts, as a baseline.
 
-    Nothing, where the texts are larger than is reasonable to hold and compress at the end of a run.
+    Empty if the texts are larger than 64 MiB, which would take too long to compress.
     """
     raw = bytearray()
     for text in texts:
@@ -62,7 +63,7 @@ def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
         return []
     sizes = {"gzip -9": len(gzip.compress(raw, 9)), "xz -9": len(lzma.compress(raw, preset=9))}
     return [
-        (f"  {name} on all of it", f"{8 * size / len(raw):.4f} ({len(raw):,} bytes)") for name, size in sizes.items()
+        (f"  {name} on all text", f"{8 * size / len(raw):.4f} ({len(raw):,} bytes)") for name, size in sizes.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint, or a Hugging Face folder, to text.
+"""Generates text with a checkpoint or a Hugging Face model.
 
 python -m jaxlm.sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
 """
@@ -19,45 +19,46 @@ from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _sample(sys.argv[1:] if arguments is None else arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "jaxlm.sample",
-        "Continues prompts with a trained model. Keys of the saved configuration may follow: --trainer.mp f32.",
-        or_else="; or a folder of Hugging Face, or the hub's name or name@revision",
+        "Generates completions of prompts with a trained model. You can override keys of the saved configuration:"
+        " --trainer.mp f32.",
+        or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
-    parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
-    parser.add_argument("--stop", action="append", help="text that ends a continuation; may be given several times")
+    parser.add_argument("--prompt", action="append", help="prompt to complete; may be repeated")
+    parser.add_argument("--stop", action="append", help="string that ends a completion; may be repeated")
     add_generation_options(parser, max_new_tokens=128, temperature=0.8)
     return parser
 
 
 def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
-    stop_texts = options.stop or []
-    if "" in stop_texts:
-        raise ConfigError("--stop: '' given, which every text begins with. Give a text that ends one, or leave it out")
-    named = open_model(options.checkpoint, keys, options.adapter, options.weights)
-    tokenizer, prompts = named.tokenizer, options.prompt or [""]
-    stops = StopStrings(stop_texts, tokenizer.decode)
+    stop_strings = options.stop or []
+    if "" in stop_strings:
+        raise ConfigError("--stop: '' given, but a stop string must not be empty. Set a stop string, or remove --stop")
+    loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    tokenizer, prompts = loaded.tokenizer, options.prompt or [""]
+    stops = StopStrings(stop_strings, tokenizer.decode)
 
-    with named.plan.layout.use():
-        model = named.for_use()
-        began = time.perf_counter()
-        decoding = generation_config_of(options, named.stop_ids)
+    with loaded.plan.layout.use():
+        model = loaded.for_inference()
+        started = time.perf_counter()
+        config = generation_config_of(options, loaded.stop_ids)
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-        texts = generate_tokens(Generator.of(model), ids, decoding, stops.until)
-        seconds = time.perf_counter() - began
+        completions = generate_tokens(Generator.of(model), ids, config, stops.until)
+        seconds = time.perf_counter() - started
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
-    for prompt, new in zip(prompts, texts, strict=True):
-        print(prompt + stops.before(new), end="\n---\n")
-    count = sum(map(len, texts))
-    rate = f"{count / seconds:.1f} tokens/s, compiling included"
-    print(f"{count} tokens in {seconds:.1f} s ({rate}), from {named.place}", file=sys.stderr)
+    for prompt, new_ids in zip(prompts, completions, strict=True):
+        print(prompt + stops.before(new_ids), end="\n---\n")
+    count = sum(map(len, completions))
+    rate = f"{count / seconds:.1f} tokens/s, including compilation"
+    print(f"{count} tokens in {seconds:.1f} s ({rate}), from {loaded.place}", file=sys.stderr)
     return 0
 
 

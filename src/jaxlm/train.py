@@ -187,7 +187,7 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: Init
         assert state is not None
         run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state, batches)
-        run.keep_programs(phase, steps)
+        run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:

@@ -49,12 +49,12 @@ MISTAKES = {
     "later batch that does not divide": (
         GOOD,
         ("--trainer.train_batch_size", "[{start: 0, value: 16}, {start: 9, value: 20}]"),
-        ["train_batch_size: 20 sequences from step 9 on", "8 devices", "16, 24"],
+        ["train_batch_size: 20 sequences from step 9 do", "8 devices", "16, 24"],
     ),
     "batch sizes out of order": (
         GOOD,
         ("--trainer.train_batch_size", "[{start: 5, value: 16}, {start: 5, value: 32}]"),
-        ["train_batch_size: stages at the steps [5, 5]", "the first at 0"],
+        ["train_batch_size: stages starting at steps [5, 5]", "the first must start at 0"],
     ),
     "batch size of nothing": (
         GOOD,
@@ -89,7 +89,7 @@ MISTAKES = {
     "phase named as what is no checkpoint": (
         GOOD + "phases: [{name: a.damaged.2}]\n",
         (),
-        ["phases.0.name", "not whole"],
+        ["phases.0.name", "reserved for incomplete checkpoints"],
     ),
     "two phases of one name": (GOOD + "phases: [{name: a}, {name: a}]\n", (), ["phases", "a, a"]),
     "bad precision": (GOOD, ("--trainer.mp", "p=f32,c=bf17"), ["trainer.mp", "bf17", "bfloat16"]),

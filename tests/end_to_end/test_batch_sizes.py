@@ -20,7 +20,7 @@ def test_killed_at_a_step_with_larger_batches_it_ends_the_same(workplace):
     assert result.code == 0, result.err
     for size, micro in ((8, 1), (16, 2), (24, 3)):
         assert f"compiling the step of phase 'train' for batches of {size} ..." in result.out
-        assert f"{size} x 32 = {size * 32:,} tokens a step, {micro} micro-batches of 8" in result.out
+        assert f"{size} x 32 = {size * 32:,} tokens per step, {micro} microbatches of 8" in result.out
     process = killed.start(*RUN, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL

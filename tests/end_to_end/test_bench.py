@@ -38,7 +38,7 @@ def test_it_needs_no_data_and_writes_nothing(measured):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(("--steps", "0"), "--steps needs 1"), (("--nonsense.x", "1"), "nonsense")]
+    ("arguments", "message"), [(("--steps", "0"), "--steps must be at least 1"), (("--nonsense.x", "1"), "nonsense")]
 )
 def test_mistakes(workplace, arguments, message):
     place = workplace()

@@ -125,4 +125,4 @@ def test_machines_with_other_text_do_not_train(shared, tmp_path):
     there.write()
     ends = [process_end(process) for process in start((here, there), str(tmp_path / "checkpoints"), "x", {})]
     assert [code for code, _, _ in ends] == [2, 2], ends
-    assert all("the processes of the run have different text" in err for _, _, err in ends)
+    assert all("the data or the tokenizer is not the same on all processes" in err for _, _, err in ends)

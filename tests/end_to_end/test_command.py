@@ -49,7 +49,7 @@ def test_what_a_run_leaves(finished):
     for part in (
         "devices",
         "mesh",
-        "FLOPs a token",
+        "FLOPs per token",
         "attention",
         "compiling",
         "step 12/12",
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_compiling(workplace, fol
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("sealing", r"No space left.*make room, and start"), ("writing arrays", "File too large")],
+    [("sealing", r"No space left.*Free up disk space and run"), ("writing arrays", "File too large")],
 )
 def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
     full = {"module": "tests.end_to_end.full_disk", "JAXLM_TEST_DISK_FULL": place}
@@ -195,7 +195,7 @@ def test_dry_run_needs_nothing(workplace):
     )
     result = place.run(*RUN, "--dry_run", "true", "--data.tokenizer", "/nowhere/tokenizer.json")
     assert result.code == 0, result.err
-    assert "memory a device" in result.out
+    assert "memory per device" in result.out
     assert "schedule" in result.out
     assert "dry run complete" in result.out
     written = [path.relative_to(place.folder) for path in place.folder.rglob("*") if path.is_file()]
@@ -229,6 +229,6 @@ def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, t
         entry.write_text("not a program")
     third = place.run("--config_path", "run.yaml", *fresh, "--trainer.id", "three")
     assert third.code == 0, third.err
-    assert "jit_train_step cannot be read" in third.err
-    assert "deleted, and compiled anew" in third.err
+    assert "cannot read jit_train_step" in third.err
+    assert "The cached program was deleted and is compiled again" in third.err
     assert place.losses("three") == place.losses("one") == place.losses("two")

@@ -74,8 +74,8 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
     [
         ({"hf_save_steps": 0}, "hf_save_steps: 0 given"),
         ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: float32, bfloat16, float16"),
-        ({"hf_weight_names": {"a": "b"}}, "initialize_from_hf names no weights"),
-        ({"initialize_from_hf": "folder"}, "data.tokenizer would train another one"),
+        ({"hf_weight_names": {"a": "b"}}, "hf_weight_names: given without initialize_from_hf"),
+        ({"initialize_from_hf": "folder"}, "data.tokenizer trains a new one"),
         ({"initialize_from_hf": True}, "but that is 'bpe'"),
     ],
     ids=str,

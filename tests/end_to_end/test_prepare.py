@@ -64,7 +64,7 @@ def test_shows_the_rows_that_a_step_sees(config_path):
             mask = np.asarray(batch.loss_mask.array).reshape(4, -1)
             text = shown(config, prepared, tokenizer, number)
             assert text.startswith(f"batch {number}: step {number + 1}, phase '{data.phase.name}', 4 rows of 48 tokens")
-            rows = re.split(r"=== row \d+: window \d+ of \d+, (\d+) targets in 48 tokens ===\n", text)[1:]
+            rows = re.split(r"=== row \d+: sequence \d+ of \d+, loss on (\d+) of 48 tokens ===\n", text)[1:]
             assert [int(count) for count in rows[::2]] == mask.sum(axis=1).tolist()
             for row, body in enumerate(rows[1::2]):
                 plain = re.sub(r"--- document \d+ of [\w.]+ ---\n", "", body).replace("\n", "")
@@ -107,9 +107,9 @@ def test_what_is_in_the_caches(config_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--show_batch", "10"], "--show_batch: 10 given; the run's 10 steps have batches 0 to 9"),
+        (["--show_batch", "10"], "--show_batch: 10 given, must be between 0 and 9 (10 steps)"),
         (["--show_batch", "-1"], "--show_batch: -1 given"),
-        (["--show_batch", "0", "--trainer.train_batch_size", "-1"], "needs trainer.train_batch_size"),
+        (["--show_batch", "0", "--trainer.train_batch_size", "-1"], "--show_batch: trainer.train_batch_size is -1"),
         (["--data.train_urls", "[nowhere.txt]"], "data.train_urls[0]: 'nowhere.txt' matches no file"),
         (["--dry_run", "true"], "dry_run: true has no effect here: jaxlm.prepare makes caches"),
     ],

@@ -251,14 +251,14 @@ def test_tasks_of_the_real_harness_are_opened_before_the_first_step(tmp_path, of
     opened(TASKS, **folder)
     opened([str(tmp_path / "written.yaml")])
     for tasks, seq_len, message in [
-        (["choise"], 48, "knows none of the name choise"),
-        (TASKS, 12, "written asks for 12 new tokens"),
+        (["choise"], 48, "has no tasks named choise"),
+        (TASKS, 12, "written generates up to 12 tokens"),
         (["whole", "group"], 48, "Duplicate task 'whole'"),
     ]:
         with pytest.raises(ConfigError, match=message):
             opened(tasks, seq_len, **folder)
     (tmp_path / "choice.jsonl").unlink()
-    with pytest.raises(ConfigError, match="cannot load them"):
+    with pytest.raises(ConfigError, match="cannot load the tasks"):
         opened(["choice"], **folder)
 
 

@@ -25,7 +25,7 @@ def test_strict_performance_refuses_fallbacks():
     dropout = {"attn_pdrop": 0.1}
     check(strict)
     check(lax, model=dropout)
-    with pytest.raises(ConfigError, match="strict_performance: attention runs on reference"):
+    with pytest.raises(ConfigError, match="strict_performance: attention uses the reference backend"):
         check(strict, model=dropout)
     # A backend that is named is no fallback, even where the platform has a faster one.
     check(strict, model={"attn_backend": "reference"})

@@ -122,13 +122,14 @@ def test_what_is_not_here_may_be_a_name_of_the_hub_and_messages_say_both(monkeyp
         ):
             open_model(name, {})
     misspelt = (
-        r"checkpoints/model: no checkpoint there.*\)\.{} If a repository of the hub is meant: checkpoints/model@main"
+        r"checkpoints/model: no checkpoint found.*\)\.{} If you mean a Hugging Face repository,"
+        r" write checkpoints/model@main"
     )
     with pytest.raises(ConfigError, match=misspelt.format("")):
         open_model("checkpoints/model", {})
     (tmp_path / "checkpoints" / "mode1" / "step-2").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=misspelt.format(r" There are: checkpoints/mode1\.")):
+    with pytest.raises(ConfigError, match=misspelt.format(r" Existing folders: checkpoints/mode1\.")):
         open_model("checkpoints/model", {})
     for name in ("mine", "./gpt2", "s3.bucket/no/run"):
-        with pytest.raises(ConfigError, match=r"no checkpoint there.*\)\.$"):
+        with pytest.raises(ConfigError, match=r"no checkpoint found.*\)\.$"):
             open_model(name, {})

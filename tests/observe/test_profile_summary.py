@@ -133,7 +133,7 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     assert f"3 steps on {layout().mesh.size} device(s)" in page
     (paused,) = re.findall(r"Excluded: ([\d.]+) s of evaluations", page)
     assert 1.5 < float(paused) < 1.5 + 1.0
-    (step_ms,) = re.findall(r"([\d.]+) ms a step,", page)
+    (step_ms,) = re.findall(r"([\d.]+) ms per step\.", page)
     assert float(step_ms) < 500
     (shown,) = lines
     assert "profile of 3 steps" in shown

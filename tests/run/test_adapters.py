@@ -86,7 +86,7 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base model"),
         ({"r": None}, "r: None given, a positive number expected"),
-        ({"r": 3}, "which does not make"),
+        ({"r": 3}, "does not match \\{"),
     ],
     ids=str,
 )
@@ -203,14 +203,17 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"alpha": 16.0}, "alpha: 16.0 given, 8.0 there"),
-        ({"dropout": 0.0}, "dropout: 0.0 given, 0.1 there"),
-        ({"target": "q_proj|k_proj|mlp"}, r"k_proj, which has no adapter there\n.*does not match .*v_proj"),
+        ({"alpha": 16.0}, "alpha: 16.0 given, but the folder has 8.0"),
+        ({"dropout": 0.0}, "dropout: 0.0 given, but the folder has 0.1"),
+        (
+            {"target": "q_proj|k_proj|mlp"},
+            r"k_proj, which has no adapter in the folder\n.*does not match .*v_proj, which has an adapter",
+        ),
     ],
     ids=str,
 )
 def test_keys_beside_a_folder_of_peft_must_agree_with_it(adapted, keys, message):
-    with pytest.raises(ConfigError, match=f"(?s){message}.*Leave these keys out"):
+    with pytest.raises(ConfigError, match=f"(?s){message}.*Remove these keys"):
         check_adapters(begun_from(adapted[3], **keys))
 
 

@@ -41,7 +41,7 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
     template = ChatTemplate.load(None, named.tokenizer, "x")
     assert (named.stop_ids, turn_ends(template, named.tokenizer)) == ((0,), (SPECIAL.index("<|end|>"),))
     with named.plan.layout.use():
-        model = named.for_use()
+        model = named.for_inference()
         talk = Conversation(
             model, named.tokenizer, template, GenerationConfig(12, temperature=0.0, stop_ids=(0,)), "Be short."
         )
@@ -82,7 +82,7 @@ def test_a_long_conversation_says_so_and_goes_on_anew(folder, monkeypatch, capsy
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/new\nHello\n"))
     assert chat.main(["--checkpoint", str(folder), "--max_new_tokens", "4"]) == 0
     shown = capsys.readouterr().err
-    assert "tokens; the model reads 128. /new begins a new conversation" in shown
+    assert "tokens, but the model's maximum sequence length is 128. Use /new to start a new conversation" in shown
     assert shown.count("tokens/s]") == 1
 
 
@@ -103,7 +103,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", interrupted)
-    assert list(chat._lines(asks=True)) == [], "where nothing is written, it ends"
+    assert list(chat._input_lines(interactive=True)) == [], "where nothing is written, it ends"
 
 
 def test_without_a_template_it_says_what_to_do(folder, tmp_path, capsys):

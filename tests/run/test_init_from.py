@@ -134,7 +134,7 @@ def test_initialize_from_loads_only_the_model(trainings):
     """The guide says that the model is initialized; Levanter loads the whole state and its step."""
     source = trainings.place("whole") / "step-2"
     result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})
-    assert f"the model's weights are those of {source}" in trainings.said
+    assert f"initializing the model from {source}" in trainings.said
     assert sorted(trainings.losses("begun")) == [1, 2]
     assert int(result.state.guard.updates) == 2
     begun, saved = parameters(result.state), saved_arrays(source)
@@ -177,11 +177,11 @@ def test_partial_checkpoints_list_what_is_missing_and_what_is_left_out(trainings
 
 
 REFUSED = {
-    "load_checkpoint": ({"load_checkpoint": True}, "load_checkpoint: true, but there is no checkpoint at"),
+    "load_checkpoint": ({"load_checkpoint": True}, "load_checkpoint: true given, but there is no checkpoint at"),
     "nothing there": ({"initialize_from": "nowhere"}, "initialize_from: no checkpoint at nowhere"),
     "nothing to go on from": ({"initialize_from_state": "nowhere"}, "initialize_from_state: no checkpoint at nowhere"),
-    "both": ({"initialize_from": "a", "initialize_from_state": "b"}, "Leave one of them out"),
-    "no and where": ({"load_checkpoint": False, "load_checkpoint_path": "a"}, "Leave one of them out"),
+    "both": ({"initialize_from": "a", "initialize_from_state": "b"}, "Remove one of them"),
+    "no and where": ({"load_checkpoint": False, "load_checkpoint_path": "a"}, "Remove one of them"),
 }
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_begun_is_refused_before_anything_is_written(trainings, c
 
 
 def test_beginning_again_over_checkpoints_is_refused(trainings):
-    with pytest.raises(ConfigError, match="load_checkpoint: false, but the run 'part' has checkpoints"):
+    with pytest.raises(ConfigError, match="load_checkpoint: false given, but the run 'part' already has checkpoints"):
         trainings.run("part", 4, trainer={"load_checkpoint": False})
 
 

@@ -151,7 +151,7 @@ def test_waste_and_contradiction_are_errors(case):
 def test_what_is_merely_wasteful_or_overridden_is_said():
     assert "'data': its 8 devices" in plan_of(batch_axis=None).warnings[0]
     (said,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
-    assert said.startswith("trainer.axis_resources.batch: data is replaced by batch_axis")
+    assert said.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
     assert plan_of(axis_resources={"batch": "data"}).warnings == ()
 
 

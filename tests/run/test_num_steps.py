@@ -73,7 +73,7 @@ def test_a_mixture_ends_when_its_stop_strategy_says(resolved):
     assert abs(ends["first_exhausted"] * 8 - 2 * min(sizes)) <= 8 + 4
     assert abs(ends["all_exhausted"] * 8 - 2 * max(sizes)) <= 8 + 4
     assert ends["restart"] == 400_000
-    assert sum("steps instead of 400000: then the data is read" in line for line in said) == 2
+    assert sum("steps instead of 400000, because the data is exhausted" in line for line in said) == 2
     assert steps(resolved({**mixed, "stop_strategy": "all_exhausted"}, trainer={"num_train_steps": 3})[0]) == [3]
     with pytest.raises(ConfigError, match="epoch: 1 given, but phase 'train' trains on several sources"):
         check_num_steps(decode_run(ConfigSource({"data": mixed, "epoch": 1}), None))

@@ -53,7 +53,7 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     run("y", 6, "third", initialize_from_state=f"{bucket}/runs/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
     run("z", 1, "third", initialize_from=f"{bucket}/runs")
-    assert "/step-6; steps, optimizer and data begin anew" in trainings.said
+    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.said
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkey
     run("y", 6, load_checkpoint_path=f"{url}/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("x").items() if step > 4}
     run("z", 1, initialize_from=url)
-    assert "/step-6; steps, optimizer and data begin anew" in trainings.said
+    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.said
     assert not (tmp_path / "no").exists()
 
     (tmp_path / "elsewhere").mkdir()

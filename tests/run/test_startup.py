@@ -14,7 +14,7 @@ def test_require_accelerator_is_off_by_default():
     """Levanter refuses CPUs by default, after trackers and Ray have started."""
     check_accelerator(plan_of())
     check_accelerator(plan_of(require_accelerator=False))
-    with pytest.raises(ConfigError, match="require_accelerator: true, but jax finds only CPUs"):
+    with pytest.raises(ConfigError, match="require_accelerator: true given, but JAX finds only CPUs"):
         check_accelerator(plan_of(require_accelerator=True))
 
 

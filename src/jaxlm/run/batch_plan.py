@@ -1,4 +1,4 @@
-"""The `trainer` section's batch keys, worked out for the devices that are there."""
+"""Resolves the batch keys of the `trainer` section for the available devices."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ _KEY = "trainer.train_batch_size"
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How large batches are, and how they are divided.
+    """Batch sizes of a run.
 
     Attributes:
-        train: of training, by step.
-        eval: sequences of an evaluation batch.
+        train: training batch size and its division into microbatches, by step.
+        eval: sequences per evaluation batch.
     """
 
     train: BatchSchedule
@@ -25,10 +25,10 @@ class BatchPlan:
 
 
 def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
-    """What `train_batch_size` says, however it is written; None where devices decide it (-1).
+    """The stages of `train_batch_size`; None if it depends on the number of devices (-1).
 
     Raises:
-        ConfigError: no sizes, or steps that do not begin at 0 and rise.
+        ConfigError: a size is invalid, there are no stages, or their steps do not start at 0 and increase.
     """
     given = trainer.train_batch_size
     if given == -1:
@@ -37,57 +37,60 @@ def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
     for number, size in enumerate(sizes):
         if size.value < 1:
             where, allowed = (_KEY, "-1 or 1") if isinstance(given, int) else (f"{_KEY}.{number}.value", "1")
-            raise ConfigError(f"{where}: {size.value} given, {allowed} and more expected")
+            raise ConfigError(f"{where}: {size.value} given, must be {allowed} or more")
     starts = [size.start for size in sizes]
     if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
         raise ConfigError(
-            f"{_KEY}: stages at the steps {starts} given; the first at 0 and each later than the one before"
+            f"{_KEY}: stages starting at steps {starts} given, but the first must start at 0 and each must start later than"
+            " the previous one"
         )
     return sizes
 
 
 def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
-    """Divides batches over `ways` devices and, where `per_device_parallelism` asks for it, over micro-batches.
+    """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`).
 
     Raises:
-        ConfigError: a size does not divide; says which would.
+        ConfigError: a size does not divide; the message lists sizes that do.
     """
     per_device = trainer.parallelism
     if per_device != -1 and per_device < 1:
-        raise ConfigError(f"trainer.per_device_parallelism: {per_device} given, -1 or 1 and more expected")
+        raise ConfigError(f"trainer.per_device_parallelism: {per_device} given, must be -1 or at least 1")
     sizes = batch_sizes(trainer)
     if sizes is None:
         if per_device == -1:
-            raise ConfigError(f"{_KEY}: -1 needs trainer.per_device_parallelism to be given")
+            raise ConfigError(
+                f"{_KEY}: -1 given, which requires trainer.per_device_parallelism. Set it, or a batch size"
+            )
         sizes = (BatchSize(0, per_device * num_shards),)
     for_eval = trainer.per_device_eval_parallelism
     if for_eval != -1 and for_eval < 1:
-        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, -1 or 1 and more expected")
+        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, must be -1 or at least 1")
     train = BatchSchedule(tuple(_stage(trainer, size, num_shards, per_device) for size in sizes))
-    # Of the first stage: what it is evaluated with must not change on the way.
+    # From the first stage, because the evaluation batch must not change during the run.
     return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * num_shards)
 
 
 def unreached_stages(trainer: TrainerConfig, num_steps: int) -> list[str]:
-    """A warning for each batch size that the run ends before."""
+    """A warning for each batch size stage that starts after the end of the run."""
     return [
-        f"{_KEY}: {size.value} from step {size.start} on is never reached: the run ends after {num_steps} steps"
+        f"{_KEY}: the stage of {size.value} from step {size.start} is never reached: the run ends after {num_steps} steps"
         for size in batch_sizes(trainer) or ()
         if size.start >= num_steps
     ]
 
 
 def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> str:
-    """The sizes, where they change, and what they come to, for people."""
+    """Describes the batch sizes by step, and the total if they change."""
     reached = batches.between(0, num_steps)
     parts = [
-        f"{_from(stage, reached)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens a step,"
-        f" {stage.num_microbatches} micro-batches of {stage.microbatch}"
+        f"{_from(stage, reached)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
+        f" {stage.num_microbatches} microbatches of {stage.microbatch}"
         for stage in reached
     ]
     if len(reached) > 1:
         examples = batches.examples_before(num_steps)
-        parts.append(f"{examples:,} sequences, {examples * seq_len:,} tokens in all {num_steps} steps")
+        parts.append(f"{examples:,} sequences, {examples * seq_len:,} tokens in total over {num_steps} steps")
     return "; ".join(parts)
 
 
@@ -103,19 +106,20 @@ def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device:
 
 
 def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:
-    of_stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start} on"
+    stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start}"
     if size.value % num_shards:
         raise ConfigError(
-            f"{_KEY}: {size.value} sequences{of_stage} do not divide over the {num_shards} devices that share the batch"
-            f" (replica x data). Nearest that do: {_multiples_near(size.value, num_shards)}. Or pad each batch with empty"
-            " sequences: trainer.allow_nondivisible_batch_size true"
+            f"{_KEY}: {size.value} sequences{stage} do not divide evenly over the {num_shards} devices that share the batch"
+            f" (replica x data). Nearest valid sizes: {_multiples_near(size.value, num_shards)}. Or set"
+            " trainer.allow_nondivisible_batch_size: true to pad each batch with empty sequences"
         )
     share = size.value // num_shards
     if per_device != -1 and share % per_device:
         divisors = [d for d in range(1, share + 1) if share % d == 0]
         raise ConfigError(
-            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences that each of the"
-            f" {num_shards} devices gets of train_batch_size {size.value}{of_stage}. Allowed: {', '.join(map(str, divisors))}"
+            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences per device"
+            f" (train_batch_size {size.value}{stage} over {num_shards} devices). Allowed:"
+            f" {', '.join(map(str, divisors))}"
         )
 
 

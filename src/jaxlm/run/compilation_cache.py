@@ -1,4 +1,4 @@
-"""Compiled programs on disk, where the next start finds them."""
+"""Enables JAX's persistent compilation cache."""
 
 import builtins
 import contextlib
@@ -15,17 +15,17 @@ from jaxlm.core.runtime import is_main_process
 
 
 def enable_compilation_cache(folder: str | None) -> None:
-    """Has jax keep compiled programs, and what GPUs found by autotuning, so that the next start finds them.
+    """Makes JAX cache compiled programs and GPU autotuning results in `folder` for the next start; None disables it.
 
-    A broken folder only warns. A program in it that cannot be read is deleted with a warning, for jax would neither replace
-    it nor cease to stumble over it.
+    An unusable folder only causes a warning. A program that cannot be read is deleted with a warning, because JAX would
+    neither replace it nor stop failing on it.
     """
     if folder is None:
         return
-    log = warnings.showwarning
-    if not isinstance(log, _CacheWarnings):
-        log = warnings.showwarning = _CacheWarnings(log)
-    log.folder = Path(folder)
+    handler = warnings.showwarning
+    if not isinstance(handler, _CacheWarnings):
+        handler = warnings.showwarning = _CacheWarnings(handler)
+    handler.folder = Path(folder)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
@@ -33,7 +33,7 @@ def enable_compilation_cache(folder: str | None) -> None:
 
 
 class _CacheWarnings:
-    """Says jax's warnings about its compilation cache in words for people, and deletes what cannot be used."""
+    """Rewrites JAX's warnings about its compilation cache for the user, and deletes programs that cannot be read."""
 
     _FAILED = re.compile(
         r"Error (?P<doing>reading|writing) persistent compilation cache entry for '(?P<name>[^']+)':"
@@ -45,27 +45,27 @@ class _CacheWarnings:
         self.folder = Path()
 
     def __call__(self, message, category, filename, lineno, file=None, line=None) -> None:
-        """See `warnings.showwarning`."""
+        """Replaces `warnings.showwarning`."""
         failed = self._FAILED.match(str(message))
         if failed is None:
             self._otherwise(message, category, filename, lineno, file, line)
-        elif is_main_process():  # the one that writes them
-            participle = "read" if failed["doing"] == "reading" else "kept"
-            of_the_disk = issubclass(getattr(builtins, failed["error"], Exception), OSError)
-            ending = "compiled without it; check or change the folder"
-            if participle == "read" and not of_the_disk and self._delete(failed["name"]):
-                ending = "deleted, and compiled anew"
+        elif is_main_process():  # only process 0 writes to the cache
+            reading = failed["doing"] == "reading"
+            is_os_error = issubclass(getattr(builtins, failed["error"], Exception), OSError)
+            outcome = "The program is compiled without the cache. Check the folder, or choose another"
+            if reading and not is_os_error and self._delete(failed["name"]):
+                outcome = "The cached program was deleted and is compiled again"
             print(
-                f"warning: trainer.compilation_cache_dir: {failed['name']} cannot be {participle} in {self.folder}"
-                f" ({failed['error']}{failed['why'][:200]}): {ending}",
+                f"warning: trainer.compilation_cache_dir: cannot {'read' if reading else 'write'} {failed['name']} in"
+                f" {self.folder} ({failed['error']}{failed['why'][:200]}). {outcome}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _delete(self, name: str) -> bool:
-        """Deletes all programs of a name, for jax does not tell which of them it was; whether there were any."""
-        found = list(self.folder.glob(f"{glob.escape(name)}-*"))
-        for path in found:
+        """Deletes all cached programs of a name, since JAX does not say which one failed. False if there are none."""
+        programs = list(self.folder.glob(f"{glob.escape(name)}-*"))
+        for path in programs:
             with contextlib.suppress(OSError):
                 path.unlink()
-        return bool(found)
+        return bool(programs)

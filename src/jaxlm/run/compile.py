@@ -1,4 +1,4 @@
-"""Tracing and compiling the training step ahead of its first batch."""
+"""Traces and compiles the training step before its first batch."""
 
 import os
 import time
@@ -28,7 +28,7 @@ from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, auto_policy, parse
 from jaxlm.run.plan import Plan
 
 USABLE = 0.92
-"""The share of a device's memory that a step may plan with; the rest goes to fragments and to other programs."""
+"""The fraction of a device's memory that a step may use; the rest is left for fragmentation and other programs."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class CompiledStep:
 
     Attributes:
         call: (state, batch, flags) -> (state, report).
-        traced: what it was compiled from.
-        keep: the recomputation policy, the one that was found to fit where it was to be chosen.
-        seconds: tracing and compiling took.
-        num_bytes: memory of a device while it runs; None where the compiler does not say.
-        limit: memory that a device has; None where it is not known.
-        squeezed: the compiler computes some of it again on its own account, to fit it into that memory.
+        traced: the traced step that was compiled.
+        remat_policy: the remat policy; with `auto`, the one that was chosen.
+        seconds: duration of tracing and compiling.
+        num_bytes: memory per device that the step needs; None if the compiler does not report it.
+        limit: memory of a device in bytes; None if unknown.
+        compiler_remat: whether the compiler added rematerialization of its own to fit the step into memory.
     """
 
     call: jax.stages.Compiled
@@ -55,64 +55,64 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory, as far as that is known."""
+        """Whether the step fits into a device's usable memory, as far as known."""
         return self.num_bytes is None or self.limit is None or self.num_bytes <= USABLE * self.limit
 
     def require_room(self) -> None:
-        """Raises `ConfigError` where the step needs more memory than there is at all, before the machine finds out."""
+        """Raises `ConfigError` if the step needs more memory than a device has, instead of failing when it runs."""
         if self.num_bytes is not None and self.limit is not None and self.num_bytes > self.limit:
             raise ConfigError(
-                f"the training step needs {gib(self.num_bytes)} a device, and there are {gib(self.limit)}. {_LESS}"
+                f"the training step needs {gib(self.num_bytes)} per device, but only {gib(self.limit)} are available."
+                f" {_ADVICE}"
             )
 
     def __str__(self) -> str:
         memory = "unknown" if self.num_bytes is None else gib(self.num_bytes)
-        there = "" if self.limit is None else f" of {gib(self.limit)}"
-        return f"compiled in {self.seconds:.1f} s; memory a device {memory}{there}"
+        available = "" if self.limit is None else f" of {gib(self.limit)}"
+        return f"compiled in {self.seconds:.1f} s; memory per device {memory}{available}"
 
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The training steps of a phase, a program for each shape of its batches. Called as one of them.
+    """The compiled training steps of a phase, one for each batch shape. A call runs the one for the batch's shape.
 
     Attributes:
-        by_shape: (micro-batches, sequences of one) -> the step.
+        by_shape: (number of microbatches, sequences per microbatch) -> the step.
     """
 
     by_shape: Mapping[tuple[int, int], CompiledStep]
 
     def __call__(self, state: RunState, batch: TokenBatch, flags: jax.Array) -> tuple[RunState, StepReport]:
-        """See `make_train_step`."""
         num_microbatches, microbatch, _ = batch.tokens.array.shape
         return self.by_shape[num_microbatches, microbatch].call(state, batch, flags)
 
     def require_room(self) -> None:
-        """See `CompiledStep.require_room`."""
+        """Raises `ConfigError` if one of the steps needs more memory than a device has."""
         for step in self.by_shape.values():
             step.require_room()
 
     def of(self, stage: BatchStage) -> CompiledStep:
-        """The step for the batches of a stage."""
+        """The step for batches of a stage."""
         return self.by_shape[stage.shape]
 
 
 def trace_step(
     plan: Plan, phase: Phase, remat_policy: str = CHEAP, *, stage: BatchStage | None = None
 ) -> jax.stages.Traced:
-    """The traced training step of a phase, from shapes alone. Call it inside `plan.layout.use()`.
+    """Traces the training step of a phase from shapes only. Call it inside `plan.layout.use()`.
 
     Args:
-        keep: what `model.gradient_checkpointing: auto` stands for.
-        stage: whose batches it takes; the largest ones where that is None.
+        remat_policy: the policy to use for `model.gradient_checkpointing: auto`.
+        stage: the stage whose batch shape to use; None means the largest.
     """
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     with auto_policy(remat_policy):
-        return step.trace(_placed(abstract, plan.layout), abstract_batch(plan, stage), FlagSync.abstract(plan.layout))
+        return step.trace(_sharded(abstract, plan.layout), abstract_batch(plan, stage), FlagSync.abstract(plan.layout))
 
 
 def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str], None]) -> StepPrograms:
-    """The compiled steps for all batches of a phase from `first_step` on: what does not fit is known before any trains."""
+    """Compiles the steps for all batch shapes of a phase from `first_step` on, so that memory errors show before training."""
     stages = plan.batches.train.between(first_step, phase.end)
     by_shape = {stage.shape: stage for stage in reversed(stages)}
     return StepPrograms({shape: compile_step(plan, phase, log, stage=by_shape[shape]) for shape in reversed(by_shape)})
@@ -127,14 +127,14 @@ def compile_step(
     stage: BatchStage | None = None,
     limit: int | None = None,
 ) -> CompiledStep:
-    """The compiled training step of a phase, announced and timed.
+    """Compiles the training step of a phase and logs progress.
 
-    Where the configuration leaves recomputation to be chosen, it is the least that fits into memory, found by compiling;
-    the next start finds what was compiled, whether it fitted or not, in the cache.
+    With `model.gradient_checkpointing: auto`, it compiles the candidate policies in turn and takes the first that fits
+    into memory, which recomputes the least. The compilation cache saves all of them for the next start.
 
     Args:
-        stage: whose batches it takes; the largest ones where that is None.
-        limit: bytes of memory that a device has, where it is not one of those that are there.
+        stage: the stage whose batch shape to use; None means the largest.
+        limit: memory of a device in bytes, if the devices are absent; None uses that of the available devices.
     """
     stage = stage or plan.batches.train.largest
     size = f" for batches of {stage.size}" if len(plan.batches.train.stages) > 1 else ""
@@ -143,32 +143,32 @@ def compile_step(
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     limit = memory_limit() if limit is None else limit
     for remat_policy in candidates:
-        named = f" (recomputation {remat_policy})" if automatic else ""
+        policy_note = f" (remat policy {remat_policy})" if automatic else ""
         last = remat_policy == candidates[-1]
-        step, refusal = _attempt(plan, phase, stage, remat_policy, limit)
-        # One answer for all processes: their programs must be the same, whatever memory each of them has.
-        # What the compiler computes again are whole matrix products, where `cheap` makes norms and activations again.
-        roomy = all_processes(step is not None and step.fits and not (step.compiler_remat and remat_policy == NONE))
+        step, compiler_error = _try_compile(plan, phase, stage, remat_policy, limit)
+        # All processes must choose the same program, even if their devices have different memory.
+        # The compiler's own remat recomputes whole matrix products; `cheap` recomputes only norms and activations.
+        accepted = all_processes(step is not None and step.fits and not (step.compiler_remat and remat_policy == NONE))
         if all_processes(step is not None):
             assert step is not None
-            log(f"{step}{named}")
-            if roomy or last:
+            log(f"{step}{policy_note}")
+            if accepted or last:
                 break
-            log("  too much for what there is; recomputing more")
+            log("  needs too much memory; trying the next remat policy")
         elif last:
-            raise ConfigError(f"the training step does not fit into a device's memory: {refusal}. {_LESS}")
+            raise ConfigError(f"the training step does not fit into a device's memory: {compiler_error}. {_ADVICE}")
         else:
-            log(f"does not fit into memory{named}; recomputing more")
+            log(f"does not fit into memory{policy_note}; trying the next remat policy")
     assert step is not None
     if not all_processes(step.fits):
-        log(f"  warning: more than {USABLE:.0%} of what there is. {_LESS}")
+        log(f"  warning: the step needs more than {USABLE:.0%} of a device's memory. {_ADVICE}")
     return step
 
 
-def _attempt(
+def _try_compile(
     plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None
 ) -> tuple[CompiledStep | None, str]:
-    """The compiled step, or None and what the compiler says where it finds no memory for it."""
+    """The compiled step, or None and the compiler's message if it runs out of memory."""
     try:
         return _compile(plan, phase, stage, remat_policy, limit), ""
     except jax.errors.JaxRuntimeError as error:
@@ -178,62 +178,64 @@ def _attempt(
 
 
 def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None) -> CompiledStep:
-    began = time.perf_counter()
-    options: Any = compiler_options(plan.layout.platform)  # jax declares what it takes by the default, None
+    started = time.perf_counter()
+    options: Any = compiler_options(plan.layout.platform)  # JAX annotates the parameter by its default only, None
     traced = trace_step(plan, phase, remat_policy, stage=stage)
     call = traced.lower().compile(options)
     memory = call.memory_analysis()
-    needed = memory and (
+    num_bytes = memory and (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    asked = parse_remat(plan.config.model.gradient_checkpointing)
-    policy = remat_policy if asked == AUTO else asked if isinstance(asked, str) else ", ".join(asked)
+    configured = parse_remat(plan.config.model.gradient_checkpointing)
+    policy = (
+        remat_policy if configured == AUTO else configured if isinstance(configured, str) else ", ".join(configured)
+    )
     compiler_remat = (
         limit is not None
-        and needed is not None
-        and needed > _CLOSE * limit
+        and num_bytes is not None
+        and num_bytes > _REMAT_THRESHOLD * limit
         and has_compiler_remat(call.as_text() or "")
     )
-    return CompiledStep(call, traced, policy, time.perf_counter() - began, needed, limit, compiler_remat)
+    return CompiledStep(call, traced, policy, time.perf_counter() - started, num_bytes, limit, compiler_remat)
 
 
-_CLOSE = 0.7  # of the memory: a step that needs less has not been squeezed, and its text need not be read
+_REMAT_THRESHOLD = 0.7  # fraction of memory below which the compiler adds no remat, so its HLO need not be searched
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
-_LESS = (
-    "Less is needed with a smaller trainer.per_device_parallelism, trainer.mp 'p=f32,c=bfloat16', or parameters spread"
+_ADVICE = (
+    "To use less memory, lower trainer.per_device_parallelism, set trainer.mp: 'p=f32,c=bfloat16', or shard the parameters"
     " over more devices"
 )
 
 
 def gib(num_bytes: int) -> str:
-    """`1.234 GiB`."""
+    """Formats bytes as `1.234 GiB`."""
     return f"{num_bytes / 2**30:.3f} GiB"
 
 
-def _placed(abstract: RunState, layout: Layout) -> RunState:
+def _sharded(abstract: RunState, layout: Layout) -> RunState:
     return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
         shardings(abstract, layout),
     )
 
 
 def abstract_batch(plan: Plan, stage: BatchStage | None = None) -> TokenBatch:
-    """Shapes, dtypes and places of a training batch {microbatch, batch, position}, the largest where no stage is named."""
+    """Shapes, dtypes and shardings of a training batch {microbatch, batch, position}; without a stage, of the largest."""
     num_microbatches, microbatch = (stage or plan.batches.train.largest).shape
     axes = (
         hax.Axis(MICROBATCH, num_microbatches),
         hax.Axis(BATCH, microbatch),
         plan.config.model.Pos,
     )
-    place = plan.layout.compute_sharding(axes)
+    sharding = plan.layout.compute_sharding(axes)
     shape = tuple(axis.size for axis in axes)
 
     def column(dtype) -> hax.NamedArray:
-        return hax.NamedArray(jax.ShapeDtypeStruct(shape, dtype, sharding=place), axes)  # type: ignore[arg-type]
+        return hax.NamedArray(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes)  # type: ignore[arg-type]
 
     ids = column(jnp.int32)
     return TokenBatch(tokens=ids, targets=ids, loss_mask=column(jnp.float32), segment_ids=ids, positions=ids)
@@ -241,20 +243,20 @@ def abstract_batch(plan: Plan, stage: BatchStage | None = None) -> TokenBatch:
 
 Options = dict[str, bool | int | str]
 
-# Options of XLA by platform. They go to each compilation and not into the environment, so that they hold for the training
-# step alone and need not be set before jax starts; what the user's XLA_FLAGS name is left to the user. An option is here
-# only with a reason; docs/howto/watch.md has the same table.
+# XLA options by platform. They are passed to each compilation instead of the environment, so that they apply only to the
+# training step and need not be set before JAX starts. XLA_FLAGS take precedence. Every option here needs a reason;
+# docs/howto/watch.md has the same table.
 TABLE: Mapping[str, Options] = {
-    # Fast math, wider vectors, oneDNN, other schedulers: nothing measurable or slower.
+    # Fast math, wider vectors, oneDNN and other schedulers were no faster, or slower.
     "cpu": {},
-    # Starts collectives early and waits for them late; off by default in XLA. Without effect on one device.
+    # Overlaps collectives with computation; off by default in XLA. No effect on one device.
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
     "tpu": {},
 }
 
 
 def compiler_options(platform: str) -> Options:
-    """The table's options for a platform, without those that `XLA_FLAGS` sets."""
+    """The options for a platform, without those that XLA_FLAGS sets."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     named = {flag.lstrip("-").partition("=")[0] for flag in flags}
     return {name: value for name, value in TABLE[platform].items() if name not in named}

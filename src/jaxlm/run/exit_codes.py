@@ -1,4 +1,4 @@
-"""How every command ends: an exit code, and for what the user can mend one message instead of a traceback."""
+"""Exit codes of the commands. Errors that the user can fix are printed as one message without a traceback."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ from jaxlm.engine.metrics import NonFiniteError
 
 
 def run_command(body: Callable[[], int]) -> int:
-    """Runs a command's body and turns what it raises into an exit code.
+    """Runs a command's body and converts known exceptions to exit codes.
 
-    2: the configuration or its data is wrong. 1: a checkpoint could not be saved, none could be loaded, another process
-    of the run failed, or a number was not finite where the configuration says to stop then. 130: Ctrl-C before training
-    began. Anything else is a defect, or a failure that only its traceback explains, and stays one.
+    2: the configuration or the data is wrong. 1: a checkpoint could not be saved, no checkpoint could be loaded, another
+    process of the run failed, or a loss or gradient was not finite and the configuration says to stop. 130: Ctrl-C before
+    training began. Other exceptions are passed on with their traceback.
     """
     try:
         return body()
@@ -28,10 +28,10 @@ def run_command(body: Callable[[], int]) -> int:
     except SaveError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # TensorStore's other writes may still be running, and would call into an interpreter that is going away.
+        # Exit at once: TensorStore's other writes may still be running and would call into a finalizing interpreter.
         os._exit(EXIT_FAILED)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-        message = "interrupted before training began; nothing is lost"
+        message = "interrupted before training started; nothing was lost"
     print(message, file=sys.stderr, flush=True)
     return code

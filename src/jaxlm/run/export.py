@@ -1,4 +1,4 @@
-"""A trained model as a folder for transformers: at the end by `jaxlm.convert`, and while training."""
+"""Exports a model as a folder for transformers, for `jaxlm.convert` and during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from jaxlm.run.plan import Plan
 
 
 def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any) -> None:
-    """Writes a complete folder: configuration, weights, tokenizer. Every process calls this.
+    """Writes a complete folder with configuration, weights and tokenizer. All processes must call this.
 
     Raises:
-        ConfigError: the model has no counterpart there, or the folder is there already.
+        ConfigError: transformers has no counterpart of the model, or the folder already exists.
     """
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     merged, config = without_adapters(model), plan.config.model
@@ -29,12 +29,12 @@ def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Toke
 
 @dataclass(frozen=True)
 class ExportHook:
-    """Writes the model every so many steps, and after the last step of the phase; it looks and changes nothing.
+    """Exports the model every `every_steps` steps and after the last step of the phase.
 
     Attributes:
-        folder: gets a folder `step-N` each time.
-        every_steps: so many; the end of the phase always counts.
-        phase: whose end that is.
+        folder: parent of the exported folders `step-N`.
+        every_steps: number of steps between exports.
+        phase: the phase that is trained.
     """
 
     folder: Path
@@ -46,11 +46,10 @@ class ExportHook:
     log: Callable[[str], None]
 
     def due(self, step: int) -> bool:
-        """Every so many steps, and at the end."""
         return step % self.every_steps == 0 or step == self.phase.end
 
     def run(self, step: int, state: RunState) -> None:
-        """Writes, unless that step's folder is there: a run that goes on may pass it again."""
+        """Exports the model, unless this step's folder exists: a resumed run may repeat steps."""
         folder = self.folder / f"step-{step}"
         if not is_taken(folder):
             export_model(folder, state.model, self.plan, self.tokenizer, self.dtype)

@@ -1,4 +1,4 @@
-"""Options of commands that say how text is written, and with which adapters."""
+"""Command-line options for text generation and adapters."""
 
 import argparse
 
@@ -6,39 +6,47 @@ from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 
 
 def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
-    """The options that `generation_config_of` reads, with their defaults."""
+    """Adds the options that `generation_config_of` reads."""
     parser.add_argument(
-        "--max_new_tokens", type=int, default=max_new_tokens, help=f"at the most (default {max_new_tokens})"
+        "--max_new_tokens",
+        type=int,
+        default=max_new_tokens,
+        help=f"maximum number of tokens to generate (default {max_new_tokens})",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=temperature,
-        help=f"0 takes the likeliest token (default {temperature:g})",
+        help=f"sampling temperature; 0 decodes greedily (default {temperature:g})",
     )
-    parser.add_argument("--top_k", type=int, default=None, help="choose among so many of the likeliest tokens")
     parser.add_argument(
-        "--top_p", type=float, default=None, help="choose among the likeliest that make up this probability"
+        "--top_k", type=int, default=None, help="sample only from the TOP_K most likely tokens (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=None,
+        help="sample only from the most likely tokens whose probabilities add up to TOP_P (default: all)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed; the same seed generates the same text (default 0)"
+    )
     parser.add_argument(
         "--cache_dtype",
         choices=CACHE_DTYPES,
         default=None,
-        help="of keys and values that are kept; int8 needs the least memory (default: the parameters')",
+        help="dtype of the KV cache; int8 uses the least memory (default: the parameters' dtype)",
     )
     add_adapter_option(parser)
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """The option whose value `open_model` takes as `adapter`."""
-    parser.add_argument(
-        "--adapter", default=None, help="a PEFT folder with LoRA adapters, which are folded into the model"
-    )
+    """Adds `--adapter`, the value for `open_model`."""
+    parser.add_argument("--adapter", default=None, help="PEFT folder with LoRA adapters to merge into the model")
 
 
 def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> GenerationConfig:
-    """What the options of `add_generation_options` say."""
+    """The generation config of the options from `add_generation_options`."""
     return GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on a model that a person names: the part of `jaxlm.evaluate` behind `--tasks`."""
+"""`jaxlm.evaluate --tasks`: runs lm-evaluation-harness tasks on a trained or imported model."""
 
 import argparse
 import json
@@ -15,33 +15,35 @@ _ONLY_WITHOUT = ("max_batches",)
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """What `--tasks` and the options beside it mean."""
+    """Adds `--tasks` and its options."""
     parser.add_argument(
         "--tasks",
         default=None,
-        help="tasks of lm-evaluation-harness (extra `eval`) instead of text: names, with commas",
+        help="evaluate on tasks of lm-evaluation-harness (extra `eval`) instead of text: comma-separated names",
     )
-    parser.add_argument("--task_folder", default=None, help="a folder with tasks of one's own")
-    parser.add_argument("--num_fewshot", type=int, default=None, help="solved examples before each question")
-    parser.add_argument("--limit", type=int, default=None, help="so many documents of each task")
+    parser.add_argument("--task_folder", default=None, help="folder with your own task definitions")
+    parser.add_argument(
+        "--num_fewshot", type=int, default=None, help="number of few-shot examples per prompt (default: the task's)"
+    )
+    parser.add_argument("--limit", type=int, default=None, help="maximum number of documents per task (default: all)")
     add_adapter_option(parser)
 
 
 def check_task_options(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for an option that belongs to the other kind of evaluation."""
+    """Raises `ConfigError` for options that have no effect with, or without, `--tasks`."""
     without = options.tasks is None
     for name in _ONLY_WITH_TASKS if without else _ONLY_WITHOUT:
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} has no effect {'without' if without else 'with'} --tasks. Leave it out")
+            raise ConfigError(f"--{name} has no effect {'without' if without else 'with'} --tasks. Remove it")
 
 
 def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
     """Runs the tasks, and prints a table and one JSON line.
 
     Raises:
-        ConfigError: no such model or task, or the harness is not installed.
+        ConfigError: the model or a task does not exist, or the harness is not installed.
     """
-    named = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     config = HarnessEvalConfig(
         tasks=options.tasks.split(","),
         task_folder=options.task_folder,
@@ -49,16 +51,16 @@ def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None
         limit=options.limit,
         batch_size=HarnessEvalConfig.batch_size if options.batch_size is None else options.batch_size,
     )
-    tasks = open_tasks(config, named.plan.config.model.seq_len)
-    with named.plan.layout.use():
-        found = tasks.run(named.for_use(), named.tokenizer)
+    tasks = open_tasks(config, loaded.plan.config.model.seq_len)
+    with loaded.plan.layout.use():
+        results = tasks.run(loaded.for_inference(), loaded.tokenizer)
     numbers = {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        for task, metrics in found.items()
+        for task, metrics in results.items()
     }
     width = max(map(len, ["task", *numbers]))
     print(f"{'task':<{width}}  {'metric':<24}  {'value':>9}")
     for task, metrics in numbers.items():
         for name, value in metrics.items():
             print(f"{task:<{width}}  {name:<24}  {value:>9.4f}")
-    print(json.dumps({"model": str(named.place), "tasks": numbers}))
+    print(json.dumps({"model": str(loaded.place), "tasks": numbers}))

@@ -1,4 +1,4 @@
-"""Where a run begins: its own newest checkpoint, another run's, another's weights, or nothing."""
+"""What a run starts from: its own newest checkpoint, another run's state, another model's weights, or scratch."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class InitFrom:
-    """What a run begins with.
+    """What a run starts from.
 
     Attributes:
-        state: the checkpoint that it goes on from, step, optimizer and data position included; None begins at step 0.
-        is_own: whether that is the run's own.
-        weights: the checkpoint whose model it begins with, at step 0; never beside a `state`.
+        state: the checkpoint to resume from, including step, optimizer state and data position; None starts at step 0.
+        is_own: whether `state` is this run's own checkpoint.
+        weights: the checkpoint whose model to start from at step 0; None if `state` is set.
     """
 
     state: VerifiedCheckpoint | None = None
@@ -41,7 +41,7 @@ class InitFrom:
 
     @property
     def resume_step(self) -> int | None:
-        """Steps that this run itself has done, as far as it is kept; None where it is a new run."""
+        """The step of this run's own checkpoint; None for a new run."""
         return self.state.cursor.step if self.state and self.is_own else None
 
     def in_phase(self, phase: Phase) -> VerifiedCheckpoint | None:
@@ -49,26 +49,28 @@ class InitFrom:
         return self.state if self.state and self.state.cursor.phase == phase.index else None
 
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
-        """The whole state, in the phase that it stands in. Call it inside `plan.layout.use()`."""
+        """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
         assert self.state is not None
         partial = plan.config.trainer.allow_partial_checkpoint
-        like = plan.state_builder.abstract_state(phase)
+        abstract = plan.state_builder.abstract_state(phase)
         fresh = (
-            (lambda: place_state(lambda: plan.state_builder.initial_state(phase), like, plan.layout))
+            (lambda: place_state(lambda: plan.state_builder.initial_state(phase), abstract, plan.layout))
             if partial
             else None
         )
-        return restore(self.state, like, plan.layout, fresh=fresh, log=log)
+        return restore(self.state, abstract, plan.layout, fresh=fresh, log=log)
 
     def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
-        """The model that the first phase is entered with, or None. Call it inside `plan.layout.use()`."""
+        """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`."""
         if self.weights is None:
-            return _imported(plan, log)
-        log(f"the model's weights are those of {self.weights.place}; steps, optimizer and data begin anew")
+            return _load_hf_weights(plan, log)
+        log(
+            f"initializing the model from {self.weights.place}; step, optimizer state and data position start from scratch"
+        )
         partial = plan.config.trainer.allow_partial_checkpoint
-        like = plan.state_builder.abstract_initial_model
-        fresh = (lambda: place_state(plan.state_builder.initial_model, like, plan.layout)) if partial else None
-        return restore(self.weights, like, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
+        abstract = plan.state_builder.abstract_initial_model
+        fresh = (lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)) if partial else None
+        return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
 
 
 def remaining_phases(plan: Plan, checkpoint: VerifiedCheckpoint | None) -> Sequence[Phase]:
@@ -80,8 +82,8 @@ def remaining_phases(plan: Plan, checkpoint: VerifiedCheckpoint | None) -> Seque
     return plan.phases[current.index + is_complete :]
 
 
-def _imported(plan: Plan, log: Log) -> LanguageModel | None:
-    """The weights of Hugging Face that are configured, if any are."""
+def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
+    """The configured Hugging Face weights, or None."""
     name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
     if name is None:
         return None
@@ -92,58 +94,62 @@ def _imported(plan: Plan, log: Log) -> LanguageModel | None:
 
 
 def check_init_from(plan: Plan) -> None:
-    """Looks at what is there, and changes nothing of it; what lies behind a URL may be copied here for that.
+    """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded.
 
     Raises:
-        ConfigError: keys that contradict each other, or a checkpoint that must be there and is not.
+        ConfigError: keys contradict each other, or a required checkpoint does not exist.
     """
     trainer = plan.config.trainer
     if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
         raise ConfigError(
-            "trainer.initialize_from and initialize_from_state: one takes the model, the other all. Leave one of them out"
+            "trainer.initialize_from and initialize_from_state: both given, but the first loads only the model and the second"
+            " the whole state. Remove one of them"
         )
     if trainer.initialize_from is not None and plan.config.initialize_from_hf:
         raise ConfigError(
-            "trainer.initialize_from and initialize_from_hf: both name the first weights. Leave one of them out"
+            "trainer.initialize_from and initialize_from_hf: both given, but both set the initial weights. Remove one of them"
         )
     if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
-        raise ConfigError("trainer.load_checkpoint: false given, and a load_checkpoint_path. Leave one of them out")
+        raise ConfigError(
+            "trainer.load_checkpoint: false given, but load_checkpoint_path is also set. Remove one of them"
+        )
     own = main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own:
         raise ConfigError(
-            f"trainer.load_checkpoint: false, but the run '{plan.run_id}' has checkpoints ({own[-1].place}), and a run that"
-            " begins again would mix with them. Give it a trainer.id of its own, or move them away"
+            f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints ({own[-1].place})."
+            " Starting from scratch would mix new checkpoints with them. Set another trainer.id, or move them away"
         )
     if not own:
         check_adapters(plan)
-    elsewhere = trainer.load_checkpoint_path
-    if trainer.load_checkpoint and not own and (elsewhere is None or not _at(elsewhere, trainer)):
+    other = trainer.load_checkpoint_path
+    if trainer.load_checkpoint and not own and (other is None or not _checkpoints_at(other, trainer)):
         raise ConfigError(
-            f"trainer.load_checkpoint: true, but there is no checkpoint at {elsewhere or plan.checkpoints.place}"
+            f"trainer.load_checkpoint: true given, but there is no checkpoint at {other or plan.checkpoints.place}"
         )
     for name in ("initialize_from", "initialize_from_state"):
         path = getattr(trainer, name)
-        if path is not None and not own and not _at(path, trainer):
+        if path is not None and not own and not _checkpoints_at(path, trainer):
             raise ConfigError(
-                f"trainer.{name}: no checkpoint at {path}. Name one, a run's folder of them, or a folder of runs"
+                f"trainer.{name}: no checkpoint at {path}. Set it to a checkpoint, a run's checkpoint folder, or a folder of"
+                " runs"
             )
 
 
 def find_init_from(plan: Plan, log: Log) -> InitFrom:
-    """What the run begins with. The run's own checkpoints come first, whatever else is named.
+    """Finds what the run starts from. Its own checkpoints take precedence over all configured paths.
 
     Raises:
-        NothingUsableError: there are checkpoints, and none of them is whole.
+        NoUsableCheckpointError: checkpoints exist, but all of them are damaged.
     """
     trainer = plan.config.trainer
     own = latest_valid(plan.checkpoints, log)
     if own is not None:
         return InitFrom(own)
-    elsewhere = trainer.load_checkpoint_path
-    if elsewhere is not None and (found := _at(elsewhere, trainer)):
-        return InitFrom(latest_complete(found, elsewhere, log), is_own=False)
-    if elsewhere is not None:
-        log(f"trainer.load_checkpoint_path: no checkpoint at {elsewhere}; the run begins without it")
+    other = trainer.load_checkpoint_path
+    if other is not None and (checkpoints := _checkpoints_at(other, trainer)):
+        return InitFrom(latest_complete(checkpoints, other, log), is_own=False)
+    if other is not None:
+        log(f"trainer.load_checkpoint_path: no checkpoint at {other}; starting without it")
     if trainer.initialize_from_state is not None:
         return InitFrom(_newest(trainer.initialize_from_state, trainer, log), is_own=False)
     if trainer.initialize_from is not None:
@@ -152,21 +158,23 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
 
 
 def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:
-    """Says where a checkpoint of another run was trained with other tokens."""
-    found = init_from.weights or (None if init_from.is_own else init_from.state)
-    if found is None:
+    """Warns if a checkpoint of another run was trained with another tokenizer."""
+    checkpoint = init_from.weights or (None if init_from.is_own else init_from.state)
+    if checkpoint is None:
         return
-    with found.checkpoint.local("run/tokenizer") as folder:
-        theirs = load_tokenizer(str(folder)).fingerprint
-    if theirs != fingerprint:
-        log(f"warning: {found.place} was trained with another tokenizer: its embeddings mean other tokens")
+    with checkpoint.checkpoint.local("run/tokenizer") as folder:
+        checkpoint_fingerprint = load_tokenizer(str(folder)).fingerprint
+    if checkpoint_fingerprint != fingerprint:
+        log(
+            f"warning: {checkpoint.place} was trained with another tokenizer, so its embeddings belong to different tokens"
+        )
 
 
 def _newest(path: str, trainer: TrainerConfig, log: Log) -> VerifiedCheckpoint:
-    return latest_complete(_at(path, trainer), path, log)
+    return latest_complete(_checkpoints_at(path, trainer), path, log)
 
 
-def _at(path: str, trainer: TrainerConfig) -> Sequence[Checkpoint]:
-    """Checkpoints where a key points, the newest last."""
+def _checkpoints_at(path: str, trainer: TrainerConfig) -> Sequence[Checkpoint]:
+    """Checkpoints at a path or URL, newest last."""
     find = functools.partial(resolve_checkpoints, path, Path(trainer.checkpointer.staging_dir))
     return main_first(find) if is_url(path) else find()

@@ -1,4 +1,4 @@
-"""A checkpoint as a person names it: the run's plan and tokenizer, and its model on the devices that are there."""
+"""Loads a checkpoint or a Hugging Face model for the commands: its plan, its tokenizer and the model on the devices."""
 
 import argparse
 import difflib
@@ -30,7 +30,7 @@ from jaxlm.run.adapters import with_adapters, without_adapters
 from jaxlm.run.plan import Plan, make_plan
 
 AS_TRAINED = "trained"
-# Keys beside the model's that say how it is laid out and computed. The batch's must divide over the devices.
+# Keys outside the `model` section that control sharding and dtypes. The batch size must divide over the devices.
 _EFFECTIVE = tuple(
     f"trainer.{name}"
     for name in (
@@ -42,78 +42,79 @@ _EFFECTIVE = tuple(
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds beside its arrays.
+    """An open checkpoint of a run.
 
     Attributes:
-        found: the checkpoint, whose files have been checked.
-        tokenizer: of the run.
-        plan: of the run, for the devices that are there.
+        checkpoint: the verified checkpoint.
+        tokenizer: the run's tokenizer.
+        plan: the run's plan for the available devices.
     """
 
-    found: VerifiedCheckpoint
+    checkpoint: VerifiedCheckpoint
     tokenizer: Tokenizer
     plan: Plan
 
     @property
     def data(self) -> DataConfig:
-        """Of the phase that the checkpoint stands in."""
-        return self.plan.data[self.found.cursor.phase]
+        """The data section of the checkpoint's phase."""
+        return self.plan.data[self.checkpoint.cursor.phase]
 
     def load_model(self, weights: str = AS_TRAINED) -> LanguageModel:
-        """The model in its parameters' dtype. Call it inside `plan.layout.use()`.
+        """Loads the model in its parameters' dtype. Call it inside `plan.layout.use()`.
 
         Args:
-            weights: the newest, `trained`, or an average that the run kept (`trainer.model_averaging`), `ema`.
+            weights: `trained` for the newest weights, or `ema` for their average (`trainer.model_averaging`).
 
         Raises:
-            ConfigError: the run kept no such average.
+            ConfigError: the checkpoint has no such average.
         """
-        phase = self.plan.phases[self.found.cursor.phase]
+        phase = self.plan.phases[self.checkpoint.cursor.phase]
         known = (AS_TRAINED, *phase.averages)
         if weights not in known:
             raise ConfigError(
-                f"--weights: '{weights}' given, and {self.found.place} has: {', '.join(known)}. A run keeps averages where"
-                " trainer.model_averaging says so"
+                f"--weights: '{weights}' given, but {self.checkpoint.place} only has: {', '.join(known)}. A run saves"
+                " averages if trainer.model_averaging is set"
             )
         abstract, layout = self.plan.state_builder.abstract_state(phase), self.plan.layout
-        model = restore(self.found, abstract.model, layout, prefix="model")
+        model = restore(self.checkpoint, abstract.model, layout, prefix="model")
         if weights == AS_TRAINED:
             return model
-        average = restore(self.found, abstract.slots[weights].weights, layout, prefix=f"slots.{weights}.weights")
+        average = restore(self.checkpoint, abstract.slots[weights].weights, layout, prefix=f"slots.{weights}.weights")
         return phase.with_average(model, average)
 
 
 def checkpoint_parser(command: str, description: str, *, or_else: str = "") -> argparse.ArgumentParser:
-    """The command line of a command that takes a checkpoint (`or_else` what), to which it adds its own options."""
+    """The parser of a command that takes a checkpoint. Args: or_else: help text for what else `--checkpoint` may name."""
     parser = argparse.ArgumentParser(prog=f"python -m {command}", description=description, allow_abbrev=False)
     add_checkpoint_options(parser, or_else=or_else)
     return parser
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser, *, or_else: str = "") -> None:
-    """Which checkpoint (`or_else` what), and which weights of it."""
-    what = f"a checkpoint, or a run's folder of them (the newest is used){or_else}"
-    parser.add_argument("--checkpoint", required=True, help=what)
+    """Adds `--checkpoint` and `--weights`. Args: or_else: help text for what else `--checkpoint` may name."""
+    checkpoint_help = f"a checkpoint, or a run's checkpoint folder (the newest is used){or_else}"
+    parser.add_argument("--checkpoint", required=True, help=checkpoint_help)
     parser.add_argument(
         "--weights",
         default=AS_TRAINED,
-        help="`trained` (default), or `ema`: the average that trainer.model_averaging has kept",
+        help="`trained` (default), or `ema` for the average of trainer.model_averaging",
     )
 
 
 def parse_with_keys(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The command's own options, and the dotted keys that go over the saved configuration.
+    """The command's own options, and the dotted keys that override the saved configuration.
 
     Raises:
-        ConfigError: an option that is neither, or another configuration.
+        ConfigError: an option is neither of these, or `--config_path` is given.
     """
     options, rest = parser.parse_known_args(arguments)
     parsed = parse_arguments(rest)
     if parsed.config_path is not None:
         raise ConfigError(
-            "command line: --config_path: a checkpoint brings its own configuration. Override its keys one by one"
+            "command line: --config_path: not allowed, because a checkpoint has its own configuration. Override individual"
+            " keys instead"
         )
     own = sorted(vars(options))
     for name in parsed.options:
@@ -121,8 +122,8 @@ def parse_with_keys(
             near = difflib.get_close_matches(name, own, n=1)
             meant = f"Did you mean --{near[0]}? " if near else ""
             raise ConfigError(
-                f"command line: --{name} is no option of {parser.prog}. {meant}Its own are"
-                f" {', '.join(f'--{o}' for o in own)}; keys of the saved configuration have a dot"
+                f"command line: --{name} is not an option of {parser.prog}. {meant}Its options are"
+                f" {', '.join(f'--{o}' for o in own)}; keys that override the saved configuration contain a dot"
             )
     return options, parsed.options
 
@@ -130,31 +131,31 @@ def parse_with_keys(
 def open_checkpoint(
     path: Path | str, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()
 ) -> LoadedCheckpoint:
-    """The checkpoint that a path names, or the newest in a run's folder.
+    """Opens a checkpoint, or the newest in a run's folder.
 
     Args:
-        options: dotted key -> value, over the configuration that was saved (`trainer.model_axis_size`, ...).
-        also: further keys that have an effect on what it is opened for.
+        options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
+        also: additional keys that have an effect for the caller.
 
     Raises:
-        ConfigError: there is none, its files are not what was saved, the devices cannot hold it as configured, or an
-            option has no effect on a model that is trained already.
+        ConfigError: there is no checkpoint, it is damaged, it cannot be sharded over the devices as configured, or an option
+            has no effect on a trained model.
     """
-    found = find_checkpoint(path)
-    given = dict(options or {})
-    with found.checkpoint.local("run") as folder:
+    checkpoint = find_checkpoint(path)
+    overrides = dict(options or {})
+    with checkpoint.checkpoint.local("run") as folder:
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
-        config = decode_run(override(load_yaml(folder / "config.yaml"), given), None)
-    check_effective(given, also=also)
-    return LoadedCheckpoint(found, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
+        config = decode_run(override(load_yaml(folder / "config.yaml"), overrides), None)
+    check_effective(overrides, also=also)
+    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
 
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
-    """Raises `ConfigError` for an option that has no effect on a trained model. Args: as of `open_checkpoint`."""
+    """Raises `ConfigError` for an option that has no effect on a trained model. Args: also: additional keys that do."""
     for key in _leaves(option_tree(dict(options))):
         if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
             raise ConfigError(
-                f"command line: --{key} has no effect on a model that is trained already. Leave it out. What has one:"
+                f"command line: --{key} has no effect on a trained model. Remove it. These keys have an effect:"
                 f" model.*, {', '.join((*_EFFECTIVE, *also))}"
             )
 
@@ -168,22 +169,26 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def find_checkpoint(place: Path | str) -> VerifiedCheckpoint:
-    """The checkpoint that a path or URL names: itself, or the newest in a run's folder. Its files are checked.
+    """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder.
 
     Raises:
-        ConfigError: there is none, or its files are not what was saved.
+        ConfigError: there is no checkpoint, or it is damaged.
     """
     candidates = resolve_checkpoints(str(place), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(place)
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
-        there = f" There are: {', '.join(dict.fromkeys(near))}." if near else ""
-        raise ConfigError(f"--checkpoint {place}: no checkpoint there (step-N, or a folder of them).{there}")
+        existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
+        raise ConfigError(
+            f"--checkpoint {place}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
+        )
     newest = candidates[-1]
     try:
         newest.verify()
     except DamagedError as damage:
-        raise ConfigError(f"--checkpoint {newest.place}: damaged: {damage}. Name another one") from damage
+        raise ConfigError(
+            f"--checkpoint {newest.place}: the checkpoint is damaged: {damage}. Choose another checkpoint"
+        ) from damage
     return VerifiedCheckpoint(newest, newest.cursor())
 
 
@@ -192,13 +197,13 @@ _CHECKPOINT = "--checkpoint"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that can be used, not trained further.
+    """A model for inference.
 
     Attributes:
-        place: where it was found.
-        plan: for the devices that are there.
-        stop_ids: tokens that end what it writes.
-        load: the model in its parameters' dtype; call it inside `plan.layout.use()`.
+        place: its path or URL.
+        plan: its plan for the available devices.
+        stop_ids: token ids that end generation.
+        load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
     """
 
     place: Path | str
@@ -207,25 +212,25 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     load: Callable[[], LanguageModel]
 
-    def for_use(self) -> LanguageModel:
-        """The model in its compute dtype, adapters folded in. Call it inside `plan.layout.use()`."""
+    def for_inference(self) -> LanguageModel:
+        """Loads the model in its compute dtype with adapters merged. Call it inside `plan.layout.use()`."""
         return jax.jit(lambda model: self.plan.precision.to_compute(without_adapters(model)))(self.load())
 
 
 def open_model(
     name: str, keys: Mapping[str, Any], adapter: str | None = None, weights: str = AS_TRAINED
 ) -> LoadedModel:
-    """What a path, a URL of a checkpoint, or the hub's `name` or `name@revision` means.
+    """Opens a checkpoint at a path or URL, a Hugging Face folder, or a hub repository `name` or `name@revision`.
 
     Args:
-        keys: dotted key -> value, over the configuration that was saved, or that the folder's config.json makes.
-        weights: of a checkpoint: see `LoadedCheckpoint.load_model`.
-        adapter: a PEFT folder whose adapters are put beside the layers.
+        keys: dotted key -> value, overriding the saved configuration, or the one made from the folder's config.json.
+        adapter: a PEFT folder with adapters to add to the model.
+        weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
 
     Raises:
-        ConfigError: it is nothing of these, or cannot be opened as asked.
+        ConfigError: `name` is none of these, or cannot be opened with these options.
     """
-    opened = _imported(name, keys, weights) if _is_hugging_face(name) else _checkpoint(name, keys, weights)
+    opened = _open_hf_model(name, keys, weights) if _is_hugging_face(name) else _open_checkpoint(name, keys, weights)
     if adapter is None:
         return opened
     plan = opened.plan
@@ -242,43 +247,43 @@ def _is_hugging_face(name: str) -> bool:
     path = Path(name)
     if path.is_dir():
         return (path / "config.json").is_file() and not (path / "run").is_dir()
-    # `checkpoints/mine`, where there are checkpoints, is more likely one of them misspelt than somebody's repository.
-    below = "/" in name and "@" not in name and path.parent.exists()
-    return not path.exists() and may_be_repository(name) and not below
+    # If the parent folder exists, `checkpoints/mine` is more likely a misspelled checkpoint than a hub repository.
+    in_existing_folder = "/" in name and "@" not in name and path.parent.exists()
+    return not path.exists() and may_be_repository(name) and not in_existing_folder
 
 
-def _checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
+def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
     try:
         trained = open_checkpoint(name, keys)
     except ConfigError as error:
         if Path(name).exists() or not may_be_repository(name):
             raise
-        raise ConfigError(f"{error} If a repository of the hub is meant: {name}@main") from error
+        raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
     eos = trained.tokenizer.eos_id
     stop_ids = () if eos is None else (eos,)
     return LoadedModel(
-        trained.found.place, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
+        trained.checkpoint.place, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
     )
 
 
-def _imported(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
+def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
     if weights != AS_TRAINED:
         raise ConfigError(
-            f"--weights: '{weights}' given, but {name} is of Hugging Face and has no averages. Leave it out"
+            f"--weights: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
         )
     folder = main_first(lambda: local_folder(name, _CHECKPOINT, weights=True))
     opened = open_folder(folder)
     dtype = next(iter(open_tensors(folder).tensors.values())).dtype.name
-    usual = {
+    defaults = {
         "initialize_from_hf": str(folder),
         "use_hf_model_config": True,
         "data": {"tokenizer": str(folder)},
         "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
     }
     check_effective(keys)
-    config = decode_run(override(ConfigSource(usual), dict(keys)), None)
+    config = decode_run(override(ConfigSource(defaults), dict(keys)), None)
     tokenizer = load_tokenizer(str(folder))
-    # All rows of the embedding, tokens or not: the same model as at Hugging Face, to the last logit.
+    # All embedding rows, even those without a token, so that the logits match those of transformers.
     plan = make_plan(config, "imported", opened.vocab_size)
 
     def load() -> LanguageModel:
@@ -288,11 +293,11 @@ def _imported(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
 
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Of generation_config.json, which may name several, and the tokenizer's."""
+    """The EOS tokens in generation_config.json, which may list several, and the tokenizer's EOS token."""
     file = folder / "generation_config.json"
     try:
-        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        configured = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    several = found if isinstance(found, list) else [found]
-    return tuple(dict.fromkeys(i for i in (*several, tokenizer.eos_id) if isinstance(i, int)))
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    eos_ids = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(i for i in (*eos_ids, tokenizer.eos_id) if isinstance(i, int)))

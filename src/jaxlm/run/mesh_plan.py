@@ -1,4 +1,4 @@
-"""The `trainer` section's mesh keys, worked out for the devices that are there."""
+"""Resolves the mesh keys of the `trainer` section for the available devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jaxlm.core.mesh import (
 from jaxlm.core.sharding import Layout
 
 _Written = Mapping[str, str | list[str]]
-# What trainer.mesh says itself.
+# Keys that trainer.mesh replaces.
 _SIZES = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
 
 
@@ -31,7 +31,7 @@ class MeshPlan:
     Attributes:
         shape: sizes of the mesh axes.
         layout: devices and axis mappings.
-        warnings: what the configuration wastes or overrides.
+        warnings: settings that waste devices or are overridden.
     """
 
     shape: MeshShape
@@ -42,14 +42,14 @@ class MeshPlan:
 def plan_mesh(
     trainer: TrainerConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
 ) -> MeshPlan:
-    """Works the mesh keys out.
+    """Builds the mesh and the axis mappings.
 
     Args:
         axes: the model's logical axes and their sizes.
-        arrays: path of each of its parameters -> the names of its axes.
+        arrays: path of each parameter -> the names of its axes.
 
     Raises:
-        ConfigError: sizes that do not divide, axes that do not exist, keys that contradict each other.
+        ConfigError: sizes do not divide, axes do not exist, or keys contradict each other.
     """
     shape = _shape(trainer, devices)
     mappings = _mappings(trainer)
@@ -70,17 +70,20 @@ def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
         )
     for name in _SIZES:
         if getattr(trainer, name) != 1:
-            raise ConfigError(f"trainer.{name}: {getattr(trainer, name)} given, but trainer.mesh.axes has the sizes")
+            raise ConfigError(
+                f"trainer.{name}: {getattr(trainer, name)} given, but trainer.mesh.axes sets the mesh sizes. Remove one of"
+                " them"
+            )
     return trainer.mesh.shape(len(devices), num_groups(devices, wanted=trainer.mesh.spans_groups))
 
 
 def _mappings(trainer: TrainerConfig) -> AxisMappings:
-    """Both ways of writing them as one; the mesh section's own entries replace what the other keys say of an axis."""
+    """Merges `trainer.mesh` and the other mapping keys. For each axis, entries of `trainer.mesh` take precedence."""
     free = trainer.mesh or MeshConfig()
     shared = _merged("axis_resources", trainer.axis_resources, "shared_mapping", free.shared_mapping)
-    says_batch = trainer.batch_axis in free.shared_mapping or trainer.batch_axis in free.compute_mapping
+    maps_batch = trainer.batch_axis in free.shared_mapping or trainer.batch_axis in free.compute_mapping
     return AxisMappings(
-        batch=None if says_batch else trainer.batch_axis,
+        batch=None if maps_batch else trainer.batch_axis,
         fsdp=tuple(axis for axis in _names(trainer.fsdp_axis) if axis not in free.param_mapping),
         tensor_parallel=tuple(axis for axis in _names(trainer.tensor_parallel_axes) if axis not in free.shared_mapping),
         shared=shared,
@@ -97,29 +100,31 @@ def _merged(old_name: str, old: _Written, new_name: str, new: _Written) -> dict[
     for axis in old:
         if axis in new and old[axis] != new[axis]:
             raise ConfigError(
-                f"trainer.{old_name}.{axis}: {old[axis]} given, and trainer.mesh.{new_name}.{axis}: {new[axis]}. They"
-                " mean the same; leave one out"
+                f"trainer.{old_name}.{axis}: {old[axis]} given, but trainer.mesh.{new_name}.{axis}: {new[axis]} sets the same"
+                " mapping. Remove one of them"
             )
     return {axis: target if isinstance(target, str) else tuple(target) for axis, target in {**old, **new}.items()}
 
 
 def _overridden(trainer: TrainerConfig, layout: Layout) -> list[str]:
-    """Entries that stronger keys replace, where that makes a difference on this mesh."""
-    replaced = []
+    """Warnings about entries that other keys override with an effect on this mesh."""
+    warnings = []
     for key, written, mapping in (
         ("axis_resources", trainer.axis_resources, layout.compute),
         ("parameter_axis_resources", trainer.parameter_axis_resources, layout.parameter),
     ):
         for axis, target in written.items():
-            asked, got = (_spread(names, layout) for names in (target, mapping[axis]))
-            if asked != got and axis not in trainer.compute_axis_resources:
+            given, actual = (_sharded_axes(names, layout) for names in (target, mapping[axis]))
+            if given != actual and axis not in trainer.compute_axis_resources:
                 by = "batch_axis" if axis == trainer.batch_axis else "tensor_parallel_axes, fsdp_axis or trainer.mesh"
-                replaced.append(f"trainer.{key}.{axis}: {target} is replaced by {by}: '{axis}' lies on {mapping[axis]}")
-    return replaced
+                warnings.append(
+                    f"trainer.{key}.{axis}: {target} is overridden by {by}: '{axis}' is mapped to {mapping[axis]}"
+                )
+    return warnings
 
 
-def _spread(names: str | Sequence[str], layout: Layout) -> list[str]:
-    """The mesh axes among these that have more than one device."""
+def _sharded_axes(names: str | Sequence[str], layout: Layout) -> list[str]:
+    """The mesh axes among `names` that have more than one device."""
     return [name for name in ((names,) if isinstance(names, str) else names) if layout.mesh.shape[name] > 1]
 
 

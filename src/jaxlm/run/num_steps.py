@@ -1,4 +1,4 @@
-"""How many steps a run's data lasts, where that decides how long it trains."""
+"""Computes the number of training steps from the data, for `epoch` and `data.stop_strategy`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,37 +17,37 @@ from jaxlm.run.plan import plan_phases
 
 
 def check_num_steps(config: RunConfig) -> None:
-    """Looks for what can be said without the data.
+    """Checks what can be checked before the data is opened.
 
     Raises:
-        ConfigError: mixtures that cannot be, `epoch` below 0, or where it cannot have an effect.
+        ConfigError: a mixture is invalid, or `epoch` is negative or cannot have an effect.
     """
     for data in plan_phases(config)[1]:
         data.check_mixture()
     if config.epoch < 0:
-        raise ConfigError(f"epoch: {config.epoch} given; 0, or a number of passes over the data, expected")
+        raise ConfigError(f"epoch: {config.epoch} given, must be 0 (not used) or the number of passes over the data")
     if not config.epoch:
         return
     if config.phases and all(phase.num_train_steps is not None for phase in config.phases):
         raise ConfigError(
-            "epoch: has no effect, because every phase has num_train_steps of its own. Leave one of them out"
+            "epoch: has no effect, because every phase sets num_train_steps. Remove epoch, or num_train_steps of a phase"
         )
     for phase, data in zip(*plan_phases(config), strict=True):
         if len(data.train_source_names()) > 1:
             raise ConfigError(
-                f"epoch: {config.epoch} given, but phase '{phase.name}' trains on several sources, each as long as it is."
-                " Leave epoch out and choose data.stop_strategy (first_exhausted or all_exhausted)"
+                f"epoch: {config.epoch} given, but phase '{phase.name}' trains on several sources of different sizes. Remove"
+                " epoch and set data.stop_strategy (first_exhausted or all_exhausted)"
             )
 
 
 def with_num_steps_of_data(
     config: RunConfig, batches: BatchSchedule, tokenizer: Any, log: Callable[[str], None]
 ) -> RunConfig:
-    """The configuration with the `num_train_steps` that `epoch` or `data.stop_strategy` come to, where they are set.
+    """The configuration with `num_train_steps` computed from `epoch` or `data.stop_strategy`, if they are set.
 
     Raises:
-        ConfigError: `num_train_steps` says something else than `epoch`, the data does not fill one batch, or is not as long
-            for all processes.
+        ConfigError: `num_train_steps` contradicts `epoch`, the data does not fill one batch, or the number of steps is not
+            the same on all processes.
     """
     check_num_steps(config)
     phases, sections = plan_phases(config)
@@ -63,21 +63,21 @@ def with_num_steps_of_data(
         start += steps.get(phase.index, phase.num_steps)
     if not same_on_all_processes(str(steps)):
         raise ConfigError(
-            f"trainer.num_train_steps: by the data it is {', '.join(map(str, steps.values()))} here, and something else on"
-            " another process. Remove data.cache_dir on all machines, and start again"
+            f"trainer.num_train_steps: computed from the data as {', '.join(map(str, steps.values()))} on this process, but"
+            " differently on another. Delete data.cache_dir on all machines and start again"
         )
     return _with_steps(config, steps)
 
 
 def _of_epochs(config: RunConfig, data: TokenData, batches: BatchSchedule) -> int:
-    """The steps in which every window is seen `epoch` times; what the last batch lacks is taken from one epoch more."""
-    (windows,) = data.train.values()
-    num_steps = batches.steps_for(config.epoch * len(windows))
+    """The number of steps for `epoch` passes over the data. The next epoch fills up the last batch."""
+    (sequences,) = data.train.values()
+    num_steps = batches.steps_for(config.epoch * len(sequences))
     given = config.trainer.num_train_steps
     if given not in (TrainerConfig.num_train_steps, num_steps):
         raise ConfigError(
-            f"epoch: {config.epoch} means {num_steps} steps ({len(windows)} windows of {windows.seq_len} tokens,"
-            f" {_sizes(batches)} a batch), but trainer.num_train_steps: {given} is given. Leave one of them out"
+            f"epoch: {config.epoch} means {num_steps} steps ({len(sequences)} packed sequences of {sequences.seq_len} tokens,"
+            f" {_sizes(batches)} per batch), but trainer.num_train_steps: {given} is given. Remove one of them"
         )
     return num_steps
 
@@ -85,20 +85,20 @@ def _of_epochs(config: RunConfig, data: TokenData, batches: BatchSchedule) -> in
 def _until_exhausted(
     phase: Phase, num_steps: int, data: TokenData, batches: BatchSchedule, seed: int, log: Callable[[str], None]
 ) -> int:
-    most = data.num_examples(batches, seed=seed)
-    if most is None or batches.whole_steps(most) >= num_steps:
+    num_examples = data.num_examples(batches, seed=seed)
+    if num_examples is None or batches.whole_steps(num_examples) >= num_steps:
         return num_steps
-    enough_for = batches.whole_steps(most)
-    if not enough_for:
+    max_steps = batches.whole_steps(num_examples)
+    if not max_steps:
         raise ConfigError(
-            f"data.stop_strategy: {data.stop_strategy} ends after {most} examples, less than one batch of"
+            f"data.stop_strategy: {data.stop_strategy} ends after {num_examples} examples, which is less than one batch of"
             f" {batches.first.size}"
         )
     log(
-        f"phase '{phase.name}': {enough_for} steps instead of {num_steps}: then the data is read"
+        f"phase '{phase.name}': {max_steps} steps instead of {num_steps}, because the data is exhausted after them"
         f" (data.stop_strategy: {data.stop_strategy})"
     )
-    return enough_for
+    return max_steps
 
 
 def _sizes(batches: BatchSchedule) -> str:
@@ -116,16 +116,16 @@ def _with_steps(config: RunConfig, steps: dict[int, int]) -> RunConfig:
 
 
 def describe_data(config: RunConfig, section: DataConfig) -> str:
-    """What a phase reads, in which order, and when it ends; for the start-up table."""
-    order = "a new order of the windows in each epoch" if section.shuffle else "the windows as they stand"
+    """Describes a phase's sources, their order and when the data ends, for the start-up table."""
+    order = "reshuffled every epoch" if section.shuffle else "not shuffled"
     if isinstance(section.shuffle, EraShuffle):
-        order = f"a new order in each epoch, within stretches of {section.shuffle.era_length} windows"
+        order = f"reshuffled every epoch within eras of {section.shuffle.era_length} packed sequences"
     parts = [order]
     if section.configs:
-        weights = "as large as they are" if section.train_weights is None else str(section.train_weights)
+        weights = "proportional to size" if section.train_weights is None else str(section.train_weights)
         parts.insert(0, f"{', '.join(section.configs)} ({weights}, exact in blocks of {section.mixture_block_size})")
     if config.epoch:
-        parts.append(f"{config.epoch} epoch(s): as many steps as that takes")
+        parts.append(f"{config.epoch} epoch(s)")
     if section.stop_strategy != "restart":
         parts.append(f"until {section.stop_strategy.replace('_', ' ')}, or num_train_steps")
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Everything about a run that can be known before its data is opened: computed once, checked, and shown."""
+"""The plan of a run: everything that can be computed and checked before its data is opened."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,17 +31,17 @@ from jaxlm.run.mesh_plan import plan_mesh
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, worked out.
+    """The plan of a run.
 
     Attributes:
-        config: what was asked for.
-        run_id: the run's name.
+        config: the configuration.
+        run_id: ID of the run.
         mesh: sizes of the mesh axes.
         layout: devices and axis mappings.
-        warnings: what the configuration wastes or overrides.
-        recipe: the model, its precision and the phases.
-        data: of each phase.
-        batches: how large they are, and how they are divided.
+        warnings: settings that waste resources or are overridden.
+        state_builder: builds the model and the state of each phase.
+        data: data section of each phase.
+        batches: batch sizes and their division into microbatches.
     """
 
     config: RunConfig
@@ -55,32 +55,30 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """The dtypes of the run."""
         return self.state_builder.precision
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """In order."""
         return tuple(self.state_builder.phases)
 
     @property
     def num_steps(self) -> int:
-        """Of all phases together."""
+        """Total number of steps of all phases."""
         return self.phases[-1].end
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions that a step with the largest batch trains on, padding included."""
+        """Tokens per step with the largest batch size, including padding."""
         return self.batches.train.largest.size * self.config.model.seq_len
 
     @property
     def log_folder(self) -> Path:
-        """Logs, metrics and pictures of the run."""
+        """Folder of the run's logs, metrics and plots."""
         return Path(self.config.trainer.log_dir) / self.run_id
 
     @property
     def checkpoints(self) -> CheckpointFolder:
-        """Where those of the run lie."""
+        """The run's checkpoint folder."""
         policy = self.config.trainer.checkpointer
         return resolve_folder(
             policy.base_path,
@@ -90,10 +88,10 @@ class Plan:
         )
 
     def knowing(self, config: RunConfig, vocab_size: int) -> "Plan":
-        """The plan for what the data has shown: this one where nothing is otherwise than was assumed.
+        """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged.
 
         Raises:
-            ConfigError: see `make_plan`.
+            ConfigError: the run cannot be trained as configured.
         """
         if config == self.config and vocab_size == self.state_builder.Vocab.size:
             return self
@@ -102,13 +100,13 @@ class Plan:
 
 @gc_paused()
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
-    """Works a configuration out for the devices that are there.
+    """Plans a run for the available devices.
 
     Args:
-        devices: others instead of those, which need not be there: descriptions to compile for.
+        devices: devices to plan for instead, possibly descriptions of absent devices to compile for.
 
     Raises:
-        ConfigError: anything that could not be trained as asked: sizes that do not divide, axes that do not exist, ...
+        ConfigError: the run cannot be trained as configured: sizes do not divide, axes do not exist, ...
     """
     trainer = config.trainer
     config.model.check()
@@ -134,51 +132,52 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         batches=plan_batches(trainer, mesh_plan.layout.num_shards(BATCH)),
     )
     for phase in phases:
-        plan.state_builder.abstract_state(
-            phase
-        )  # surgeries that do not apply and patterns that match nothing fail here
+        # Raises for surgeries that do not apply and patterns that match nothing.
+        plan.state_builder.abstract_state(phase)
     return plan
 
 
 def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
-    """Raises `ConfigError` for keys about imported and exported weights that cannot be followed."""
+    """Raises `ConfigError` if the keys about Hugging Face import and export are invalid."""
     if config.hf_save_steps < 1:
-        raise ConfigError(f"hf_save_steps: {config.hf_save_steps} given, 1 or more expected")
+        raise ConfigError(f"hf_save_steps: {config.hf_save_steps} given, must be at least 1")
     if config.hf_save_dtype is not None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
         family_of_config(config.model)
     name = hf_name(config.initialize_from_hf, tokenizer)
     if name is None and config.hf_weight_names:
-        raise ConfigError("hf_weight_names: given, but initialize_from_hf names no weights. Leave it out, or name some")
+        raise ConfigError("hf_weight_names: given without initialize_from_hf. Remove it, or set initialize_from_hf")
     if name is not None and tokenizer == TRAIN_BPE:
         raise ConfigError(
-            "initialize_from_hf: the weights go with a tokenizer, and data.tokenizer would train another one. Set it to"
-            " the folder of the weights"
+            "initialize_from_hf: the weights belong to an existing tokenizer, but data.tokenizer trains a new one. Set"
+            " data.tokenizer to the folder of the weights"
         )
 
 
 def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:
-    """The phases and the data of each; the top level is the one phase where none are written out."""
+    """The phases and the data section of each. Without a `phases` section, the top level defines a single phase."""
     written = config.phases or [PhaseConfig(name="train")]
     names = [phase.name for phase in written]
     if len(set(names)) != len(names):
-        raise ConfigError(f"phases: names must differ, given {', '.join(names)}")
+        raise ConfigError(f"phases: names must be unique, but {', '.join(names)} given")
     phases: list[Phase] = []
     averaging = config.trainer.model_averaging
     for index, phase in enumerate(written):
         if not phase.name.replace("_", "").replace(".", "").isalnum():
-            raise ConfigError(f"phases.{index}.name: '{phase.name}' given; letters, digits, '_' and '.' are allowed")
+            raise ConfigError(
+                f"phases.{index}.name: '{phase.name}' given, but only letters, digits, '_' and '.' are allowed"
+            )
         if CheckpointName.parse(f"step-0-{phase.name}") is None:
             raise ConfigError(
-                f"phases.{index}.name: '{phase.name}' given, which ends as the names of checkpoints do that are not whole."
-                " Choose another"
+                f"phases.{index}.name: '{phase.name}' given, but its ending is reserved for incomplete checkpoints. Choose"
+                " another name"
             )
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
         if steps < 1:
             where = "trainer" if phase.num_train_steps is None else f"phases.{index}"
-            raise ConfigError(f"{where}.num_train_steps: {steps} given, 1 or more expected")
+            raise ConfigError(f"{where}.num_train_steps: {steps} given, must be at least 1")
         phases.append(
             Phase(
                 index=index,
@@ -196,7 +195,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     for index, section in enumerate(data):
         if section.tokenizer != data[0].tokenizer or section.vocab_size != data[0].vocab_size:
             raise ConfigError(
-                f"phases.{index}.data.tokenizer: {section.tokenizer} given, but a run has one tokenizer and the first"
-                f" phase says {data[0].tokenizer}"
+                f"phases.{index}.data.tokenizer: {section.tokenizer} given, but all phases must use the same tokenizer, and"
+                f" the first phase uses {data[0].tokenizer}"
             )
     return tuple(phases), data

@@ -1,4 +1,4 @@
-"""What stays open while a run trains: its folders, trackers and evaluations."""
+"""The open resources of a run: its folders, checkpoint writer, trackers and evaluations."""
 
 import contextlib
 import functools
@@ -44,14 +44,14 @@ class Run:
     """The open resources of one run.
 
     Attributes:
-        plan: what is trained.
-        tokenizer: of the whole run.
-        console: what a person sees.
-        writer: of its checkpoints.
-        trackers: where its numbers go; only process 0 has any.
-        before: what earlier processes of this run have done.
-        flag_sync: how its processes agree to save or stop.
-        stop: whether a signal has arrived.
+        plan: the run's plan.
+        tokenizer: the run's tokenizer.
+        console: prints to the console.
+        writer: writes its checkpoints.
+        trackers: where metrics are logged; empty on processes other than 0.
+        previous: totals of earlier processes of this run.
+        flag_sync: how the processes agree to save or stop.
+        stop: records a signal to stop.
     """
 
     plan: Plan
@@ -59,12 +59,12 @@ class Run:
     console: Console
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
-    before: Totals
+    previous: Totals
     flag_sync: FlagSync
     stop: StopRequest
 
     def open_data(self, phase: Phase) -> TokenData:
-        """The phase's token caches, built first where they do not exist."""
+        """Opens the phase's token caches, and builds them first if they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
         return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
@@ -74,17 +74,17 @@ class Run:
         plan = self.plan
         trainer = plan.config.trainer
 
-        def validation_set(one: ValidationData) -> ValidationSet:
+        def validation_set(data_set: ValidationData) -> ValidationSet:
             options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
-            batches = functools.partial(eval_batches, one.sequences, layout=plan.layout, **options)
-            return ValidationSet(one.source.name, tuple(one.source.config.tags), batches)
+            batches = functools.partial(eval_batches, data_set.sequences, layout=plan.layout, **options)
+            return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
 
         context = EvalContext(
             layout=plan.layout,
             precision=plan.precision,
             tokenizer=self.tokenizer,
             token_bytes=self.tokenizer.token_bytes(),
-            validation=tuple(validation_set(one) for one in data.validation),
+            validation=tuple(map(validation_set, data.validation)),
             log=self.console.log,
             seq_len=plan.config.model.seq_len,
         )
@@ -92,7 +92,7 @@ class Run:
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
-        """The profiler, where one is configured. Args: program: the text of a step's compiled program, by its number."""
+        """The profiler hook, if configured. Args: program: returns the HLO text of the program that runs a given step."""
         config = self.plan.config.trainer.profiler
         if config is None:
             return []
@@ -111,7 +111,7 @@ class Run:
         ]
 
     def listeners(self, phase: Phase, state: RunState, batches: Batches) -> tuple[Listener, ...]:
-        """Who is told of every step. Args: batches: what the steps take."""
+        """The listeners that receive every step's metrics. Args: batches: the batches that the steps train on."""
         trainer = self.plan.config.trainer
         return (
             TrackerListener(self.trackers),
@@ -119,26 +119,26 @@ class Run:
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )
 
-    def keep_programs(self, phase: Phase, steps: StepPrograms) -> None:
-        """Writes the phase's programs to the log folder, in the forms that are asked for."""
+    def write_programs(self, phase: Phase, steps: StepPrograms) -> None:
+        """Writes the phase's jaxprs and HLO to the log folder, if configured."""
         trainer = self.plan.config.trainer
-        wanted = {"jaxpr": trainer.log_jaxprs, "hlo": trainer.log_xla_hlo}
+        enabled = {"jaxpr": trainer.log_jaxprs, "hlo": trainer.log_xla_hlo}
         texts = {"jaxpr": lambda step: str(step.traced.jaxpr), "hlo": lambda step: step.call.as_text() or ""}
         folder = self.plan.log_folder / "artifacts"
-        for form in (form for form in texts if wanted[form] and is_main_process()):
+        for form in (form for form in texts if enabled[form] and is_main_process()):
             folder.mkdir(parents=True, exist_ok=True)
             for (num_microbatches, microbatch), step in steps.by_shape.items():
-                of_size = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
-                (folder / f"{phase.name}{of_size}.{form}.txt").write_text(texts[form](step))
+                shape = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
+                (folder / f"{phase.name}{shape}.{form}.txt").write_text(texts[form](step))
 
-    def adopt(self, state: RunState, found: VerifiedCheckpoint) -> None:
-        """Saves another run's state as this run's first checkpoint, and waits until that is done."""
-        complete = found.cursor.step == self.plan.num_steps
-        self.writer.save(state, replace(found.cursor, temporary=not complete), found.position())
+    def adopt(self, state: RunState, checkpoint: VerifiedCheckpoint) -> None:
+        """Saves the state of another run's checkpoint as this run's first checkpoint, and blocks until it is written."""
+        complete = checkpoint.cursor.step == self.plan.num_steps
+        self.writer.save(state, replace(checkpoint.cursor, temporary=not complete), checkpoint.position())
         self.writer.wait()
 
     def export_hooks(self, phase: Phase) -> list[ExportHook]:
-        """What writes folders for transformers, where that is configured."""
+        """The hook that exports models for transformers, if configured."""
         config = self.plan.config
         if config.hf_save_path is None:
             return []
@@ -165,7 +165,7 @@ class Run:
             flops=plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * seq_len,
             peak_flops=None if peak is None else peak * len(devices),
             num_steps=plan.num_steps,
-            previous=self.before,
+            previous=self.previous,
         )
 
 
@@ -173,10 +173,10 @@ class Run:
 def open_run(
     plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int | None
 ) -> Iterator[Run]:
-    """Opens a run's folders and trackers, and closes them again however the run ends.
+    """Opens a run's folders and trackers, and closes them when the context exits, even after an error.
 
     Args:
-        resume_step: of the checkpoint that the run goes on from; None where there is none.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run.
     """
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
@@ -190,9 +190,9 @@ def open_run(
         trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
-        before = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
-        yield Run(plan, tokenizer, console, writer, trackers, before, FlagSync(plan.layout), stop)
-        main_first(writer.wait)  # nobody goes on before process 0 has given the last checkpoint its name
+        previous = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
+        yield Run(plan, tokenizer, console, writer, trackers, previous, FlagSync(plan.layout), stop)
+        main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 
 
 def _write_config(folder: Path, text: str) -> None:
@@ -201,7 +201,7 @@ def _write_config(folder: Path, text: str) -> None:
 
 
 def totals_at(metrics: Path, step: int) -> Totals:
-    """What a run had done after `step`, as its metrics file says; nothing where the file does not."""
+    """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
     for record in reversed(read_jsonl(metrics) if step else []):
         if record["step"] == step and "throughput/total_tokens" in record:
             return Totals(step, record["throughput/total_tokens"], record["throughput/total_gflops"])
@@ -209,20 +209,20 @@ def totals_at(metrics: Path, step: int) -> Totals:
 
 
 def _open_trackers(plan: Plan, console: Console, resume_step: int | None) -> tuple[Tracker, ...]:
-    """`metrics.jsonl`, and what is configured beside it, each in a thread of its own."""
-    always = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step or 0)
+    """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
+    jsonl = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step or 0)
     configs = plan.config.trainer.trackers
     if not configs:
-        return (always,)
-    facts = _facts(plan, resume_step)
+        return (jsonl,)
+    run_info = _run_info(plan, resume_step)
 
-    def guarded(config: TrackerConfig) -> Tracker:
-        return BackgroundTracker(choice_name(type(config)), lambda: config.open(facts), console.log)
+    def in_background(config: TrackerConfig) -> Tracker:
+        return BackgroundTracker(choice_name(type(config)), lambda: config.open(run_info), console.log)
 
-    return (always, *map(guarded, configs))
+    return (jsonl, *map(in_background, configs))
 
 
-def _facts(plan: Plan, resume_step: int | None) -> RunInfo:
+def _run_info(plan: Plan, resume_step: int | None) -> RunInfo:
     devices = jax.devices()
     peak = peak_flops(devices[0].device_kind)
     summary: dict[str, float | str] = {

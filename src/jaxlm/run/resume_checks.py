@@ -1,4 +1,4 @@
-"""Whether a run that is already there is the same run, and what has changed about it since."""
+"""Checks that a resumed run is the same run, and lists what changed since its last start."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,21 +15,21 @@ from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.run.plan import Plan, plan_phases
 
-# A checkpoint's file beside its configuration.
+# File in a checkpoint's `run/` folder, next to config.yaml.
 DATA_IDENTITY = "data.json"
 
-# Keys of the model section that change how it is computed, not what it is.
+# Keys of the model section that change how the model is computed, but not the model.
 _NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend")
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a run was last started with.
+    """Configuration and data that a run was last started with.
 
     Attributes:
-        source: where that is written, for people.
-        config: the configuration.
-        data: what `data_identity` said; None where nothing has been trained yet.
+        source: path of the saved configuration, for messages.
+        config: the saved configuration.
+        data: the saved result of `data_identity`; None if there is no checkpoint yet.
     """
 
     source: str
@@ -38,12 +38,12 @@ class SavedRun:
 
 
 def load_saved_run(plan: Plan) -> SavedRun | None:
-    """What this run's newest checkpoint, or else its log folder, was saved with."""
+    """The configuration in this run's newest undamaged checkpoint, or else in its log folder; None for a new run."""
     for checkpoint in reversed(plan.checkpoints.checkpoints()):
         try:
             checkpoint.verify(below="run/")
         except DamagedError:
-            continue  # it will be set aside; until then it must not be taken at its word
+            continue  # it will be set aside later
         with checkpoint.local("run") as folder:
             data = folder / DATA_IDENTITY
             return SavedRun(
@@ -56,13 +56,13 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:
-    """Refuses to go on with another model or other data under the same name.
+    """Refuses to resume a run with another model or other data.
 
     Returns:
-        The configuration that the run was last started with, or None for a new run.
+        The configuration that the run was last started with; None for a new run.
 
     Raises:
-        ConfigError: says which keys differ, and how to go on.
+        ConfigError: the model or the data differs; lists the keys that differ.
     """
     saved = load_saved_run(plan)
     if saved is None:
@@ -73,36 +73,35 @@ def check_same_run(plan: Plan) -> RunConfig | None:
     ]
     if differences:
         raise ConfigError(
-            f"the run '{plan.run_id}' exists already with another model or other data ({saved.source}):\n"
+            f"the run '{plan.run_id}' already exists with another model or other data ({saved.source}):\n"
             + "\n".join(f"  {line}" for line in differences)
-            + "\nGive this run a name of its own (--trainer.id NAME), or move the old one's folders away:"
+            + "\nSet another ID for this run (--trainer.id NAME), or move the folders of the existing run away:"
             f" {plan.log_folder}, {plan.checkpoints.place}"
         )
     return saved.config
 
 
 def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
-    """The phase that a checkpoint stands in, by the plan of today.
+    """The phase of a checkpoint in the current plan.
 
     Raises:
-        ConfigError: the plan has no such place: phases or their lengths have been changed behind it.
+        ConfigError: the plan has no such phase and step, because phases or their lengths were changed.
     """
     phase = plan.phases[cursor.phase] if cursor.phase < len(plan.phases) else None
     if phase is None or phase.name != cursor.phase_name or not phase.start <= cursor.step <= phase.end:
-        today = ", ".join(f"'{p.name}' from step {p.start} to {p.end}" for p in plan.phases)
+        phases = ", ".join(f"'{p.name}' from step {p.start} to {p.end}" for p in plan.phases)
         raise ConfigError(
-            f"the newest checkpoint of '{plan.run_id}' stands at step {cursor.step} in phase '{cursor.phase_name}', which"
-            f" the configuration does not lead through: {today}. Raise num_train_steps, or give the run another"
-            " trainer.id"
+            f"the newest checkpoint of '{plan.run_id}' is at step {cursor.step} of phase '{cursor.phase_name}', but the"
+            f" configuration has no such step: its phases are {phases}. Increase num_train_steps, or set another trainer.id"
         )
     return phase
 
 
 def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan: Plan) -> list[str]:
-    """A warning where `train_weights` changes by step, and the steps so far had other batch sizes than today's plan says.
+    """Warns if `train_weights` has stages and the batch sizes of the steps so far differ from the current configuration.
 
     Args:
-        position: of the phase's data, as the checkpoint has it.
+        position: data position of the checkpoint.
     """
     weights, sizes, steps = plan.data[phase.index].train_weights, plan.batches.train, cursor.step - phase.start
     if not isinstance(weights, list) or len(weights) < 2:
@@ -111,29 +110,29 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     if read == planned:
         return []
     line = (
-        f"warning: the first {steps} steps of phase '{phase.name}' have read {read:,} sequences; by today's"
-        f" trainer.train_batch_size it would have been {planned:,}. So the stages of data.train_weights begin at other"
-        " sequences than before, and windows may come twice or not at all. Name the sizes of the steps that are done, as in"
-        f" trainer.train_batch_size: [{{start: 0, value: {read // max(steps, 1)}}},"
+        f"warning: the first {steps} steps of phase '{phase.name}' read {read:,} sequences, but with the current"
+        f" trainer.train_batch_size they would have read {planned:,}. The stages of data.train_weights therefore start at"
+        " different sequences than before, and some sequences may be repeated or skipped. To avoid this, include the batch"
+        f" sizes of past steps: trainer.train_batch_size: [{{start: 0, value: {read // max(steps, 1)}}},"
         f" {{start: {cursor.step}, value: {sizes.at(cursor.step).size}}}]"
     )
     return [line]
 
 
 def config_changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
-    """What is different from the last start, for people: changed keys, and what becomes of the learning rate."""
+    """Messages about changes since the last start: changed keys, and their effect on the learning rate."""
     lines = list(_differences("", _flat_config(before), _flat_config(now)))
     old, new = _schedule_at(before, step), _schedule_at(now, step)
     if old is not None and new is not None and old != new:
         lines.append(
-            f"the learning-rate schedule spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}:"
-            f" the next update takes {new[2]:.3g} instead of {old[2]:.3g}"
+            f"the learning-rate schedule now spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}:"
+            f" the next learning rate is {new[2]:.3g} instead of {old[2]:.3g}"
         )
     return lines
 
 
 def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
-    """(first step, last step, learning rate of the next update) of the phase that a step belongs to."""
+    """(first step, last step, learning rate of the next update) of the phase that contains a step."""
     phases, _ = plan_phases(config)
     phase = next((p for p in phases if step < p.end), phases[-1])
     if step < phase.start:
@@ -146,27 +145,27 @@ def _model_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def data_identity(plan: Plan) -> dict[str, Any]:
-    """What each phase is trained on, by content: phase -> what `DataConfig.identity` says. Plain JSON."""
+    """Phase name -> `DataConfig.identity`, which identifies its training data by content. Plain JSON."""
     return {phase.name: data.identity() for phase, data in zip(plan.phases, plan.data, strict=True)}
 
 
 def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
-    """Compares what the processes train on: each reads its own copy, and disks of their own may have other ones.
+    """Checks that all processes have the same data and tokenizer, since each may read its own copy.
 
     Raises:
-        ConfigError: it is not the same for all of them.
+        ConfigError: data or tokenizer differ between processes.
     """
     identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
     if not same_on_all_processes(identity + tokenizer_fingerprint):
         raise ConfigError(
-            "data: the processes of the run have different text, or different tokenizers: a copy on one of the machines is"
-            " old or incomplete. Copy the same files to all of them, and remove data.cache_dir where it was made from"
-            f" others. Here the tokenizer is {tokenizer_fingerprint[:12]} and the data {identity}"
+            "data: the data or the tokenizer is not the same on all processes, so the copy on some machine is outdated or"
+            " incomplete. Copy the same files to all machines, and delete data.cache_dir where it was built from other"
+            f" files. On this process the tokenizer is {tokenizer_fingerprint[:12]} and the data is {identity}"
         )
 
 
 def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs from the data of the phases that a checkpoint knows; phases may be added behind them."""
+    """Differences in the data of the phases that the checkpoint has. Phases added after them do not count."""
     return [
         line for name in before for line in _differences(f"data of phase '{name}'", before[name], now.get(name, {}))
     ]

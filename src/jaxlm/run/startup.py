@@ -1,4 +1,4 @@
-"""The start-up table: what will run, on what, and why each choice was made."""
+"""The start-up table: what will run, on which devices, and why each choice was made."""
 
 import jax
 
@@ -22,7 +22,7 @@ from jaxlm.run.plan import Plan
 
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
-    """The plan as rows of two columns."""
+    """The plan as rows of name and value."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
     flops = model.flops_per_token(plan.state_builder.Vocab.size).causal
@@ -30,23 +30,23 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
             "devices",
-            f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}",
+            f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), JAX {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
         *[("warning", text) for text in (*plan.warnings, *plan.state_builder.abstract_initial_model.notes)],
-        ("parameters rest on", axis_mapping_table(plan.layout.parameter)),
-        ("computation runs on", axis_mapping_table(plan.layout.compute)),
+        ("parameter sharding", axis_mapping_table(plan.layout.parameter)),
+        ("compute sharding", axis_mapping_table(plan.layout.compute)),
         ("precision", str(plan.precision)),
         ("model", _sizes(plan)),
         ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
-        ("FLOPs a token", f"{flops:.4g} (forward and backward, causal attention)"),
-        ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "none of jaxlm's own"),
+        ("FLOPs per token", f"{flops:.4g} (forward and backward, causal attention)"),
+        ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
         ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
-        ("begins with", _beginning(plan)),
+        ("starts from", _starting_point(plan)),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
@@ -57,8 +57,9 @@ def _evals(plan: Plan) -> str:
     names = (
         ", ".join(type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals) or "none"
     )
-    most = plan.config.trainer.max_eval_batches
-    return f"{names}, on {'all' if most is None else f'{most}'} batches of {plan.batches.eval},"
+    max_batches = plan.config.trainer.max_eval_batches
+    amount = "all batches" if max_batches is None else f"at most {max_batches} batches"
+    return f"{names}, on {amount} of {plan.batches.eval} sequences,"
 
 
 def _sizes(plan: Plan) -> str:
@@ -69,29 +70,29 @@ def _sizes(plan: Plan) -> str:
 
 def _logits(plan: Plan) -> str:
     if jax.eval_shape(lambda model: model.lm_head(), plan.state_builder.abstract_initial_model) is None:
-        return "from logits that the model makes whole"
-    return "gradient in the forward pass: logits are never whole"
+        return "from logits that the model materializes in full"
+    return "gradient computed in the forward pass, so logits are never materialized in full"
 
 
 def parameters(model: LanguageModel) -> str:
-    """How many there are and, where that is another number, how many a token meets."""
+    """The number of parameters and, if it differs, the number active per token."""
     count, active = tree.num_parameters(model), num_active(model)
-    return f"{count:,} parameters" + (f" ({active:,} active for a token)" if active < count else "")
+    return f"{count:,} parameters" + (f" ({active:,} active per token)" if active < count else "")
 
 
 def _remat(plan: Plan) -> str:
     remat_policy = parse_remat(plan.config.model.gradient_checkpointing)
     if remat_policy == AUTO:
-        return f"auto: the first that fits of {', '.join(CANDIDATES[plan.layout.platform])}"
-    what = {
-        NONE: "nothing is computed again",
-        CHEAP: "norms and activations are computed again, matrix products and attention are kept",
-        FULL: "all but each layer's input is computed again",
+        return f"auto: the first of {', '.join(CANDIDATES[plan.layout.platform])} that fits into memory"
+    descriptions = {
+        NONE: "nothing is recomputed",
+        CHEAP: "norms and activations are recomputed, matrix products and attention are saved",
+        FULL: "everything except each layer's input is recomputed",
     }
     return (
-        what[remat_policy]
+        descriptions[remat_policy]
         if isinstance(remat_policy, str)
-        else f"all but each layer's input and {', '.join(remat_policy)}"
+        else f"everything except each layer's input and {', '.join(remat_policy)} is recomputed"
     )
 
 
@@ -99,14 +100,14 @@ def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
     bodies = tree.modules(plan.state_builder.abstract_initial_model, Transformer)
     if not bodies:
-        return "the model's own"
+        return "defined by the model"
     num_layers = bodies[0].layers.Block.size
     loop, reason = runs_as_scan(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
-    return f"{'one compiled layer in a loop' if loop else 'each compiled on its own'} ({reason})"
+    return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
-    """What the layers of the plan's training step attend with, each that differs once."""
+    """The distinct attention backends of the training step's layers."""
     model, layout = plan.config.model, plan.layout
     shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
     tasks = (
@@ -119,11 +120,11 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
 
 
 def check_performance(plan: Plan) -> None:
-    """With `trainer.strict_performance`, raises `ConfigError` for a slower attention or dtype than there could be."""
-    slow = [f"attention runs on {c.name}: {c.reason}" for c in attention_choices(plan) if c.degraded]
+    """With `trainer.strict_performance`, raises `ConfigError` for an attention backend or dtype slower than necessary."""
+    slow = [f"attention uses the {c.name} backend: {c.reason}" for c in attention_choices(plan) if c.degraded]
     if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:
         slow.append(
-            f"computation in {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
+            f"the compute dtype is {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
         )
     if plan.config.trainer.strict_performance and slow:
         raise ConfigError(f"trainer.strict_performance: {'; '.join(slow)}")
@@ -137,42 +138,42 @@ def _phase(phase: Phase) -> str:
         else ""
     )
     return (
-        f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} by"
-        f" {type(optimizer).__name__.removesuffix('Config')}, {lr_shape_name(optimizer.lr_schedule)} from"
+        f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} with"
+        f" {type(optimizer).__name__.removesuffix('Config')}, {lr_shape_name(optimizer.lr_schedule)} schedule from"
         f" {optimizer.learning_rate:g}"
     )
 
 
-def _beginning(plan: Plan) -> str:
+def _starting_point(plan: Plan) -> str:
     trainer = plan.config.trainer
-    own = {True: "a checkpoint, or not at all", False: "no checkpoint", None: "its own checkpoint, if there is one"}
+    own = {True: "a checkpoint (required)", False: "no checkpoint", None: "its own checkpoint, if it has one"}
     others = {
         "else the state at": trainer.load_checkpoint_path or trainer.initialize_from_state,
-        "else the model of": trainer.initialize_from,
+        "else the model at": trainer.initialize_from,
     }
     parts = [own[trainer.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
-    return "; ".join(parts) + (" (what is missing begins anew)" if trainer.allow_partial_checkpoint else "")
+    return "; ".join(parts) + (" (missing arrays are newly initialized)" if trainer.allow_partial_checkpoint else "")
 
 
 def check_accelerator(plan: Plan) -> None:
-    """With `trainer.require_accelerator`, raises `ConfigError` where there is none."""
+    """With `trainer.require_accelerator`, raises `ConfigError` if JAX finds only CPUs."""
     if plan.config.trainer.require_accelerator and plan.layout.platform == "cpu":
         raise ConfigError(
-            "trainer.require_accelerator: true, but jax finds only CPUs. Install jax for the accelerator (extras `gpu`,"
-            " `tpu`), look at JAX_PLATFORMS, or leave the key out"
+            "trainer.require_accelerator: true given, but JAX finds only CPUs. Install JAX for your accelerator (extra `gpu`"
+            " or `tpu`), check JAX_PLATFORMS, or remove the key"
         )
 
 
 def _checkpoints(plan: Plan) -> str:
     policy = plan.config.trainer.checkpointer
-    kept = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
+    permanent = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
     interval = duration(policy.save_interval.total_seconds())
-    replaced = "temporary" if policy.delete_old_temp_checkpoints else "all of them kept"
-    return f"{plan.checkpoints}: every {interval} ({replaced}), kept {kept or 'only at the end'}"
+    retention = "temporary" if policy.delete_old_temp_checkpoints else "never deleted"
+    return f"{plan.checkpoints}: every {interval} ({retention}), permanent {permanent or 'only at the end'}"
 
 
 def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:
-    """The parameter-group table of a phase: every parameter in exactly one row."""
+    """The parameter-group table of a phase; every parameter is in exactly one row."""
     groups = phase.groups(model)
     frozen = tree.num_parameters(phase.split(model)[1])
     rows = [
