@@ -35,5 +35,8 @@ MESH_AXES = (REPLICA, DATA, MODEL)
 
 
 def axes_of(spec: Any) -> tuple[haliax.Axis, ...]:
-    """A single axis or several, as a tuple; for fields such as `Linear.In`."""
+    """A single axis or several, as a tuple.
+
+    For fields such as `Linear.In`, which hold one axis or several.
+    """
     return (spec,) if isinstance(spec, haliax.Axis) else tuple(spec)

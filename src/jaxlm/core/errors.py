@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-EXIT_FAILED = 1
 EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
 
 
 class ConfigError(ValueError):

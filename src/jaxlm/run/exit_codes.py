@@ -4,10 +4,13 @@ import os
 import sys
 from collections.abc import Callable
 
-from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, PeerError
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.metrics import NonFiniteError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 def run_command(body: Callable[[], int]) -> int:

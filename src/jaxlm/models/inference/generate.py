@@ -6,7 +6,7 @@ The loop over tokens runs on the devices. The host reads tokens back only as oft
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxlm.models.base import Inputs, KVCache, LanguageModel
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.models.inference.stop_strings import StopFunction
 from jaxlm.models.inference.unstacked import Generator
 
 CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
@@ -31,8 +32,6 @@ CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.in
 _STOP_IDS_MULTIPLE = 4
 _NO_TOKEN = -1
 _CHECK_EVERY = 16  # tokens between calls of a stop function on the host
-
-StopFunction = Callable[[list[int]], bool]
 
 
 @dataclass(frozen=True)

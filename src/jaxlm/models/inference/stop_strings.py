@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxlm.models.inference.generate import StopFunction
+StopFunction = Callable[[list[int]], bool]
+"""Whether the new tokens of a row end its continuation."""
 
 
 @dataclass(frozen=True)
