@@ -1,4 +1,7 @@
-"""Stop strings: texts that end a continuation."""
+"""Stop strings: texts that end a continuation.
+
+They are searched in the decoded text, because a stop string may start in the middle of a token.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
