@@ -125,7 +125,7 @@ def _opened(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
     check_same_data(plan, tokenizer.fingerprint)
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
-    plan = plan.knowing(config, tokenizer.vocab_size)
+    plan = plan.updated(config, tokenizer.vocab_size)
     try:
         console.log_to(plan.log_folder / "train.log")
     except OSError as error:

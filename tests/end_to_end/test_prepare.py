@@ -80,7 +80,7 @@ def test_names_the_documents_of_a_row(config_path):
     config = read_config(config_path)
     tokenizer, prepared = prepare(config, Console())
     text = shown(config, prepared, tokenizer, 5)  # the first of the second phase, which is not shuffled
-    assert "=== row 0: window 0 of " in text
+    assert "=== row 0: sequence 0 of " in text
     assert "--- document 1 of b0.txt ---\n⟦<|endoftext|>⟧" + some_text(0)[:20] in text
 
 

@@ -87,7 +87,7 @@ class Plan:
             delete_temporary=policy.delete_old_temp_checkpoints,
         )
 
-    def knowing(self, config: RunConfig, vocab_size: int) -> "Plan":
+    def updated(self, config: RunConfig, vocab_size: int) -> "Plan":
         """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged.
 
         Raises:
