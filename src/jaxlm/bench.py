@@ -1,7 +1,7 @@
 """Benchmarks a configuration: tokens/s, MFU, memory, compile time, kernels and collectives of the compiled step.
 
-    python -m jaxlm.bench --config_path run.yaml --trainer.train_batch_size 64 --steps 40
-    python -m jaxlm.bench --config_path run.yaml --topology v5p-512,h100-64
+    jaxlm bench --config_path run.yaml --trainer.train_batch_size 64 --steps 40
+    jaxlm bench --config_path run.yaml --topology v5p-512,h100-64
 
 Trains on random tokens, so it needs no data or tokenizer, and it writes only the compilation cache. The last line of output
 is JSON.
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxlm.bench",
-        description="Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm.train.",
+        prog="jaxlm bench",
+        description="Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm train.",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, help=f"number of measured steps (default {_STEPS})")

@@ -1,7 +1,7 @@
 """Chats with a checkpoint or a Hugging Face model, using its chat template.
 
-    python -m jaxlm.chat --checkpoint checkpoints/tuned
-    echo "What is a mesh?" | python -m jaxlm.chat --checkpoint model-folder --temperature 0
+    jaxlm chat --checkpoint checkpoints/tuned
+    echo "What is a mesh?" | jaxlm chat --checkpoint model-folder --temperature 0
 
 Each input line is a user turn. `/new` starts a new conversation; `/exit` or end of input ends the program. Ctrl-C stops the
 current answer, or ends the program if no answer is being generated.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
-        "jaxlm.chat",
+        "chat",
         "Chats with a trained model. Each line is a user turn; /new starts a new conversation, /exit quits. You can override"
         " keys of the saved configuration: --trainer.mp f32.",
         or_else="; or a Hugging Face folder, or a hub repository name or name@revision",

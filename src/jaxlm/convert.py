@@ -1,6 +1,6 @@
 """Converts a checkpoint to a folder for transformers, vLLM or PEFT.
 
-python -m jaxlm.convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
+jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
 """
 
 import argparse
@@ -24,10 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxlm.convert", description="Exports a trained model to another format."
-    )
-    to_hf = parser.add_subparsers(dest="direction", required=True).add_parser(
+    parser = argparse.ArgumentParser(prog="jaxlm convert", description="Exports a trained model to another format.")
+    to_hf = parser.add_subparsers(dest="direction", metavar="to-hf", required=True).add_parser(
         "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
     )
     add_checkpoint_options(to_hf)

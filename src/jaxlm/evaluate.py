@@ -1,8 +1,8 @@
 """Evaluates a checkpoint: validation loss and bits per byte, by source and in total, or lm-evaluation-harness tasks.
 
-    python -m jaxlm.evaluate --checkpoint checkpoints/quickstart
-    python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
-    python -m jaxlm.evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
+    jaxlm evaluate --checkpoint checkpoints/quickstart
+    jaxlm evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
+    jaxlm evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
 
 Uses the run's validation data, so the total matches what training logged (with `max_eval_batches`, only on the same number
 of devices). Losses are reported per source, or per URL if there is only one source. Options with a dot override the saved
@@ -85,7 +85,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
-        "jaxlm.evaluate",
+        "evaluate",
         "Computes validation loss and bits per byte of a checkpoint, by source. You can override keys of the saved"
         " configuration: --data.validation_urls '[other/*.txt]' evaluates on other text.",
         or_else="; with --tasks also a Hugging Face folder, or a hub repository name or name@revision",

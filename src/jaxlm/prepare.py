@@ -1,8 +1,8 @@
 """Builds a run's token caches ahead of training, and describes them.
 
-    python -m jaxlm.prepare --config_path run.yaml --show_batch 0
+    jaxlm prepare --config_path run.yaml --show_batch 0
 
-Takes the same configuration as jaxlm.train, builds the tokenizer and the token caches of all phases if they do not exist,
+Takes the same configuration as jaxlm train, builds the tokenizer and the token caches of all phases if they do not exist,
 and stops. Training then reuses them. It needs no accelerator and compiles nothing, so you can run it on a CPU machine.
 """
 
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxlm.prepare",
-        description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm.train.",
+        prog="jaxlm prepare",
+        description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Generates text with a checkpoint or a Hugging Face model.
 
-python -m jaxlm.sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
+jaxlm sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
-        "jaxlm.sample",
+        "sample",
         "Generates completions of prompts with a trained model. You can override keys of the saved configuration:"
         " --trainer.mp f32.",
         or_else="; or a Hugging Face folder, or a hub repository name or name@revision",

@@ -1,12 +1,13 @@
 """Trains what a YAML file describes. Read this first.
 
-    python -m jaxlm.train --config_path run.yaml --trainer.train_batch_size 512
+    jaxlm train --config_path run.yaml --trainer.train_batch_size 512
 
 A run is a list of phases over one state: enter a phase (surgery, trainable parameters, optimizer state), train to its end,
 enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
                 break
     newest = plan.checkpoints.checkpoints()[-1].place
     if isinstance(outcome, Interrupted):
-        console.log(f"stopped by signal {outcome.signal}; saved as {newest}. The same command continues from there")
+        signal_name = signal.Signals(outcome.signal).name
+        console.log(f"stopped by {signal_name}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
     console.close()
@@ -130,7 +132,7 @@ def _opened(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
         console.log_to(plan.log_folder / "train.log")
     except OSError as error:
         raise ConfigError(
-            f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Choose another"
+            f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Set it to a writable folder"
         ) from error
     console.log(table("run", describe(plan)))
     init_from = find_init_from(plan, console.log)

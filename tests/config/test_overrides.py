@@ -27,12 +27,12 @@ def test_values_are_yaml():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("run.yaml", "'run.yaml' is not an option"),
-        ("-x 3", "'-x' is not an option"),
+        ("run.yaml", "'run.yaml' is not an option. To read a file, write --config_path run.yaml"),
+        ("-x 3", "'-x' is not an option. Write --section.key value"),
         ("--", "'--' is not an option"),
         ("--dry_run", "--dry_run needs a value"),
         ("--dry_run --x 3", "--dry_run needs a value"),
-        ("--x 1 --x 2", "--x is given twice"),
+        ("--x 1 --x 2", "--x is given twice. Keep one of them"),
         ("--config a --config_path b", "are the same; give one of them"),
     ],
 )

@@ -96,8 +96,8 @@ def test_other_text_has_a_cache_of_its_own(finished):
         (("--data.vocab_size", "300"), "--data.vocab_size has no effect here"),
         (("--data.shuffle", "false"), "--data.shuffle has no effect here"),
         (("--data.train_urls", "[x]"), "use --data.validation_urls for the text"),
-        (("--batchsize", "4"), "--batchsize is not an option of python -m jaxlm.evaluate. Did you mean --batch_size?"),
-        (("--dry_run", "true"), "--dry_run is not an option of python -m jaxlm.evaluate"),
+        (("--batchsize", "4"), "--batchsize is not an option of jaxlm evaluate. Did you mean --batch_size?"),
+        (("--dry_run", "true"), "--dry_run is not an option of jaxlm evaluate"),
         (("--optimizer", "{learning_rate: 1}"), "--optimizer is not an option of"),
         (("--optimizer.learning_rate", "1"), "--optimizer.learning_rate has no effect on a trained model"),
         (("--trainer.num_train_steps", "1"), "--trainer.num_train_steps has no effect on a trained model"),
@@ -113,7 +113,7 @@ def test_mistakes_are_one_message(finished, arguments, said, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--promt", "x"), "--promt is not an option of python -m jaxlm.sample. Did you mean --prompt?"),
+        (("--promt", "x"), "--promt is not an option of jaxlm sample. Did you mean --prompt?"),
         (("--data.shuffle", "false"), "--data.shuffle has no effect on a trained model"),
         (("--trainer.max_eval_batches", "3"), "--trainer.max_eval_batches has no effect on a trained model"),
         (("--trainer.model_axis_size", "3"), "trainer.model_axis_size"),

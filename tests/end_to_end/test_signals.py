@@ -47,7 +47,7 @@ def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
     )
     results = [process_end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
-    assert f"stopped by signal {int(number)}; saved as checkpoints/run/step-" in results[0][1]
+    assert f"stopped by {signal.Signals(number).name}; saved as checkpoints/run/step-" in results[0][1]
     saved = max(int(name.removeprefix("step-")) for name in place.checkpoints())
     assert saved == 7 if processes == 1 else 7 <= saved <= 11
     results = [process_end(process) for process in place.start_all(processes, *RUN)]

@@ -163,7 +163,10 @@ class _Decoder:
                 return self._fit(kind, value, path, default, lenient)
             except _MismatchError:
                 continue
-        raise self._error(path, f"{_format_value(value)} given, {_expected(kind)} expected")
+        hint = (
+            f". Write [{value}] for a list of one" if typing.get_origin(kind) is list and isinstance(value, str) else ""
+        )
+        raise self._error(path, f"{_format_value(value)} given, {_expected(kind)} expected{hint}")
 
     def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -67,7 +67,7 @@ def refuse_dry_run(config: RunConfig, reason: str) -> None:
     if config.dry_run:
         raise ConfigError(
             f"dry_run: true has no effect here: {reason}. Remove it. To print the plan and the memory use, run"
-            " `python -m jaxlm.train --dry_run true`"
+            " `jaxlm train --dry_run true`"
         )
 
 

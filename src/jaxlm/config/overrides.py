@@ -45,18 +45,20 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     while rest:
         option = rest.pop(0)
         if not option.startswith("--") or option == "--":
-            raise ConfigError(f"command line: '{option}' is not an option. Write --section.key value")
+            is_file = option.endswith((".yaml", ".yml"))
+            hint = f"To read a file, write --config_path {option}" if is_file else "Write --section.key value"
+            raise ConfigError(f"command line: '{option}' is not an option. {hint}")
         name, equals, text = option[2:].partition("=")
         if not equals:
             if not rest or re.match(r"--[A-Za-z_]", rest[0]):
                 raise ConfigError(f"command line: --{name} needs a value (--{name} true, for a switch)")
             text = rest.pop(0)
         if name in given:
-            raise ConfigError(f"command line: --{name} is given twice")
+            raise ConfigError(f"command line: --{name} is given twice. Keep one of them")
         given[name] = text
     for name in given:
         if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
-            raise ConfigError(f"command line: --{name} is no option. Did you mean --config_path?")
+            raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
     named = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
     if len(named) > 1:
         raise ConfigError("command line: --config_path and --config are the same; give one of them")

@@ -23,8 +23,8 @@ class TrainerConfig:
             tracker's `id`, then the name of the config file without its suffix.
         seed: random seed for parameter initialization, shuffling and dropout.
         num_train_steps: optimizer steps per phase, unless the phase sets its own.
-        train_batch_size: sequences per step over all devices. -1 uses `per_device_parallelism` times the number of devices
-            that the batch is sharded over. A list changes the size during the run, by global step:
+        train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
+            the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
             `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
         per_device_parallelism: sequences per device in one micro-batch. -1 processes the device's whole share of the
             batch at once; a smaller value accumulates gradients over several micro-batches.
@@ -34,20 +34,23 @@ class TrainerConfig:
         per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
         steps_per_eval: steps between evaluations. One more evaluation runs after the last step.
         max_eval_batches: maximum batches per source in each evaluation; null evaluates all of them.
-        mp: mixed-precision policy, such as `f32` or `p=f32,c=bfloat16` (parameters, compute). `c=float16` turns on dynamic
-            loss scaling.
+        mp: mixed-precision policy: `f32`, or dtypes of parameters and compute, as in `p=f32,c=bfloat16` (like PyTorch's
+            autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
+            scaling.
         log_dir: logs are written to `<log_dir>/<id>/`.
         compilation_cache_dir: folder for the persistent compilation cache; null disables it.
         strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
             Implementations that you select by name (`model.attn_backend: reference`) are allowed.
         batch_axis: logical axis to shard over the replica and data mesh axes; null shards none.
-        fsdp_axis: logical axes along which parameters are sharded over the data mesh axis (FSDP); null shards none.
+        fsdp_axis: logical axes along which parameters are sharded over the data mesh axis (FSDP); null shards
+            none, so that every device holds all parameters (DDP).
         tensor_parallel_axes: logical axes to shard over the model mesh axis. `heads` also shards `kv_heads` if the axis
             size divides them. Null shards none.
         model_axis_size: size of the model mesh axis: the devices that share each layer's computation.
-        replica_ici_axis_size: number of full parameter copies within a slice (HSDP).
-        replica_dcn_axis_size: number of full parameter copies across TPU slices, or across processes if there are no
-            slices.
+        replica_ici_axis_size: number of full parameter copies within a slice, which is joined by fast links, ICI on TPUs
+            (HSDP).
+        replica_dcn_axis_size: number of full parameter copies across TPU slices, which the data-center network (DCN)
+            joins, or across processes if there are no slices.
         axis_resources: additional logical-to-mesh axis entries for both the parameter and the compute mapping. Mesh axes
             are replica, data and model.
         parameter_axis_resources: additional entries for the parameter mapping only.
@@ -136,7 +139,7 @@ class TrainerConfig:
         if self.shutdown_at_exit:
             raise ConfigError(
                 "trainer.shutdown_at_exit: a run does not shut machines down. Do it in the command that starts the run:"
-                " python -m jaxlm.train ...; sudo shutdown"
+                " jaxlm train ...; sudo shutdown"
             )
 
     @property

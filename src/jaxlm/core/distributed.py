@@ -20,10 +20,10 @@ class DistributedConfig:
     """How the processes of a multi-process run connect. SLURM, TPU pods and Open MPI are detected automatically.
 
     Attributes:
-        coordinator_address: `host:port` of process 0; null detects it. Set it together with `num_processes` and
-            `process_id`.
-        num_processes: total number of processes; null detects it.
-        process_id: index of this process, from 0; null detects it.
+        coordinator_address: `host:port` of process 0 (MASTER_ADDR:MASTER_PORT in PyTorch); null detects it. Set it
+            together with `num_processes` and `process_id`.
+        num_processes: total number of processes (WORLD_SIZE); null detects it.
+        process_id: index of this process, from 0 (RANK); null detects it.
         local_device_ids: devices of this process. Null uses all visible devices; under SLURM, this task's share of
             CUDA_VISIBLE_DEVICES.
         initialization_timeout: maximum time to wait at startup until all processes have connected.

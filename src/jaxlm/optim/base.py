@@ -49,7 +49,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     Attributes:
         learning_rate: peak learning rate.
-        weight_decay: decoupled weight decay; multiplied by the learning rate of the step.
+        weight_decay: decoupled weight decay, as in AdamW; multiplied by the learning rate of the step.
         lr_schedule: shape of the learning-rate decay: constant, linear, cosine, polynomial, inv_sqrt, inv or power, as a
             name or as a section with `type` and the keys of that shape.
         min_lr_ratio: learning rate at the end of each cycle, as a fraction of the peak.

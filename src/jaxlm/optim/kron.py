@@ -43,7 +43,8 @@ class KronConfig(OptimizerConfig):
             small gradients.
         update_rms_clipping: maximum root mean square of each parameter's whitened momentum in each layer; larger ones are
             scaled down to it. Null disables clipping.
-        beta2, epsilon: Adam's, for all other parameters.
+        beta2, epsilon: Adam's keys of the same names, used for all other parameters: embeddings, the output head, norms
+            and biases.
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 

@@ -40,7 +40,8 @@ class MuonConfig(OptimizerConfig):
         muon_epsilon: added to the norm of a matrix before dividing by it.
         use_kimi_scaling: scale updates by 0.2 sqrt(max(out, in)) to match the size of Adam's updates, so that learning
             rate and weight decay tuned for Adam can be used. False scales by sqrt(max(1, out / in)).
-        beta1, beta2, epsilon: Adam's, for all other parameters.
+        beta1, beta2, epsilon: Adam's keys of the same names, used for all other parameters: embeddings, the output head,
+            norms and biases.
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 

@@ -85,7 +85,7 @@ class LoadedCheckpoint:
 
 def checkpoint_parser(command: str, description: str, *, or_else: str = "") -> argparse.ArgumentParser:
     """The parser of a command that takes a checkpoint. Args: or_else: help text for what else `--checkpoint` may name."""
-    parser = argparse.ArgumentParser(prog=f"python -m {command}", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"jaxlm {command}", description=description, allow_abbrev=False)
     add_checkpoint_options(parser, or_else=or_else)
     return parser
 

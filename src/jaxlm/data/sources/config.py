@@ -50,8 +50,8 @@ class SourceConfig:
         split: split of the dataset `id` to train on.
         validation_split: split of the dataset `id` to validate on if `validation_urls` is empty; null means no validation
             data from the dataset.
-        stream: stream the rows of the dataset `id` straight into the mirror, instead of first downloading it to the cache
-            of the `datasets` library.
+        stream: stream the rows of the dataset `id` straight into `<cache_dir>/mirror/`, instead of first downloading it
+            to the cache of the `datasets` library.
         source: a class of your own that generates the records; use it instead of `train_urls`:
             `{type: "my_package.my_module:MyCorpus"}`.
     """

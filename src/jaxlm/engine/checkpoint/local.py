@@ -132,7 +132,10 @@ class LocalFolder(CheckpointFolder):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
         except OSError as error:
-            raise SaveError(f"cannot write to the checkpoint folder {self._path.absolute()}: {error}") from error
+            raise SaveError(
+                f"cannot write to the checkpoint folder {self._path.absolute()}: {error}."
+                " Set trainer.checkpointer.base_path to a writable folder"
+            ) from error
 
     def _check_shared(self, token: bytes) -> None:
         """Raises `ConfigError` if a process sees another disk: checkpoints would lack its arrays."""
