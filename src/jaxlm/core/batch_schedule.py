@@ -28,9 +28,9 @@ class BatchStage:
 
     Attributes:
         start: first step, counted from 0.
-        size: sequences per step. Empty sequences pad the micro-batches if they do not fill them.
-        num_microbatches: micro-batches per step, processed one after another.
-        microbatch: sequences per micro-batch, over all devices.
+        size: sequences per step. Empty sequences pad the microbatches if they do not fill them.
+        num_microbatches: microbatches per step, processed one after another.
+        microbatch: sequences per microbatch, over all devices.
     """
 
     start: int
@@ -40,7 +40,7 @@ class BatchStage:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(micro-batches, sequences per micro-batch). Each shape needs its own compiled program."""
+        """(microbatches, sequences per microbatch). Each shape needs its own compiled program."""
         return self.num_microbatches, self.microbatch
 
 
@@ -56,12 +56,12 @@ class BatchSchedule:
 
     @staticmethod
     def of(sizes: Sequence[BatchSize]) -> "BatchSchedule":
-        """A schedule in which each batch is one micro-batch."""
+        """A schedule in which each batch is one microbatch."""
         return BatchSchedule(tuple(BatchStage(one.start, one.value, 1, one.value) for one in sizes))
 
     @staticmethod
     def constant(size: int) -> "BatchSchedule":
-        """A schedule in which all batches have the same size and are one micro-batch."""
+        """A schedule in which all batches have the same size and are one microbatch."""
         return BatchSchedule.of([BatchSize(0, size)])
 
     @property
