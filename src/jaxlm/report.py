@@ -16,7 +16,7 @@ def final_report(plan: Plan, console: Console) -> None:
     """Logs the final losses, bits per byte next to those of compressors, and the paths of the results; writes the plots."""
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
-    checkpoint = plan.checkpoints.checkpoints()[-1].place
+    checkpoint = plan.checkpoints.checkpoints()[-1].location
     rows = [
         ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
         ("training loss", _number(latest, "train/loss")),
@@ -28,7 +28,7 @@ def final_report(plan: Plan, console: Console) -> None:
         ("checkpoint", str(checkpoint)),
         *write_plots(plan, records),
         ("metrics", str(plan.log_folder / "metrics.jsonl")),
-        ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoints.place} --prompt "..."'),
+        ("to sample", f'python -m jaxlm.sample --checkpoint {plan.checkpoints.location} --prompt "..."'),
         ("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
     console.log(table("report", rows))

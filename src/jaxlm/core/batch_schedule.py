@@ -82,7 +82,7 @@ class BatchSchedule:
         """The stages of steps `step` to `end` (exclusive)."""
         return (self.at(step), *(stage for stage in self.stages if step < stage.start < end))
 
-    def same_until(self, step: int, end: int) -> int:
+    def next_shape_change(self, step: int, end: int) -> int:
         """The first step after `step` with another batch shape, or `end` if there is none before it."""
         here, *later = self.between(step, end)
         return next((stage.start for stage in later if stage.shape != here.shape), end)
@@ -107,7 +107,7 @@ class BatchSchedule:
         steps = self.whole_steps(examples)
         return steps + (self.examples_before(steps) < examples)
 
-    def counted_from(self, step: int) -> "BatchSchedule":
+    def starting_at(self, step: int) -> "BatchSchedule":
         """The schedule from `step` on, with `step` renumbered to 0."""
         later = (stage for stage in self.stages if stage.start > step)
         return BatchSchedule(

@@ -152,10 +152,10 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def num_groups(devices: Sequence[Any], *, wanted: bool) -> int:
-    """Number of device groups with fast links inside: TPU slices, or processes if `wanted` is set and there are none."""
+def count_groups(devices: Sequence[Any], *, group_by_process: bool) -> int:
+    """Number of device groups with fast links inside: TPU slices, or with `group_by_process` processes if there are none."""
     groups = {_group(device) for device in devices}
-    return len(groups) if wanted or _has_slices(devices[0]) else 1
+    return len(groups) if group_by_process or _has_slices(devices[0]) else 1
 
 
 def _group(device: Any) -> int:
