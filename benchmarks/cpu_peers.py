@@ -57,9 +57,9 @@ class Peer:
 
 PEERS = (
     Peer("jaxlm", "jaxlm", ("jaxlm_run.py", "1", CACHE)),
-    Peer("jaxlm, 2 micro-batches", "jaxlm", ("jaxlm_run.py", "2", CACHE)),
+    Peer("jaxlm, 2 microbatches", "jaxlm", ("jaxlm_run.py", "2", CACHE)),
     *(
-        Peer(f"bare JAX, {form}, {micro} micro-batch(es)", "jaxlm", ("bare_jax.py", form, micro, CACHE))
+        Peer(f"bare JAX, {form}, {micro} microbatch(es)", "jaxlm", ("bare_jax.py", form, micro, CACHE))
         for form in ("scan", "unroll")
         for micro in ("1", "2")
     ),

@@ -7,7 +7,7 @@
 The models are GPT-2 124M on 1,024 tokens, and a 1.2B Llama and a 1.4B Llama with heads of 128 on 4,096 tokens, in
 bfloat16 with float32 parameters, on random tokens. jaxlm and PyTorch run in separate processes, in turn, round after
 round while time remains. jaxlm is measured by `python -m jaxlm.bench`. PyTorch runs a compiled step with the attention
-backend that is fastest at the model's shape, and splits the batch into micro-batches only if it does not fit. Writes
+backend that is fastest at the model's shape, and splits the batch into microbatches only if it does not fit. Writes
 OUTPUT.md and OUTPUT.json.
 """
 
@@ -271,7 +271,9 @@ def how(peer: str, answer: dict) -> str:
     if peer == "jaxlm":
         kernels = ", ".join(f"{name} x {n}" for name, n in answer["kernels"].items()) or "no library kernels"
         return f"recomputation {answer['recomputation']}; {kernels}; compiled in {answer['compile_seconds']:.0f} s"
-    return f"{answer['attention']}, {answer['micro_batches']} micro-batch(es), first step {answer['compile_seconds']:.0f} s"
+    return (
+        f"{answer['attention']}, {answer['micro_batches']} microbatch(es), first step {answer['compile_seconds']:.0f} s"
+    )
 
 
 def measured(case: dict) -> list[str]:

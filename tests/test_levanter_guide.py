@@ -166,9 +166,9 @@ def test_every_other_documented_default():
 @pytest.mark.trap("D9")
 def test_checkpoints_go_below_the_run_id():
     plan = make_plan(fresh(TINY), "mine", 64)
-    assert plan.checkpoints.place == Path("checkpoints/mine")
+    assert plan.checkpoints.location == Path("checkpoints/mine")
     flat = fresh(TINY + "trainer: {checkpointer: {append_run_id_to_base_path: false}}")
-    assert make_plan(flat, "mine", 64).checkpoints.place == Path("checkpoints")
+    assert make_plan(flat, "mine", 64).checkpoints.location == Path("checkpoints")
 
 
 @pytest.mark.trap("D11")

@@ -1,4 +1,4 @@
-"""A bare JAX step: plain functions, optax, one jit. Arguments: steps, scan | unroll, micro-batches, [cache]."""
+"""A bare JAX step: plain functions, optax, one jit. Arguments: steps, scan | unroll, microbatches, [cache]."""
 
 import sys
 
@@ -53,7 +53,7 @@ def loss_of(params, inputs, targets, *, scan):
 
 def main():
     scan, micro = sys.argv[2] == "scan", int(sys.argv[3])
-    clock = common.Clock(f"bare JAX, {sys.argv[2]}, {micro} micro-batch(es)", common.num_steps())
+    clock = common.Clock(f"bare JAX, {sys.argv[2]}, {micro} microbatch(es)", common.num_steps())
     if len(sys.argv) > 4:
         jax.config.update("jax_compilation_cache_dir", sys.argv[4])
     params = parameters(common.weights())

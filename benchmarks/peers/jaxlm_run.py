@@ -1,4 +1,4 @@
-"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: steps, micro-batches, [compilation cache]."""
+"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: steps, microbatches, [compilation cache]."""
 
 import sys
 import tempfile
@@ -76,7 +76,7 @@ def loaded(model, given):
 
 def main():
     micro = int(sys.argv[2])
-    clock = common.Clock(f"jaxlm, {micro} micro-batch(es)", common.num_steps())
+    clock = common.Clock(f"jaxlm, {micro} microbatch(es)", common.num_steps())
     if len(sys.argv) > 3:
         enable_compilation_cache(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:

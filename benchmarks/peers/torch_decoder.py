@@ -3,7 +3,7 @@
     {"shape": {...}, "rows": 16, "steps": 20, "warmup": 5}
 
 Tries every backend of scaled_dot_product_attention at the model's shape and uses the fastest. If a batch does not fit
-into memory, splits it into the fewest micro-batches that do. Parameters, gradients and optimizer state are float32.
+into memory, splits it into the fewest microbatches that do. Parameters, gradients and optimizer state are float32.
 """
 
 import json
@@ -82,7 +82,7 @@ def train(shape: Shape, rows: int, num_micro: int, steps: int) -> list[float]:
 
 
 def train_in_memory(shape: Shape, rows: int, steps: int) -> tuple[list[float], int]:
-    """Seconds per step, and the smallest number of micro-batches that fits."""
+    """Seconds per step, and the smallest number of microbatches that fits."""
     num_micro = 1
     while True:
         try:

@@ -135,7 +135,7 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     """Measures the first phase's step on random tokens. Call it inside `plan.layout.use()`."""
     phase = plan.phases[0]
     step = compile_step(plan, phase, console.log)
-    step.require_room()
+    step.check_fits_memory()
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     batches = [random_batch(plan, seed) for seed in range(4)]
     flags = FlagSync(plan.layout).to_devices(SyncFlags())

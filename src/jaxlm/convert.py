@@ -54,10 +54,10 @@ def _convert(options: argparse.Namespace) -> int:
         model = trained.load_model(options.weights)
         if options.adapters == "only":
             export_adapters(folder, model, plan, dtype)
-            print(f"wrote the adapters of {trained.checkpoint.place} to {folder}")
+            print(f"wrote the adapters of {trained.checkpoint.location} to {folder}")
             return 0
         export_model(folder, model, plan, trained.tokenizer, dtype)
-        print(f"wrote {trained.checkpoint.place} to {folder} as {jax.numpy.dtype(dtype).name}")
+        print(f"wrote {trained.checkpoint.location} to {folder} as {jax.numpy.dtype(dtype).name}")
         if options.verify == "true":
             print(verify_folder(folder, without_adapters(model), plan.config.model, plan.layout))
     return 0

@@ -206,7 +206,7 @@ def _print_results(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags
         numbers = f"{part.loss:>8.4f}  {part.bits_per_byte:>11.4f}"
         print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
     checkpoint = trained.checkpoint
-    about = {"checkpoint": str(checkpoint.place), "step": checkpoint.cursor.step, **_numbers(total)}
+    about = {"checkpoint": str(checkpoint.location), "step": checkpoint.cursor.step, **_numbers(total)}
     parts = {"sources": sums, "tags": tagged}
     by_name = {kind: {name: _numbers(part) for name, part in group.items()} for kind, group in parts.items()}
     print(json.dumps({**about, **_null_for_nan(macro(sums.values())), **by_name}))

@@ -119,7 +119,7 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     assert sizes is not None, "see check_batch"
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
     batches = BatchSchedule.of(sizes)
-    mixture = data.examples(batches.counted_from(phase.start), seed=config.trainer.seed)
+    mixture = data.examples(batches.starting_at(phase.start), seed=config.trainer.seed)
     size = batches.at(number).size
     examples = batches.examples_between(phase.start, number) + np.arange(size)
     columns = mixture.read(examples)

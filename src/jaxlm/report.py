@@ -16,7 +16,7 @@ def final_report(plan: Plan, console: Console) -> None:
     """Logs the final losses, bits per byte next to those of compressors, and the paths of the results; writes the plots."""
     records = read_jsonl(plan.log_folder / "metrics.jsonl")
     latest = {name: value for record in records for name, value in record.items() if value is not None}
-    checkpoint = plan.checkpoints.checkpoints()[-1].place
+    checkpoint = plan.checkpoints.checkpoints()[-1].location
     rows = [
         ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
         ("training loss", _number(latest, "train/loss")),

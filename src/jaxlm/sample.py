@@ -58,7 +58,7 @@ def _sample(arguments: Sequence[str]) -> int:
         print(prompt + stops.before(new_ids), end="\n---\n")
     count = sum(map(len, completions))
     rate = f"{count / seconds:.1f} tokens/s, including compilation"
-    print(f"{count} tokens in {seconds:.1f} s ({rate}), from {loaded.place}", file=sys.stderr)
+    print(f"{count} tokens in {seconds:.1f} s ({rate}), from {loaded.location}", file=sys.stderr)
     return 0
 
 

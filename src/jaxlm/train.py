@@ -60,8 +60,8 @@ class TrainResult:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return run_command(lambda: _exit_code(train(load_config(given, "jaxlm.train"))))
+    argv = sys.argv[1:] if arguments is None else arguments
+    return run_command(lambda: _exit_code(train(load_config(argv, "jaxlm.train"))))
 
 
 def train(config: RunConfig, console: Console | None = None) -> TrainResult:
@@ -71,11 +71,11 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         ConfigError: the configuration cannot be run. Nothing has been compiled or written then.
     """
     console = console or Console()
-    plan = _checked_plan(config)
+    plan = _make_checked_plan(config)
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
-    plan, tokenizer, init_from = _opened(plan, console)
+    plan, tokenizer, init_from = _prepare(plan, console)
     state, outcome = None, Done()
     with (
         plan.layout.use(),
@@ -83,12 +83,12 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         open_run(plan, tokenizer, console, stop, resume_step=init_from.resume_step) as run,
     ):
         if init_from.state is not None:
-            state = _restored(run, init_from)
+            state = _restore(run, init_from)
         for phase in remaining_phases(plan, init_from.state):
             state, outcome = _train_phase(run, phase, state, init_from)
             if isinstance(outcome, Interrupted):
                 break
-    newest = plan.checkpoints.checkpoints()[-1].place
+    newest = plan.checkpoints.checkpoints()[-1].location
     if isinstance(outcome, Interrupted):
         signal_name = signal.Signals(outcome.signal).name
         console.log(f"stopped by {signal_name}; saved as {newest}. Run the same command again to continue")
@@ -98,13 +98,15 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     return TrainResult(state, outcome, newest, plan)
 
 
-def _checked_plan(config: RunConfig) -> Plan:
-    """The plan of a run, with everything checked that needs neither data nor checkpoints."""
+def _make_checked_plan(config: RunConfig) -> Plan:
+    """Makes the plan of a run and checks everything that needs neither data nor checkpoints."""
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     run_id = run_id_of(config)
     if not same_on_all_processes(run_id):
-        raise ConfigError(f"trainer.id: '{run_id}' here, another on another process. Set RUN_ID to the same on all")
+        raise ConfigError(
+            f"trainer.id: '{run_id}' on this process, but not on all others. Set RUN_ID to the same value on every process"
+        )
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
     check_accelerator(plan)
@@ -113,8 +115,8 @@ def _checked_plan(config: RunConfig) -> Plan:
     return plan
 
 
-def _opened(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
-    """The plan once tokenizer and data are known, the tokenizer, and where the run starts from."""
+def _prepare(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
+    """Loads the tokenizer and finds the checkpoint to start from. Returns the plan updated for the tokenizer, and both."""
     config = plan.config
     plan.checkpoints.open(console.log)
     check_init_from(plan)
@@ -142,19 +144,19 @@ def _opened(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
     return plan, tokenizer, init_from
 
 
-def _restored(run: Run, init_from: InitFrom) -> RunState:
-    """The state of the checkpoint that the run continues from."""
+def _restore(run: Run, init_from: InitFrom) -> RunState:
+    """Loads the state of the checkpoint that the run continues from."""
     plan, checkpoint = run.plan, init_from.state
     assert checkpoint is not None
     phase = check_cursor(checkpoint.cursor, plan)
     state = init_from.load_state(plan, phase, run.console.log)
     complete = checkpoint.cursor.step == plan.num_steps
     progress = f"the run is complete: all {plan.num_steps} steps are done" if complete else "resuming"
-    run.console.log(f"{progress}, from {checkpoint.place}")
+    run.console.log(f"{progress}, from {checkpoint.location}")
     for line in changed_stages(checkpoint.cursor, checkpoint.position(), phase, plan):
         run.console.log(line)
     if not init_from.is_own:
-        run.adopt(state, checkpoint)
+        run.save_as_first_checkpoint(state, checkpoint)
     return state
 
 
@@ -171,14 +173,14 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: Init
     saver = run.saver(phase)
     sizes = plan.batches.train
     first_step = phase.start if resumed is None else resumed.cursor.step
-    examples = data.examples(sizes.counted_from(phase.start), seed=plan.config.trainer.seed)
+    examples = data.examples(sizes.starting_at(phase.start), seed=plan.config.trainer.seed)
     batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
     enter = None
     if resumed is None:
         enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))
     # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
     steps = compile_steps(plan, phase, first_step, run.console.log)
-    steps.require_room()
+    steps.check_fits_memory()
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if enter is not None:

@@ -41,7 +41,7 @@ MISTAKES = {
         ("--trainer.train_batch_size", "12"),
         ["train_batch_size: 12", "8 devices", "8, 16"],
     ),
-    "micro-batch that does not divide": (
+    "microbatch that does not divide": (
         GOOD,
         ("--trainer.train_batch_size", "48", "--trainer.per_device_parallelism", "4"),
         ["per_device_parallelism: 4", "Allowed: 1, 2, 3, 6"],

@@ -24,7 +24,7 @@ def test_it_counts_as_a_loop_does(made, step, examples):
     if whole is not None:
         assert schedule.whole_steps(examples) == whole
         assert schedule.steps_for(examples) == whole + (sum(sizes[:whole]) < examples)
-    later = schedule.counted_from(step)
+    later = schedule.starting_at(step)
     assert [later.at(n).size for n in range(20)] == sizes[step : step + 20]
     assert later.examples_before(13) == sum(sizes[step : step + 13])
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxlm.core import distributed
-from jaxlm.core.distributed import DistributedConfig, detected, slurm_devices
+from jaxlm.core.distributed import DistributedConfig, detect_launcher, slurm_devices
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -30,7 +30,7 @@ LAUNCHERS = {
 def test_detected(name, monkeypatch):
     monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [])
     environment, expected = LAUNCHERS[name]
-    assert detected(environment) == expected
+    assert detect_launcher(environment) == expected
 
 
 @pytest.mark.parametrize(

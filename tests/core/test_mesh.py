@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.mesh import MeshConfig, MeshShape, mesh_shape, num_groups
+from jaxlm.core.mesh import MeshConfig, MeshShape, count_groups, mesh_shape
 from jaxlm.core.sharding import spec_of
 
 
@@ -59,7 +59,7 @@ def test_sizes_that_do_not_use_the_devices(axes, named):
 def test_devices_of_a_slice_lie_together():
     """Two slices of four: model and the inner part of data stay inside, the outer part of data and of replica cross."""
     devices = [Device(id=n, process_index=0, slice_index=n % 2, platform="tpu") for n in range(8)]
-    assert num_groups(devices, wanted=False) == 2
+    assert count_groups(devices, group_by_process=False) == 2
     for shape, crossing in (
         (mesh_shape(8, model=2, num_groups=2), "data"),
         (mesh_shape(8, model=2, replica_dcn=2, num_groups=2), "replica"),
@@ -76,8 +76,8 @@ def test_devices_of_a_slice_lie_together():
 
 def test_processes_are_groups_only_where_asked():
     devices = [Device(id=n, process_index=n // 4) for n in range(8)]
-    assert num_groups(devices, wanted=False) == 1
-    assert num_groups(devices, wanted=True) == 2
+    assert count_groups(devices, group_by_process=False) == 1
+    assert count_groups(devices, group_by_process=True) == 2
 
 
 def test_where_two_axes_want_one_mesh_axis_the_first_of_the_mapping_has_it():

@@ -15,7 +15,7 @@ from jaxlm.config.decode import decode, encode
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.lr_shapes import Cosine, InvSqrt, Polynomial, Power
-from jaxlm.core.schedules import ScheduleSpec, low_points, make_schedule
+from jaxlm.core.schedules import ScheduleSpec, cycle_boundaries, make_schedule
 from jaxlm.optim.adam import AdamConfig
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "lr_schedules.json").read_text())
@@ -37,7 +37,7 @@ def test_known_values(case):
     np.testing.assert_allclose([schedule(s) for s in steps], expected, rtol=1e-5, atol=atol)
     traced = jax.jit(jax.vmap(schedule))(np.array(steps))
     np.testing.assert_allclose(traced, expected, rtol=1e-5, atol=atol)
-    assert low_points(config.cycles, config.cycle_length, case["num_train_steps"]) == case["cycle_minima"]
+    assert cycle_boundaries(config.cycles, config.cycle_length, case["num_train_steps"]) == case["cycle_minima"]
 
 
 @pytest.mark.parametrize("case", VECTORS["error_cases"], ids=lambda case: case["name"])
@@ -111,7 +111,7 @@ def check_schedule(shape: ScheduleSpec, cycles: dict, num_steps: int) -> None:
     except ConfigError:
         assume(False)
         raise
-    points = low_points(shape.cycles, shape.cycle_length, num_steps)
+    points = cycle_boundaries(shape.cycles, shape.cycle_length, num_steps)
     values = np.asarray(schedule(np.arange(MOST_STEPS + 1)), np.float64)[: num_steps + 1]
     peak = shape.peak
     np.testing.assert_allclose(values, by_hand(shape, num_steps, points), rtol=1e-5, atol=1e-6 * peak)
@@ -156,7 +156,7 @@ def test_a_length_of_one_is_the_whole_cycle_and_not_one_step():
     schedule = make_schedule(ScheduleSpec(1.0, 1, None, "linear", 0.1), 100)
     assert [s.name for s in schedule.segments] == ["warmup"]
     assert float(schedule(50)) == pytest.approx(0.5)
-    assert low_points(None, 1, 100) == [0, 100]
+    assert cycle_boundaries(None, 1, 100) == [0, 100]
     lines = [name for _, _, name in schedule.corner_points()]
     assert lines == ["warmup from", "end"]  # and it is shown before anything is trained
     with pytest.raises(ConfigError, match="1 means all of it, not one step"):
@@ -178,13 +178,13 @@ def test_a_warmup_longer_than_its_cycle_is_clamped():
 
 @pytest.mark.trap("D13")
 def test_an_integer_number_of_cycles_divides_the_run():
-    assert low_points(4, None, 1000) == [0, 250, 500, 750, 1000]  # and not the guide's N / (c + 1)
+    assert cycle_boundaries(4, None, 1000) == [0, 250, 500, 750, 1000]  # and not the guide's N / (c + 1)
 
 
 @pytest.mark.trap("D25")
 def test_the_last_cycle_takes_the_remaining_steps():
-    assert low_points(None, 300, 1000) == [0, 300, 600, 1000]
-    assert low_points(None, [300, 100], 1000) == [0, 300, 400, 1000]
+    assert cycle_boundaries(None, 300, 1000) == [0, 300, 600, 1000]
+    assert cycle_boundaries(None, [300, 100], 1000) == [0, 300, 400, 1000]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_the_last_cycle_takes_the_remaining_steps():
     ],
 )
 @pytest.mark.trap("D26")
-def test_low_points_that_do_not_fit_are_errors(cycles, length):
+def test_cycle_boundaries_that_do_not_fit_are_errors(cycles, length):
     with pytest.raises(ConfigError, match="cycle"):
-        low_points(cycles, length, 1000)
+        cycle_boundaries(cycles, length, 1000)
 
 
 def test_the_first_update_has_no_rate_and_the_last_one_nearly_the_least():

@@ -328,7 +328,7 @@ class TestEvaluation:
 
 
 def test_a_batch_that_does_not_divide_is_filled_up_with_padding(windows):
-    """Twelve examples over eight devices in two micro-batches: four rows count nothing, and no example is lost."""
+    """Twelve examples over eight devices in two microbatches: four rows count nothing, and no example is lost."""
     plain = take(open_batches(windows, batch_size=12, layout=layout_of(data=4)), 3)
     padded = take(open_batches(windows, batch_size=12, num_microbatches=2, layout=layout_of(data=8)), 3)
     for one, two in zip(plain, padded, strict=True):

@@ -16,7 +16,7 @@ MESHES = {
     "fsdp 8": (8, ()),
     "tp 2 x fsdp 4": (8, ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")),
 }
-# Two micro-batches on every mesh.
+# Two microbatches on every mesh.
 PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2", "kron, fsdp 8": "1"}
 SETTINGS = MESHES | {"kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3"))}
 

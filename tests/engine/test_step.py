@@ -42,8 +42,8 @@ def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_
 
 
 @pytest.mark.trap("T7")
-def test_chat_gradients_do_not_depend_on_the_number_of_micro_batches():
-    # Answers of 1 to 10 tokens, packed: a mean of the micro-batches' means would weigh the short ones up.
+def test_chat_gradients_do_not_depend_on_the_number_of_microbatches():
+    # Answers of 1 to 10 tokens, packed: a mean of the microbatches' means would weigh the short ones up.
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 11, 40)
     documents = [rng.integers(0, VOCAB, 4 + n).tolist() for n in lengths]

@@ -48,7 +48,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "dry_run": ShownIn("tests/end_to_end/test_command.py::test_dry_run_needs_nothing"),
 }
 TRAINER: dict[str, Entry] = {
-    "trainer.id": Change("y", Value(lambda plan: (plan.checkpoints.place.name, plan.log_folder.name), ("y", "y"))),
+    "trainer.id": Change("y", Value(lambda plan: (plan.checkpoints.location.name, plan.log_folder.name), ("y", "y"))),
     "trainer.seed": Change(1, Initial(r"tokens|proj")),
     "trainer.num_train_steps": Change(200, Rates({101: 5.5e-5})),
     "trainer.train_batch_size": Change(32, Program(gains=r"tensor<1x32x16xi32>")),
@@ -112,9 +112,9 @@ TRAINER: dict[str, Entry] = {
     "trainer.ray": ShownIn(
         "tests/data/test_ray_cluster.py::test_workers_are_killed_and_join_and_the_cache_is_the_same"
     ),
-    "trainer.checkpointer.base_path": Change("other", Value(lambda plan: str(plan.checkpoints.place), "other/x")),
+    "trainer.checkpointer.base_path": Change("other", Value(lambda plan: str(plan.checkpoints.location), "other/x")),
     "trainer.checkpointer.append_run_id_to_base_path": Change(
-        False, Value(lambda plan: str(plan.checkpoints.place), "checkpoints")
+        False, Value(lambda plan: str(plan.checkpoints.location), "checkpoints")
     ),
     "trainer.checkpointer.save_interval": ShownIn(INIT_FROM + "test_old_temporary_checkpoints_can_be_kept"),
     "trainer.checkpointer.keep": ShownIn(INIT_FROM + "test_the_last_step_is_saved_permanently"),

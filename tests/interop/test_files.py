@@ -18,7 +18,7 @@ from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.peft.write import Adapter, save_adapters
-from jaxlm.interop.torch.renamed import Renamed
+from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
@@ -184,14 +184,14 @@ def test_torch_files_and_names_by_rules(tmp_path):
     }
     torch.save({"state_dict": {**own, "extra": torch.zeros(2)}}, tmp_path / "teacher.pt")
     rules = {r"net\.(lm_head\..*)": r"\1", r"net\.(.*)": r"model.\1"}
-    source = Renamed(open_tensors(tmp_path / "teacher.pt"), rules)
+    source = RenamedTensors(open_tensors(tmp_path / "teacher.pt"), rules)
     assert source.tensors == file.tensors
     for name in file.tensors:
         np.testing.assert_array_equal(source.view(name), file.view(name))
     loaded = load_model(tmp_path / "teacher.pt", abstract(dtype=jnp.bfloat16), CONFIG, one_device(), rules=rules)
     np.testing.assert_array_equal(loaded.lm_head().array, built(dtype=jnp.bfloat16).lm_head().array)
     with pytest.raises(ConfigError, match=r"the rule 'no such\.\*' matches no tensor"):
-        Renamed(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
+        RenamedTensors(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(ConfigError, match="cannot be loaded with weights_only"):
         open_tensors(tmp_path / "module.pt")

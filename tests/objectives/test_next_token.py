@@ -80,7 +80,7 @@ def test_gradient_is_the_definitions_below_a_soft_cap(model):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_micro_batches_add_up_to_the_batch(model):
+def test_microbatches_add_up_to_the_batch(model):
     batch, objective = a_batch(), NextToken(z_loss_weight=1e-2)
     is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731
     rows = lambda s: jax.tree.map(lambda a: a["batch", s], batch, is_leaf=is_named)  # noqa: E731

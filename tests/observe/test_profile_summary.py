@@ -180,7 +180,7 @@ def test_a_recording_ends_where_batches_get_another_size(tmp_path):
     sizes = BatchSchedule.of([BatchSize(0, 8), BatchSize(9, 16), BatchSize(14, 16)])
     lines: list[str] = []
     for first, recorded in ((0, [5, 9]), (4, [9, 19])):
-        until = sizes.same_until(first + 5, phase().end)
+        until = sizes.next_shape_change(first + 5, phase().end)
         hook = hook_of(ProfilerConfig(5, 10), tmp_path, lines.append, first_step=first, until=until)
         assert [s for s in range(30) if hook.due(s)] == recorded
     assert lines == ["profiler: recording only steps 6 to 9, because the batch size changes after them"]

@@ -64,11 +64,11 @@ def test_a_step_without_room_is_refused_before_there_is_a_state():
         return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30, compiler_remat=False)
 
     for enough in (1 << 30, None):
-        StepPrograms({(1, 8): needing(enough)}).require_room()
+        StepPrograms({(1, 8): needing(enough)}).check_fits_memory()
     with pytest.raises(
         ConfigError, match=r"needs 2\.000 GiB per device, but only 1\.000 GiB are available.*per_device_parallelism"
     ):
-        StepPrograms({(1, 8): needing(1 << 30), (1, 16): needing(2 << 30)}).require_room()
+        StepPrograms({(1, 8): needing(1 << 30), (1, 16): needing(2 << 30)}).check_fits_memory()
 
 
 def test_a_compiler_without_memory_is_a_message(monkeypatch):

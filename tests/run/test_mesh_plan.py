@@ -32,7 +32,7 @@ def mappings(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(layout.compute), dict(layout.parameter)
 
 
-# Of the guide's table: devices, model axis, replicas, batch, per device -> mesh, micro-batch, micro-batches, evaluation.
+# Of the guide's table: devices, model axis, replicas, batch, per device -> mesh, microbatch, microbatches, evaluation.
 DIVISIONS = [
     ((1, 1, 1, 32, -1), ((1, 1, 1), 32, 1, 32)),
     ((8, 1, 1, 512, -1), ((1, 8, 1), 512, 1, 512)),

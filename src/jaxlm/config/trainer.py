@@ -26,8 +26,8 @@ class TrainerConfig:
         train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
             the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
             `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
-        per_device_parallelism: sequences per device in one micro-batch. -1 processes the device's whole share of the
-            batch at once; a smaller value accumulates gradients over several micro-batches.
+        per_device_parallelism: sequences per device in one microbatch. -1 processes the device's whole share of the
+            batch at once; a smaller value accumulates gradients over several microbatches.
         per_device_train_parallelism: alias of `per_device_parallelism`.
         allow_nondivisible_batch_size: pad a batch that does not divide evenly with empty sequences. They do not count
             toward the loss.
@@ -144,7 +144,7 @@ class TrainerConfig:
 
     @property
     def parallelism(self) -> int:
-        """Sequences per device in one training micro-batch, from either of the two keys.
+        """Sequences per device in one training microbatch, from either of the two keys.
 
         Raises:
             ConfigError: both keys are set, to different values.

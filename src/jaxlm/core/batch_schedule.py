@@ -28,9 +28,9 @@ class BatchStage:
 
     Attributes:
         start: first step, counted from 0.
-        size: sequences per step. Empty sequences pad the micro-batches if they do not fill them.
-        num_microbatches: micro-batches per step, processed one after another.
-        microbatch: sequences per micro-batch, over all devices.
+        size: sequences per step. Empty sequences pad the microbatches if they do not fill them.
+        num_microbatches: microbatches per step, processed one after another.
+        microbatch: sequences per microbatch, over all devices.
     """
 
     start: int
@@ -40,7 +40,7 @@ class BatchStage:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(micro-batches, sequences per micro-batch). Each shape needs its own compiled program."""
+        """(microbatches, sequences per microbatch). Each shape needs its own compiled program."""
         return self.num_microbatches, self.microbatch
 
 
@@ -56,12 +56,12 @@ class BatchSchedule:
 
     @staticmethod
     def of(sizes: Sequence[BatchSize]) -> "BatchSchedule":
-        """A schedule in which each batch is one micro-batch."""
+        """A schedule in which each batch is one microbatch."""
         return BatchSchedule(tuple(BatchStage(one.start, one.value, 1, one.value) for one in sizes))
 
     @staticmethod
     def constant(size: int) -> "BatchSchedule":
-        """A schedule in which all batches have the same size and are one micro-batch."""
+        """A schedule in which all batches have the same size and are one microbatch."""
         return BatchSchedule.of([BatchSize(0, size)])
 
     @property
@@ -82,7 +82,7 @@ class BatchSchedule:
         """The stages of steps `step` to `end` (exclusive)."""
         return (self.at(step), *(stage for stage in self.stages if step < stage.start < end))
 
-    def same_until(self, step: int, end: int) -> int:
+    def next_shape_change(self, step: int, end: int) -> int:
         """The first step after `step` with another batch shape, or `end` if there is none before it."""
         here, *later = self.between(step, end)
         return next((stage.start for stage in later if stage.shape != here.shape), end)
@@ -107,7 +107,7 @@ class BatchSchedule:
         steps = self.whole_steps(examples)
         return steps + (self.examples_before(steps) < examples)
 
-    def counted_from(self, step: int) -> "BatchSchedule":
+    def starting_at(self, step: int) -> "BatchSchedule":
         """The schedule from `step` on, with `step` renumbered to 0."""
         later = (stage for stage in self.stages if stage.start > step)
         return BatchSchedule(

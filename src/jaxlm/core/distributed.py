@@ -54,7 +54,7 @@ class DistributedConfig:
                 f"trainer.distributed: coordinator_address {self.coordinator_address}, num_processes {self.num_processes},"
                 f" process_id {self.process_id} given. They go together: set all three or none"
             )
-        if (None in explicit and detected(os.environ) is None) or jax.distributed.is_initialized():
+        if (None in explicit and detect_launcher(os.environ) is None) or jax.distributed.is_initialized():
             return
         # jax would otherwise handle SIGTERM itself; the run has its own handler, which saves a checkpoint first.
         jax.config.update("jax_enable_preemption_service", False)
@@ -72,11 +72,11 @@ class DistributedConfig:
         if isinstance(self.local_device_ids, int):
             return [self.local_device_ids]
         if self.local_device_ids is None and self.coordinator_address is None:
-            return slurm_devices(os.environ) if detected(os.environ) == "SLURM" else None
+            return slurm_devices(os.environ) if detect_launcher(os.environ) == "SLURM" else None
         return self.local_device_ids
 
 
-def detected(environment: Mapping[str, str]) -> str | None:
+def detect_launcher(environment: Mapping[str, str]) -> str | None:
     """The launcher that started several processes of this run, detected by its environment variables; None if none did."""
     if all(name in environment for name in _SLURM) and int(environment["SLURM_NTASKS"]) > 1:
         return "SLURM"

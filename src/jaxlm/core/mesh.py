@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 
 MeshAxes = str | tuple[str, ...]
-REST = -1
+ALL_REMAINING = -1
 """The axis size that means all remaining devices."""
 
 
@@ -32,7 +32,7 @@ class MeshConfig:
         param_mapping: logical-to-mesh axis mapping for stored parameters only; it overrides `fsdp_axis` for its axes.
     """
 
-    axes: dict[str, int] = field(default_factory=lambda: {DATA: REST})
+    axes: dict[str, int] = field(default_factory=lambda: {DATA: ALL_REMAINING})
     dcn_axes: dict[str, int] = field(default_factory=dict)
     shared_mapping: dict[str, str | list[str]] = field(default_factory=dict)
     compute_mapping: dict[str, str | list[str]] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class MeshConfig:
             ConfigError: the sizes do not use exactly all devices.
         """
         missing = [name for name in MESH_AXES if name not in self.axes and name not in self.dcn_axes]
-        inner = {**dict.fromkeys(missing, 1), **self.axes}
-        across = dict(self.dcn_axes) or ({DATA: num_groups} if num_groups > 1 else {})
+        ici = {**dict.fromkeys(missing, 1), **self.axes}
+        dcn = dict(self.dcn_axes) or ({DATA: num_groups} if num_groups > 1 else {})
         return MeshShape(
-            _resolve_sizes(inner, num_devices // num_groups, "trainer.mesh.axes", "devices"),
-            _resolve_sizes(across, num_groups, "trainer.mesh.dcn_axes", "slices or processes"),
+            _resolve_sizes(ici, num_devices // num_groups, "trainer.mesh.axes", "devices"),
+            _resolve_sizes(dcn, num_groups, "trainer.mesh.dcn_axes", "slices or processes"),
         )
 
     @property
@@ -60,17 +60,17 @@ class MeshConfig:
 
 def _resolve_sizes(sizes: Mapping[str, int], total: int, key: str, unit: str) -> dict[str, int]:
     """Replaces a size of -1 by the remaining number of devices or groups."""
-    rest = [name for name, size in sizes.items() if size == REST]
-    invalid = {name: size for name, size in sizes.items() if size < 1 and size != REST}
+    rest = [name for name, size in sizes.items() if size == ALL_REMAINING]
+    invalid = {name: size for name, size in sizes.items() if size < 1 and size != ALL_REMAINING}
     if invalid or len(rest) > 1:
         raise ConfigError(f"{key}: {dict(sizes)} given; sizes must be 1 or more, and at most one may be -1")
-    fixed = math.prod(size for size in sizes.values() if size != REST)
+    fixed = math.prod(size for size in sizes.values() if size != ALL_REMAINING)
     if total % fixed or (not rest and fixed != total):
         hint = " Set one of the sizes to -1 to use all remaining ones" if not rest else ""
         raise ConfigError(
             f"{key}: the sizes {dict(sizes)} multiply to {fixed}, which does not use the {total} {unit} exactly.{hint}"
         )
-    return {name: total // fixed if size == REST else size for name, size in sizes.items()}
+    return {name: total // fixed if size == ALL_REMAINING else size for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class MeshShape:
     """Sizes of the mesh axes.
 
     Attributes:
-        inner: axis -> devices along it within a group of devices with fast links (a slice), outermost first.
-        across: axis -> groups along it. An axis in both mappings has its outer part across groups.
+        ici: axis -> devices along it within a group of devices with fast links (a TPU slice or a process), outermost first.
+        dcn: axis -> groups along it. The outer part of an axis in both mappings spans groups.
     """
 
-    inner: Mapping[str, int]
-    across: Mapping[str, int] = field(default_factory=dict)
+    ici: Mapping[str, int]
+    dcn: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> total number of devices along it, outermost first."""
-        names = [*(name for name in self.across if name not in self.inner), *self.inner]
-        return {name: self.across.get(name, 1) * self.inner.get(name, 1) for name in names}
+        names = [*(name for name in self.dcn if name not in self.ici), *self.ici]
+        return {name: self.dcn.get(name, 1) * self.ici.get(name, 1) for name in names}
 
     @property
     def replica(self) -> int:
@@ -107,13 +107,13 @@ class MeshShape:
         return self.sizes.get(MODEL, 1)
 
     def arrange(self, devices: Sequence[Any]) -> np.ndarray:
-        """Arranges devices to an array with the mesh axes. Devices of a group are contiguous along the inner axis parts."""
-        num_groups = math.prod(self.across.values())
+        """Arranges devices to an array with the mesh axes. Devices of a group are contiguous along the `ici` parts."""
+        num_groups = math.prod(self.dcn.values())
         if num_groups > 1:
             devices = sorted(devices, key=lambda device: (_group(device), device.id))
         names = list(self.sizes)
-        outer, inner = ([part.get(name, 1) for name in names] for part in (self.across, self.inner))
-        grid = np.asarray(devices).reshape(outer + inner)
+        dcn, ici = ([part.get(name, 1) for name in names] for part in (self.dcn, self.ici))
+        grid = np.asarray(devices).reshape(dcn + ici)
         interleaved = [axis for n in range(len(names)) for axis in (n, n + len(names))]
         return grid.transpose(interleaved).reshape(list(self.sizes.values()))
 
@@ -144,18 +144,18 @@ def mesh_shape(
             f"trainer.replica_dcn_axis_size: {replica_dcn} given, which does not divide the {num_groups} slices (or"
             f" processes, if there are no slices). Allowed: {', '.join(map(str, _divisors(num_groups)))}"
         )
-    across = {REPLICA: replica_dcn, DATA: num_groups // replica_dcn}
-    return MeshShape({REPLICA: replica, DATA: group_size // (replica * model), MODEL: model}, across)
+    dcn = {REPLICA: replica_dcn, DATA: num_groups // replica_dcn}
+    return MeshShape({REPLICA: replica, DATA: group_size // (replica * model), MODEL: model}, dcn)
 
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def num_groups(devices: Sequence[Any], *, wanted: bool) -> int:
-    """Number of device groups with fast links inside: TPU slices, or processes if `wanted` is set and there are none."""
+def count_groups(devices: Sequence[Any], *, group_by_process: bool) -> int:
+    """Number of device groups with fast links inside: TPU slices, or with `group_by_process` processes if there are none."""
     groups = {_group(device) for device in devices}
-    return len(groups) if wanted or _has_slices(devices[0]) else 1
+    return len(groups) if group_by_process or _has_slices(devices[0]) else 1
 
 
 def _group(device: Any) -> int:

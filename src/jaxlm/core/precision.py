@@ -135,20 +135,20 @@ class Precision:
     compute: jnp.dtype
     loss_scale: LossScale = field(default_factory=Unscaled)
 
-    def to_params(self, tree: T) -> T:
+    def cast_to_params(self, tree: T) -> T:
         """Casts floating-point leaves to the parameter dtype."""
         return _cast(tree, self.params)
 
-    def to_compute(self, tree: T) -> T:
+    def cast_to_compute(self, tree: T) -> T:
         """Casts floating-point leaves to the compute dtype."""
         return _cast(tree, self.compute)
 
     @property
-    def wide(self) -> "Precision":
+    def for_second_derivatives(self) -> "Precision":
         """The same precision, but with float32 compute if the compute dtype needs loss scaling.
 
-        Used for second derivatives: their directions have a norm of about the square root of the number of parameters,
-        and float16 overflows at 65,504.
+        The random directions of second derivatives have a norm of about the square root of the number of
+        parameters, and float16 overflows at 65,504.
         """
         if isinstance(self.loss_scale, Unscaled):
             return self

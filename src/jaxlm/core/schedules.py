@@ -106,7 +106,7 @@ class Schedule:
         return [*points, (end, float(self(end)), "end")]
 
 
-def make_schedule(shape: ScheduleSpec, num_steps: int) -> Schedule:
+def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
     """Builds the schedule of a run or phase of `num_steps` steps.
 
     Warmup is limited to the length of its cycle, and decay to the steps after the warmup, so segments never overlap.
@@ -115,35 +115,35 @@ def make_schedule(shape: ScheduleSpec, num_steps: int) -> Schedule:
         ConfigError: an unknown decay shape, cycles that do not fit, or a length that is neither a fraction from 0 to 1
             nor a whole number of steps.
     """
-    decay = lr_shape_of(shape.kind)
-    if not 0 <= shape.min_ratio <= 1:
-        raise ConfigError(f"optimizer.min_lr_ratio: {shape.min_ratio} given, a number from 0 to 1 expected")
-    if shape.min_ratio == 0 and not decay.reaches_zero:
+    decay = lr_shape_of(spec.kind)
+    if not 0 <= spec.min_ratio <= 1:
+        raise ConfigError(f"optimizer.min_lr_ratio: {spec.min_ratio} given, a number from 0 to 1 expected")
+    if spec.min_ratio == 0 and not decay.reaches_zero:
         raise ConfigError(
             f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Set optimizer.min_lr_ratio above 0"
         )
     segments: list[Segment] = []
-    points = low_points(shape.cycles, shape.cycle_length, num_steps)
+    points = cycle_boundaries(spec.cycles, spec.cycle_length, num_steps)
     for number, (start, end) in enumerate(itertools.pairwise(points)):
-        name, warmup = ("rewarmup", shape.rewarmup) if number else ("warmup", shape.warmup)
+        name, warmup = ("rewarmup", spec.rewarmup) if number else ("warmup", spec.warmup)
         steps = min(to_num_steps(name, warmup, end - start), end - start)
         low = segments[-1].last if segments else 0.0
-        segments += _cycle(shape, decay, Segment(name, start, steps, low, shape.peak, steps), end)
-    return Schedule(segments, decay, shape.peak, shape.min_ratio)
+        segments += _cycle(spec, decay, Segment(name, start, steps, low, spec.peak, steps), end)
+    return Schedule(segments, decay, spec.peak, spec.min_ratio)
 
 
-def _cycle(shape: ScheduleSpec, decay: LrShape, warmup: Segment, end: int) -> Iterator[Segment]:
+def _cycle(spec: ScheduleSpec, decay: LrShape, warmup: Segment, end: int) -> Iterator[Segment]:
     """The non-empty segments of a cycle that starts with `warmup`, which may be empty, and ends at `end`."""
     remaining = end - warmup.end
-    falling = remaining if shape.decay is None else _decay_steps(shape.decay, decay, end - warmup.start, remaining)
+    falling = remaining if spec.decay is None else _decay_steps(spec.decay, decay, end - warmup.start, remaining)
     if warmup.length:
         yield warmup
     if remaining > falling:
-        yield Segment("stable", warmup.end, remaining - falling, shape.peak, shape.peak, warmup.length)
+        yield Segment("stable", warmup.end, remaining - falling, spec.peak, spec.peak, warmup.length)
     if falling:
-        at = ShapeSpan(float(falling), float(falling), float(warmup.length), shape.peak, shape.min_ratio)
+        at = ShapeSpan(float(falling), float(falling), float(warmup.length), spec.peak, spec.min_ratio)
         last = float(decay.value(at))
-        yield Segment("decay", end - falling, falling, shape.peak, last, warmup.length)
+        yield Segment("decay", end - falling, falling, spec.peak, last, warmup.length)
 
 
 def _decay_steps(length: int | float, decay: LrShape, cycle: int, remaining: int) -> int:
@@ -172,7 +172,7 @@ def to_num_steps(name: str, value: int | float, num_steps: int) -> int:
     return int(value * num_steps) if value <= 1 else int(value)
 
 
-def low_points(
+def cycle_boundaries(
     cycles: int | Sequence[int] | None, cycle_length: int | float | Sequence[int] | None, num_steps: int
 ) -> list[int]:
     """Cycle boundaries of a schedule of `num_steps` steps: 0, the end of every cycle, `num_steps`.

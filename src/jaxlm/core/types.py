@@ -1,4 +1,4 @@
-"""Values passed between packages: weighted sums, token batches, reports of steps."""
+"""Values passed between packages: weighted sums, token batches, metrics of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 class Sum(eqx.Module):
     """A weighted sum and its total weight.
 
-    Losses and metrics stay sums as long as possible: sums over micro-batches, masked rows and devices can be added, means
+    Losses and metrics stay sums as long as possible: sums over microbatches, masked rows and devices can be added, means
     cannot.
 
     Attributes:
@@ -78,7 +78,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Report of a finished step to the hooks.
+    """The numbers of a finished step, fetched to the host and passed to the listeners.
 
     Attributes:
         step: number of steps in the whole run, including this one (`step-N` = N).

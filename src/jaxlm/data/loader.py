@@ -27,7 +27,7 @@ def train_batches(
 ) -> "SequenceBatches":
     """Batches {microbatch, batch, position} of a mixture's examples.
 
-    If a batch's examples do not fill its micro-batches, the rest is padding with loss mask 0.
+    If a batch's examples do not fill its microbatches, the rest is padding with loss mask 0.
 
     Args:
         first_step: step of the schedule that the first batch belongs to.
@@ -39,7 +39,7 @@ def train_batches(
 class _BatchReader:
     """Reads consecutive examples as a batch on the devices.
 
-    Row m * batch + j of a step is row j of micro-batch m; rows past the step's batch size are padding.
+    Row m * batch + j of a step is row j of microbatch m; rows past the step's batch size are padding.
     """
 
     mixture: Mixture

@@ -109,7 +109,7 @@ class StateBuilder:
 
     def initial_model(self) -> LanguageModel:
         """The model before the first phase's surgeries. Traceable."""
-        return self.precision.to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
+        return self.precision.cast_to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
 
     @functools.cached_property
     def abstract_initial_model(self) -> LanguageModel:
@@ -121,7 +121,7 @@ class StateBuilder:
         key = jax.random.fold_in(self._key(_SURGERY), phase.index)
         for number, surgery in enumerate(phase.surgeries):
             model = surgery.apply(model, refs={}, calibration=None, key=jax.random.fold_in(key, number))
-        return self.precision.to_params(model)
+        return self.precision.cast_to_params(model)
 
     def state(self, model: LanguageModel, phase: Phase, skipped: jax.Array | int = 0) -> RunState:
         """The state at the start of a phase, for a model after the phase's surgeries. Traceable."""

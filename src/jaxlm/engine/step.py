@@ -147,30 +147,34 @@ def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunSt
     objective, loss_scale = phase.objective, precision.loss_scale
     trainable, frozen = phase.split(state.model)
     # Cast once per step, outside the accumulation loop.
-    compute, frozen = precision.to_compute(trainable), precision.to_compute(frozen)
+    compute, frozen = precision.cast_to_compute(trainable), precision.cast_to_compute(frozen)
     denominators = _denominators(objective, batch)
     key = step_key(state)
 
-    def value(compute: Any, micro: Any, slot: Any, number: jax.Array) -> tuple[jax.Array, tuple[Any, Metrics, Any]]:
+    def loss_fn(
+        compute: Any, microbatch: Any, slot: Any, number: jax.Array
+    ) -> tuple[jax.Array, tuple[Any, Metrics, Any]]:
         model = eqx.combine(compute, frozen, is_leaf=is_named)
-        terms, metrics, slot = objective.terms(model, micro, slot, key=jax.random.fold_in(key, number))
+        terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
         total = _total(terms, denominators)
         return loss_scale.scaled(total, state.slots), (total, metrics, slot)
 
-    def one_micro_batch(carry: tuple[Any, Any], micro: Any, number: jax.Array):
+    def accumulate_microbatch(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):
         gradient, slot = carry
-        (_, (total, metrics, slot)), micro_gradient = jax.value_and_grad(value, has_aux=True)(
-            compute, micro, slot, number
+        (_, (total, metrics, slot)), microbatch_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
+            compute, microbatch, slot, number
         )
-        gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, micro_gradient)
+        gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, microbatch_gradient)
         return (at_rest(gradient, layout), slot), (total, metrics)
 
-    Micro = _micro_axis(batch)
+    Microbatch = _microbatch_axis(batch)
     carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
-    (gradient, slot), (totals, metrics) = hax.scan(one_micro_batch, Micro)(carry, batch, jnp.arange(Micro.size))
-    sum_first = lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)  # noqa: E731
+    (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
+        carry, batch, jnp.arange(Microbatch.size)
+    )
+    sum_microbatches = lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)  # noqa: E731
     slots = state.slots if slot is None else {**state.slots, "objective": slot}
-    return _Sums(loss_scale.unscaled(gradient, state.slots), sum_first(totals), sum_first(metrics), slots)
+    return _Sums(loss_scale.unscaled(gradient, state.slots), sum_microbatches(totals), sum_microbatches(metrics), slots)
 
 
 def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> Curvature:
@@ -178,19 +182,19 @@ def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunSta
 
     This only builds functions. Nothing is computed unless the optimizer calls them.
     """
-    objective, wide = phase.objective, precision.wide
+    objective, wide = phase.objective, precision.for_second_derivatives
 
-    def value(trainable: Any) -> jax.Array:
+    def first_microbatch_loss(trainable: Any) -> jax.Array:
         _, frozen = phase.split(state.model)
         first = jax.tree.map(lambda column: column[MICROBATCH, 0], batch, is_leaf=is_named)
         key = jax.random.fold_in(step_key(state), 0)
         with twice_differentiable():
-            model = eqx.combine(wide.to_compute(trainable), wide.to_compute(frozen), is_leaf=is_named)
+            model = eqx.combine(wide.cast_to_compute(trainable), wide.cast_to_compute(frozen), is_leaf=is_named)
             terms, _, _ = objective.terms(model, first, state.slots.get("objective"), key=key)
         return _total(terms, _denominators(objective, first))
 
     def gradient(trainable: Any) -> Any:
-        return at_rest(jax.grad(value)(at_rest(trainable, layout)), layout)
+        return at_rest(jax.grad(first_microbatch_loss)(at_rest(trainable, layout)), layout)
 
     return Curvature(gradient, functools.partial(step_key, state))
 
@@ -203,7 +207,7 @@ def _total(terms: dict[str, Sum], denominators: dict[str, jax.Array]) -> jax.Arr
     return sum((term.total / denominators[name] for name, term in terms.items()), jnp.zeros(()))
 
 
-def _micro_axis(batch: Any) -> hax.Axis:
+def _microbatch_axis(batch: Any) -> hax.Axis:
     """The microbatch axis, the first axis of every column of a training batch."""
     column = next(leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf))
     return column.resolve_axis(MICROBATCH)

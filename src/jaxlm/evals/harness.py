@@ -54,7 +54,7 @@ class HarnessEval(Eval):
 
     def __init__(self, tasks: "OpenTasks", ctx: EvalContext):
         self._tasks, self._tokenizer = tasks, ctx.tokenizer
-        self._cast = jax.jit(ctx.precision.to_compute)
+        self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """All metrics of all tasks, without standard errors."""

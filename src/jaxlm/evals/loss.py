@@ -108,7 +108,7 @@ class LossMeter:
         """Args: token_bytes: int32 [vocab], as in `EvalContext`."""
         self._token_bytes = token_bytes
         self._num_groups = num_groups
-        self._cast = jax.jit(precision.to_compute)
+        self._cast = jax.jit(precision.cast_to_compute)
         self._totals = jax.jit(self._batch_totals)
 
     def measure(

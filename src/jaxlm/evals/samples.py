@@ -44,7 +44,7 @@ class SamplesEval(Eval):
     def __init__(self, config: SamplesEvalConfig, ctx: EvalContext):
         self._config = config
         self._ctx = ctx
-        self._cast = jax.jit(ctx.precision.to_compute)
+        self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer

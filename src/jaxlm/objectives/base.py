@@ -37,7 +37,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     """A loss as weighted sums.
 
     The engine divides each term by its weight over the *global* batch, so the gradient does not depend on how the batch is
-    split into micro-batches or sharded over devices.
+    split into microbatches or sharded over devices.
     """
 
     @classmethod
@@ -51,10 +51,10 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @abc.abstractmethod
     def weights(self, batch) -> dict[str, jax.Array]:
-        """Each term's denominator (scalar float32) over a whole batch, before it is split into micro-batches."""
+        """Each term's denominator (scalar float32) over a whole batch, before it is split into microbatches."""
 
     @abc.abstractmethod
     def terms(
         self, model: LanguageModel, batch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
-        """The loss terms of one micro-batch (differentiable totals), metrics to log, and the new slot."""
+        """The loss terms of one microbatch (differentiable totals), metrics to log, and the new slot."""

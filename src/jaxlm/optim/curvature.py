@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-# Differs from the micro-batch numbers, which the step folds into the same key.
+# Differs from the microbatch numbers, which the step folds into the same key.
 _DIRECTIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """Local curvature of the loss of one micro-batch.
+    """Local curvature of the loss of one microbatch.
 
     Attributes:
-        gradient: maps parameters to the gradient of the micro-batch's loss, normalized by the micro-batch's own weights.
+        gradient: maps parameters to the gradient of the microbatch's loss, normalized by the microbatch's own weights.
             It can be differentiated once more (forward mode).
         key: returns the step's random key.
     """

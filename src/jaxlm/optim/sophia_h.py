@@ -39,8 +39,8 @@ class SophiaState(eqx.Module):
 class SophiaHConfig(OptimizerConfig):
     """Clips the global norm, divides the momentum by the curvature, clips elementwise, adds weight decay.
 
-    Every `update_interval`-th step also estimates the curvature on its first micro-batch. This costs about three more
-    gradients of the micro-batch and two to three times its temporary memory. The estimate uses the reference attention and
+    Every `update_interval`-th step also estimates the curvature on its first microbatch. This costs about three more
+    gradients of the microbatch and two to three times its temporary memory. The estimate uses the reference attention and
     loss instead of fused kernels, and float32 if the run computes in float16. Elements whose curvature is not positive move
     by the clip threshold, regardless of their gradient. Non-finite estimates are skipped.
 

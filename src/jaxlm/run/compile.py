@@ -58,7 +58,7 @@ class CompiledStep:
         """Whether the step fits into a device's usable memory, as far as known."""
         return self.num_bytes is None or self.limit is None or self.num_bytes <= USABLE * self.limit
 
-    def require_room(self) -> None:
+    def check_fits_memory(self) -> None:
         """Raises `ConfigError` if the step needs more memory than a device has, instead of failing when it runs."""
         if self.num_bytes is not None and self.limit is not None and self.num_bytes > self.limit:
             raise ConfigError(
@@ -86,10 +86,10 @@ class StepPrograms:
         num_microbatches, microbatch, _ = batch.tokens.array.shape
         return self.by_shape[num_microbatches, microbatch].call(state, batch, flags)
 
-    def require_room(self) -> None:
+    def check_fits_memory(self) -> None:
         """Raises `ConfigError` if one of the steps needs more memory than a device has."""
         for step in self.by_shape.values():
-            step.require_room()
+            step.check_fits_memory()
 
     def of(self, stage: BatchStage) -> CompiledStep:
         """The step for batches of a stage."""

@@ -63,4 +63,4 @@ def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None
     for task, metrics in numbers.items():
         for name, value in metrics.items():
             print(f"{task:<{width}}  {name:<24}  {value:>9.4f}")
-    print(json.dumps({"model": str(loaded.place), "tasks": numbers}))
+    print(json.dumps({"model": str(loaded.location), "tasks": numbers}))

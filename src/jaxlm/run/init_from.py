@@ -65,7 +65,7 @@ class InitFrom:
         if self.weights is None:
             return _load_hf_weights(plan, log)
         log(
-            f"initializing the model from {self.weights.place}; step, optimizer state and data position start from scratch"
+            f"initializing the model from {self.weights.location}; step, optimizer state and data position start from scratch"
         )
         partial = plan.config.trainer.allow_partial_checkpoint
         abstract = plan.state_builder.abstract_initial_model
@@ -116,7 +116,7 @@ def check_init_from(plan: Plan) -> None:
     own = main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own:
         raise ConfigError(
-            f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints ({own[-1].place})."
+            f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints ({own[-1].location})."
             " Starting from scratch would mix new checkpoints with them. Set another trainer.id, or move them away"
         )
     if not own:
@@ -124,7 +124,7 @@ def check_init_from(plan: Plan) -> None:
     other = trainer.load_checkpoint_path
     if trainer.load_checkpoint and not own and (other is None or not _checkpoints_at(other, trainer)):
         raise ConfigError(
-            f"trainer.load_checkpoint: true given, but there is no checkpoint at {other or plan.checkpoints.place}"
+            f"trainer.load_checkpoint: true given, but there is no checkpoint at {other or plan.checkpoints.location}"
         )
     for name in ("initialize_from", "initialize_from_state"):
         path = getattr(trainer, name)
@@ -166,7 +166,7 @@ def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:
         checkpoint_fingerprint = load_tokenizer(str(folder)).fingerprint
     if checkpoint_fingerprint != fingerprint:
         log(
-            f"warning: {checkpoint.place} was trained with another tokenizer, so its embeddings belong to different tokens"
+            f"warning: {checkpoint.location} was trained with another tokenizer, so its embeddings belong to different tokens"
         )
 
 

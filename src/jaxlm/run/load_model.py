@@ -72,7 +72,7 @@ class LoadedCheckpoint:
         known = (AS_TRAINED, *phase.averages)
         if weights not in known:
             raise ConfigError(
-                f"--weights: '{weights}' given, but {self.checkpoint.place} only has: {', '.join(known)}. A run saves"
+                f"--weights: '{weights}' given, but {self.checkpoint.location} only has: {', '.join(known)}. A run saves"
                 " averages if trainer.model_averaging is set"
             )
         abstract, layout = self.plan.state_builder.abstract_state(phase), self.plan.layout
@@ -168,26 +168,26 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield f"{path}{key}"
 
 
-def find_checkpoint(place: Path | str) -> VerifiedCheckpoint:
+def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
     """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder.
 
     Raises:
         ConfigError: there is no checkpoint, or it is damaged.
     """
-    candidates = resolve_checkpoints(str(place), Path(CheckpointerConfig.staging_dir), of_runs=False)
+    candidates = resolve_checkpoints(str(location), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
-        path = Path(place)
+        path = Path(location)
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
         raise ConfigError(
-            f"--checkpoint {place}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
+            f"--checkpoint {location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
         )
     newest = candidates[-1]
     try:
         newest.verify()
     except DamagedError as damage:
         raise ConfigError(
-            f"--checkpoint {newest.place}: the checkpoint is damaged: {damage}. Choose another checkpoint"
+            f"--checkpoint {newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
         ) from damage
     return VerifiedCheckpoint(newest, newest.cursor())
 
@@ -200,13 +200,13 @@ class LoadedModel:
     """A model for inference.
 
     Attributes:
-        place: its path or URL.
+        location: its path or URL.
         plan: its plan for the available devices.
         stop_ids: token ids that end generation.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
     """
 
-    place: Path | str
+    location: Path | str
     tokenizer: Tokenizer
     plan: Plan
     stop_ids: tuple[int, ...]
@@ -214,7 +214,7 @@ class LoadedModel:
 
     def for_inference(self) -> LanguageModel:
         """Loads the model in its compute dtype with adapters merged. Call it inside `plan.layout.use()`."""
-        return jax.jit(lambda model: self.plan.precision.to_compute(without_adapters(model)))(self.load())
+        return jax.jit(lambda model: self.plan.precision.cast_to_compute(without_adapters(model)))(self.load())
 
 
 def open_model(
@@ -238,7 +238,7 @@ def open_model(
     def load() -> LanguageModel:
         return with_adapters(opened.load(), Path(adapter), plan.config.model, plan.layout)
 
-    return LoadedModel(opened.place, opened.tokenizer, plan, opened.stop_ids, load)
+    return LoadedModel(opened.location, opened.tokenizer, plan, opened.stop_ids, load)
 
 
 def _is_hugging_face(name: str) -> bool:
@@ -262,7 +262,7 @@ def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> Loaded
     eos = trained.tokenizer.eos_id
     stop_ids = () if eos is None else (eos,)
     return LoadedModel(
-        trained.checkpoint.place, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
+        trained.checkpoint.location, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
     )
 
 

@@ -13,9 +13,9 @@ from jaxlm.core.mesh import (
     MeshShape,
     check_arrays,
     check_axes_used,
+    count_groups,
     make_layout,
     mesh_shape,
-    num_groups,
 )
 from jaxlm.core.sharding import Layout
 
@@ -60,7 +60,7 @@ def plan_mesh(
 
 def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
     if trainer.mesh is None:
-        groups = num_groups(devices, wanted=trainer.replica_dcn_axis_size > 1)
+        groups = count_groups(devices, group_by_process=trainer.replica_dcn_axis_size > 1)
         return mesh_shape(
             len(devices),
             replica=trainer.replica_ici_axis_size,
@@ -74,7 +74,7 @@ def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
                 f"trainer.{name}: {getattr(trainer, name)} given, but trainer.mesh.axes sets the mesh sizes. Remove one of"
                 " them"
             )
-    return trainer.mesh.shape(len(devices), num_groups(devices, wanted=trainer.mesh.spans_groups))
+    return trainer.mesh.shape(len(devices), count_groups(devices, group_by_process=trainer.mesh.spans_groups))
 
 
 def _mappings(trainer: TrainerConfig) -> AxisMappings:

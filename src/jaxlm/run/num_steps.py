@@ -57,7 +57,7 @@ def with_num_steps_of_data(
         by_epoch = bool(config.epoch) and own is None
         if by_epoch or section.stop_strategy != "restart":
             data = main_first(lambda section=section: section.open(tokenizer, config.model.seq_len, log))
-            own_batches = batches.counted_from(start)
+            own_batches = batches.starting_at(start)
             num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, log)
         start += steps.get(phase.index, phase.num_steps)

@@ -104,7 +104,7 @@ class Run:
                 folder,
                 phase,
                 first_step=first_step,
-                until=self.plan.batches.train.same_until(begin, phase.end),
+                until=self.plan.batches.train.next_shape_change(begin, phase.end),
                 program=functools.partial(program, begin),
                 log=self.console.log,
             )
@@ -131,7 +131,7 @@ class Run:
                 shape = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
                 (folder / f"{phase.name}{shape}.{form}.txt").write_text(texts[form](step))
 
-    def adopt(self, state: RunState, checkpoint: VerifiedCheckpoint) -> None:
+    def save_as_first_checkpoint(self, state: RunState, checkpoint: VerifiedCheckpoint) -> None:
         """Saves the state of another run's checkpoint as this run's first checkpoint, and blocks until it is written."""
         complete = checkpoint.cursor.step == self.plan.num_steps
         self.writer.save(state, replace(checkpoint.cursor, temporary=not complete), checkpoint.position())

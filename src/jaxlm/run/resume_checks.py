@@ -47,7 +47,7 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
         with checkpoint.local("run") as folder:
             data = folder / DATA_IDENTITY
             return SavedRun(
-                f"{checkpoint.place}/run/config.yaml",
+                f"{checkpoint.location}/run/config.yaml",
                 read_config(folder / "config.yaml"),
                 json.loads(data.read_text()) if data.is_file() else None,
             )
@@ -76,7 +76,7 @@ def check_same_run(plan: Plan) -> RunConfig | None:
             f"the run '{plan.run_id}' already exists with another model or other data ({saved.source}):\n"
             + "\n".join(f"  {line}" for line in differences)
             + "\nSet another ID for this run (--trainer.id NAME), or move the folders of the existing run away:"
-            f" {plan.log_folder}, {plan.checkpoints.place}"
+            f" {plan.log_folder}, {plan.checkpoints.location}"
         )
     return saved.config
 

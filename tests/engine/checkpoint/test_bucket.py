@@ -79,7 +79,7 @@ def test_each_place_has_its_folder(tmp_path):
     ):
         folder = resolve_folder(base, run_id, tmp_path)
         assert type(folder) is kind
-        assert folder.place == place
+        assert folder.location == place
 
 
 def test_there_and_back(store):
@@ -90,7 +90,7 @@ def test_there_and_back(store):
     assert names(folder) == ["step-5", "step-10"]
     newest = folder.checkpoints()[-1]
     newest.verify()
-    assert newest.place == newest.arrays.removesuffix("/state") == f"{URL}/step-10"
+    assert newest.location == newest.arrays.removesuffix("/state") == f"{URL}/step-10"
     assert newest.cursor().step == 10
     with newest.local("run/tokenizer") as run:
         assert [path.name for path in run.iterdir()] == ["tokenizer.json"]
@@ -234,7 +234,7 @@ def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
         writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})
     writer.wait()
     found = latest_valid(folder, said.append)
-    assert (found.place, found.cursor.temporary, found.position()) == (
+    assert (found.location, found.cursor.temporary, found.position()) == (
         f"gs://{BUCKET}/runs/x/step-1",
         True,
         {"seen": 1},
@@ -253,7 +253,9 @@ def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
     assert found.checkpoint.name == "step-0"
     assert "step-1 is damaged: state/" in said[-1]
     assert same(restore(found, abstract, where), states[0])
-    assert [c.place for c in resolve_checkpoints(f"gs://{BUCKET}/runs", tmp_path)] == [f"gs://{BUCKET}/runs/x/step-0"]
+    assert [c.location for c in resolve_checkpoints(f"gs://{BUCKET}/runs", tmp_path)] == [
+        f"gs://{BUCKET}/runs/x/step-0"
+    ]
 
 
 def state(seed: int, where: Layout) -> dict[str, hax.NamedArray]:

@@ -39,16 +39,16 @@ class BucketCheckpoint(Checkpoint):
     key: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.folder.url}/{self.key}"
 
     def read(self, file: str) -> bytes:
-        with _read_errors(self.place):
+        with _read_errors(self.location):
             return self.folder.read(self.key, file)
 
     def verify(self, below: str = "") -> None:
         """Compares the checksums that the store keeps. Reads only files for which it keeps none."""
-        with _read_errors(self.place, passthrough=(DamagedError,)):
+        with _read_errors(self.location, passthrough=(DamagedError,)):
             files = self.folder.files(self.key)
 
             def digest(file: str, kind: str) -> str:
@@ -61,7 +61,7 @@ class BucketCheckpoint(Checkpoint):
     def local(self, below: str) -> Iterator[Path]:
         """Downloads the folder to a temporary folder."""
         with tempfile.TemporaryDirectory() as folder:
-            with _read_errors(self.place):
+            with _read_errors(self.location):
                 files = [file for file in self.folder.files(self.key) if file.startswith(f"{below}/")]
             for file in files:
                 path = Path(folder) / file
@@ -79,7 +79,7 @@ class BucketFolder(CheckpointFolder):
         self._delete_temporary = delete_temporary
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self._url
 
     @property
@@ -168,11 +168,11 @@ def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoi
         return [BucketCheckpoint(folder, name) for folder, name in find_remote(url, of_runs=of_runs)]
 
 
-def _read_errors(place: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
+def _read_errors(location: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
     """Raises `ConfigError` if the store cannot be read. That alone must never count as a damaged checkpoint."""
     advice = "Check the network and your credentials"
     return storage_errors(
-        lambda reason: ConfigError(f"cannot read {place} ({reason}). {advice}"), passthrough=passthrough
+        lambda reason: ConfigError(f"cannot read {location} ({reason}). {advice}"), passthrough=passthrough
     )
 
 

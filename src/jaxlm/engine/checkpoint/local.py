@@ -33,7 +33,7 @@ class LocalCheckpoint(Checkpoint):
     path: Path
 
     @property
-    def place(self) -> Path:
+    def location(self) -> Path:
         return self.path
 
     @property
@@ -64,7 +64,7 @@ class LocalFolder(CheckpointFolder):
         self._delete_temporary = delete_temporary
 
     @property
-    def place(self) -> Path:
+    def location(self) -> Path:
         return self._path
 
     @property

@@ -68,7 +68,7 @@ class CheckpointWriter:
             main_only(lambda: self._folder.begin(name, self._small_files(state, cursor, position)))
             self._orbax.save(self._folder.arrays(name), args=self._save_args(flat_arrays(state)))
         except self._folder.write_errors as error:
-            raise SaveError.because(self._folder.place, error) from error
+            raise SaveError.because(self._folder.location, error) from error
         self._thread = threading.Thread(target=self._commit, args=(name,), name="checkpoint-commit")
         self._thread.start()
 
@@ -79,7 +79,7 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise SaveError.because(self._folder.place, error) from error
+            raise SaveError.because(self._folder.location, error) from error
 
     def check(self) -> None:
         """Raises `SaveError` if a finished save failed. Does not block."""

@@ -30,21 +30,21 @@ def resolve_folder(
     return StagedFolder(url, staging_dir, delete_temporary=delete_temporary)
 
 
-def resolve_checkpoints(place: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
+def resolve_checkpoints(location: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
     """Checkpoints at a path or URL of a checkpoint or a run's folder, fewest steps first.
 
     For URLs that are staged, this downloads the newest checkpoint and returns only that.
 
     Args:
-        of_runs: whether `place` may also be a folder of runs.
+        of_runs: whether `location` may also be a folder of runs.
 
     Raises:
         ConfigError: the store cannot be read, or the staging folder cannot be written.
     """
-    if place.startswith(SCHEME):
-        return bucket_checkpoints(place, of_runs=of_runs)
-    if is_url(place):
-        paths = staged_checkpoints(place, staging_dir, of_runs=of_runs)
+    if location.startswith(SCHEME):
+        return bucket_checkpoints(location, of_runs=of_runs)
+    if is_url(location):
+        paths = staged_checkpoints(location, staging_dir, of_runs=of_runs)
     else:
-        paths = checkpoints_below(Path(place), of_runs=of_runs)
+        paths = checkpoints_below(Path(location), of_runs=of_runs)
     return [LocalCheckpoint(path) for path in paths]

@@ -36,9 +36,9 @@ class VerifiedCheckpoint:
     cursor: Cursor
 
     @property
-    def place(self) -> Path | str:
+    def location(self) -> Path | str:
         """Its path or URL."""
-        return self.checkpoint.place
+        return self.checkpoint.location
 
     def position(self) -> dict[str, Any]:
         """The data position, for `Batches.restore`. All processes must call this."""
@@ -65,7 +65,7 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
         num_damaged += 1
     if num_damaged:
         raise NoUsableCheckpointError(
-            f"all {num_damaged} checkpoints in {folder.place} are damaged and were set aside as *.damaged. Nothing was"
+            f"all {num_damaged} checkpoints in {folder.location} are damaged and were set aside as *.damaged. Nothing was"
             " loaded. To train from scratch, set another trainer.id or move the folder away"
         )
     return None
@@ -90,7 +90,7 @@ def _is_undamaged(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], N
     return bool(broadcast_from_main(np.asarray(int(main_only(verify) or False))))
 
 
-def latest_complete(candidates: Sequence[Checkpoint], place: str, log: Callable[[str], None]) -> VerifiedCheckpoint:
+def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callable[[str], None]) -> VerifiedCheckpoint:
     """The newest undamaged checkpoint of another run. Changes nothing in that run's folder.
 
     All processes must call this and get the same result. Process 0 reads the files.
@@ -99,12 +99,12 @@ def latest_complete(candidates: Sequence[Checkpoint], place: str, log: Callable[
         NoUsableCheckpointError: all checkpoints are damaged.
     """
     for candidate in reversed(candidates):
-        path = candidate.place
+        path = candidate.location
         if _is_undamaged(
             candidate, lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint")
         ):
             return VerifiedCheckpoint(candidate, main_first(candidate.cursor))
-    raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {place} are damaged. Nothing was loaded")
+    raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {location} are damaged. Nothing was loaded")
 
 
 def restore(
@@ -138,9 +138,9 @@ def restore(
     if cast:
         saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
     if fresh is None:
-        _compare(verified.place, saved, expected)
+        _compare(verified.location, saved, expected)
     common = saved.keys() & expected.keys()
-    _compare(verified.place, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
+    _compare(verified.location, *({path: leaves[path] for path in common} for leaves in (saved, expected)))
     array_shardings = flat_arrays(shardings(abstract, layout))
     target = {
         dotted + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=array_shardings[path])
@@ -159,7 +159,7 @@ def restore(
     loaded = {path.removeprefix(dotted): array for path, array in arrays.items()}
     if fresh is None:
         return tree.replace_leaves(abstract, loaded)
-    _log_partial(verified.place, sorted(expected.keys() - common), sorted(saved.keys() - common), log)
+    _log_partial(verified.location, sorted(expected.keys() - common), sorted(saved.keys() - common), log)
     base = fresh() if len(common) < len(expected) else abstract
     return tree.replace_leaves(base, flat_arrays(base) | loaded)
 
@@ -170,16 +170,16 @@ def _cast(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str,
     return {**saved, "dtype": expected["dtype"]} if floats else saved
 
 
-def _log_partial(place: Path | str, missing: list[str], ignored: list[str], log: Callable[[str], None]) -> None:
+def _log_partial(location: Path | str, missing: list[str], ignored: list[str], log: Callable[[str], None]) -> None:
     for leaves, what in (
         (missing, "are not in the checkpoint and are newly initialized"),
         (ignored, "are only in the checkpoint and are ignored"),
     ):
         if leaves:
-            log(f"partial load of checkpoint {place}: {len(leaves)} arrays {what}: {', '.join(leaves)}")
+            log(f"partial load of checkpoint {location}: {len(leaves)} arrays {what}: {', '.join(leaves)}")
 
 
-def _compare(place: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     differences = [
         f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, this model {_describe(expected.get(leaf))}"
         for leaf in _union(saved, expected)
@@ -188,7 +188,7 @@ def _compare(place: Path | str, saved: Mapping[str, Any], expected: Mapping[str,
     if differences:
         more = f"\n  ... and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise ConfigError(
-            f"the checkpoint {place} does not match this model:\n"
+            f"the checkpoint {location} does not match this model:\n"
             + "\n".join(differences[:_MOST_SHOWN])
             + more
             + "\nConfigure the model that the checkpoint was saved with (run/config.yaml in the checkpoint), or set another"

@@ -33,7 +33,7 @@ class StagedFolder(CheckpointFolder):
         self._delete_temporary = delete_temporary
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self._url
 
     @property

@@ -28,11 +28,11 @@ class SaveError(Exception):
     """A checkpoint could not be saved. Finished checkpoints are intact."""
 
     @classmethod
-    def because(cls, place: Path | str, error: BaseException) -> "SaveError":
+    def because(cls, location: Path | str, error: BaseException) -> "SaveError":
         """The error with its cause, and advice if the disk is full."""
         full = os.strerror(errno.ENOSPC) in str(error)  # TensorStore names the system's error only in its message
         advice = " Finished checkpoints are intact. Free up disk space and run the same command again." if full else ""
-        return cls(f"cannot save a checkpoint to {place}: {error}.{advice}")
+        return cls(f"cannot save a checkpoint to {location}: {error}.{advice}")
 
 
 class Checkpoint(abc.ABC):
@@ -40,18 +40,18 @@ class Checkpoint(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def place(self) -> Path | str:
+    def location(self) -> Path | str:
         """Its path or URL."""
 
     @property
     def name(self) -> str:
         """`step-N` or `step-N-<phase>`."""
-        return posixpath.basename(str(self.place))
+        return posixpath.basename(str(self.location))
 
     @property
     def arrays(self) -> str:
         """Path or URL from which Orbax reads its arrays."""
-        return f"{self.place}/{ARRAYS}"
+        return f"{self.location}/{ARRAYS}"
 
     @abc.abstractmethod
     def read(self, file: str) -> bytes:
@@ -86,7 +86,7 @@ class CheckpointFolder(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def place(self) -> Path | str:
+    def location(self) -> Path | str:
         """Its path or URL."""
 
     @property

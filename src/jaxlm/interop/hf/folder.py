@@ -21,7 +21,7 @@ from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
-from jaxlm.interop.torch.renamed import Renamed
+from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -77,7 +77,7 @@ def load_model(
 
     Args:
         abstract: a model of `config` under `jax.eval_shape`.
-        rules: for files of other programs, `Renamed` rules from their tensor names to the Hugging Face names.
+        rules: for files of other programs, `RenamedTensors` rules from their tensor names to the Hugging Face names.
 
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
@@ -88,7 +88,7 @@ def load_model(
     return load_weights(
         abstract,
         family.tensors(config),
-        Renamed(source, rules) if rules else source,
+        RenamedTensors(source, rules) if rules else source,
         layout,
         where=str(path),
         prefix=family.prefix,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.interop.hf.weights import Tensor, one
+from jaxlm.interop.hf.weights import Tensor, single
 
 BLOCK = "body.layers.stacked."
 """Path prefix of the parameters of all layers."""
@@ -11,12 +11,12 @@ HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": 
 """Output axes of the query, key and value projections."""
 
 
-def ends(config: Any) -> Iterator[Tensor]:
+def embeddings_and_head(config: Any) -> Iterator[Tensor]:
     """Embedding, final norm and head, with Llama's names."""
-    yield one("model.embed_tokens.weight", "tokens.weight", "vocab | embed")
-    yield one("model.norm.weight", "body.final_norm.weight", "embed")
+    yield single("model.embed_tokens.weight", "tokens.weight", "vocab | embed")
+    yield single("model.norm.weight", "body.final_norm.weight", "embed")
     if not config.tie_word_embeddings:
-        yield one("lm_head.weight", "head.weight", "vocab | embed")
+        yield single("lm_head.weight", "head.weight", "vocab | embed")
 
 
 def biased_attention(config: Any) -> Iterator[Tensor]:
@@ -28,27 +28,27 @@ def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Ten
     """Query, key, value and output projections as separate tensors."""
     layer = "model.layers.{layer}.self_attn."
     for name, out in HEADS.items():
-        yield one(f"{layer}{name}.weight", f"{BLOCK}attn.{name}.weight", f"{out} | embed")
+        yield single(f"{layer}{name}.weight", f"{BLOCK}attn.{name}.weight", f"{out} | embed")
         if qkv_bias:
-            yield one(f"{layer}{name}.bias", f"{BLOCK}attn.{name}.bias", out)
-    yield one(f"{layer}o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+            yield single(f"{layer}{name}.bias", f"{BLOCK}attn.{name}.bias", out)
+    yield single(f"{layer}o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
     if out_bias:
-        yield one(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
+        yield single(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
 
 
-def head_norms() -> Iterator[Tensor]:
+def qk_norms_per_head() -> Iterator[Tensor]:
     """Query and key norms over each head."""
     for name in ("q_norm", "k_norm"):
-        yield one(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", "head_size")
+        yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", "head_size")
 
 
 def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
     """Gate, up and down projections."""
     for name, out, into in (("gate_proj", "mlp", "embed"), ("up_proj", "mlp", "embed"), ("down_proj", "embed", "mlp")):
         theirs, ours = f"model.layers.{{layer}}.mlp.{name}", f"{BLOCK}mlp.{name}"
-        yield one(f"{theirs}.weight", f"{ours}.weight", f"{out} | {into}")
+        yield single(f"{theirs}.weight", f"{ours}.weight", f"{out} | {into}")
         if use_bias:
-            yield one(f"{theirs}.bias", f"{ours}.bias", out)
+            yield single(f"{theirs}.bias", f"{ours}.bias", out)
 
 
 def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
@@ -59,29 +59,29 @@ def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
         gate, up, down: names of an expert's projections.
     """
     layer = f"model.layers.{{layer}}.{module}."
-    yield one(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
+    yield single(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
     for theirs, ours, layout in (
         (gate, "gate", "mlp | embed"),
         (up, "up", "mlp | embed"),
         (down, "down", "embed | mlp"),
     ):
-        yield one(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
+        yield single(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
 
 
-def norms(**names: str) -> Iterator[Tensor]:
+def block_norms(**names: str) -> Iterator[Tensor]:
     """Norms of a block, as name in jaxlm=name in the files."""
     for ours, theirs in names.items():
-        yield one(f"model.layers.{{layer}}.{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
+        yield single(f"model.layers.{{layer}}.{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
 
 
 def pre_norms() -> Iterator[Tensor]:
     """The two norms of Llama's blocks."""
-    return norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    return block_norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
 
-def four_norms() -> Iterator[Tensor]:
+def sandwich_norms() -> Iterator[Tensor]:
     """The four norms of Gemma's blocks: before and after attention and MLP."""
-    return norms(
+    return block_norms(
         attn_norm="input_layernorm",
         attn_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
@@ -89,8 +89,8 @@ def four_norms() -> Iterator[Tensor]:
     )
 
 
-def whole_norms() -> Iterator[Tensor]:
+def qk_norms() -> Iterator[Tensor]:
     """Query and key norms over all heads together."""
     for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
         theirs, ours = f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight"
-        yield one(theirs, ours, f"{axis} head_size")
+        yield single(theirs, ours, f"{axis} head_size")

@@ -108,7 +108,7 @@ class Tensor:
         return tuple(whole)
 
 
-def one(name: str, path: str, layout: str) -> Tensor:
+def single(name: str, path: str, layout: str) -> Tensor:
     """A tensor with a single parameter."""
     return Tensor(name, (_part(path, layout),))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxlm.interop.hf.family import FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, size_keys, window_pattern
-from jaxlm.interop.hf.shared_weights import attention, ends, four_norms, gated_mlp
+from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, gated_mlp, sandwich_norms
 from jaxlm.interop.hf.weights import Tensor
 
 
@@ -36,7 +36,7 @@ def gemma_keys(
 
 def gemma_tensors(config: Any) -> Iterator[Tensor]:
     """All weights except query and key norms."""
-    yield from ends(config)
-    yield from four_norms()
+    yield from embeddings_and_head(config)
+    yield from sandwich_norms()
     yield from attention()
     yield from gated_mlp()

@@ -7,7 +7,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
-from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.gpt2 import Gpt2Config
 
 _LAYER = "transformer.h.{layer}."
@@ -17,12 +17,12 @@ _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
     if not config.use_bias:
         raise ConfigError("model.use_bias: false given, but GPT-2 in Hugging Face format always has biases")
-    yield one("transformer.wte.weight", "tokens.weight", "vocab | embed")
-    yield one("transformer.wpe.weight", "positions.weight", "position | embed")
+    yield single("transformer.wte.weight", "tokens.weight", "vocab | embed")
+    yield single("transformer.wpe.weight", "positions.weight", "position | embed")
     norms = {f"{_LAYER}ln_1": f"{BLOCK}attn_norm", f"{_LAYER}ln_2": f"{BLOCK}mlp_norm"}
     for theirs, ours in {"transformer.ln_f": "body.final_norm", **norms}.items():
         for part in ("weight", "bias"):
-            yield one(f"{theirs}.{part}", f"{ours}.{part}", "embed")
+            yield single(f"{theirs}.{part}", f"{ours}.{part}", "embed")
     weights = {f"{BLOCK}attn.{name}.weight": f"embed | {out}" for name, out in HEADS.items()}
     yield fused(f"{_LAYER}attn.c_attn.weight", weights, along=1)
     yield fused(f"{_LAYER}attn.c_attn.bias", {f"{BLOCK}attn.{name}.bias": out for name, out in HEADS.items()})
@@ -32,8 +32,8 @@ def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
         "mlp.c_proj": ("mlp.down_proj", "mlp", "embed"),
     }
     for theirs, (ours, inputs, outputs) in maps.items():
-        yield one(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{inputs} | {outputs}")
-        yield one(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
+        yield single(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{inputs} | {outputs}")
+        yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
 
 
 def _scale_from_theirs(theirs: Mapping[str, Any]) -> Json:

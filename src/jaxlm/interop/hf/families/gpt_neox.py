@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, rope, size_keys
 from jaxlm.interop.hf.shared_weights import BLOCK
-from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
 
 _LAYER = "gpt_neox.layers.{layer}."
@@ -13,9 +13,9 @@ _HEADS = {"q_proj": "heads | head_size", "k_proj": "kv_heads | head_size", "v_pr
 
 
 def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
-    yield one("gpt_neox.embed_in.weight", "tokens.weight", "vocab | embed")
+    yield single("gpt_neox.embed_in.weight", "tokens.weight", "vocab | embed")
     if not config.tie_word_embeddings:
-        yield one("embed_out.weight", "head.weight", "vocab | embed")
+        yield single("embed_out.weight", "head.weight", "vocab | embed")
     norms = {
         "gpt_neox.final_layer_norm": "body.final_norm",
         f"{_LAYER}input_layernorm": f"{BLOCK}attn_norm",
@@ -23,7 +23,7 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
     }
     for theirs, ours in norms.items():
         for part in ("weight", "bias"):
-            yield one(f"{theirs}.{part}", f"{ours}.{part}", "embed")
+            yield single(f"{theirs}.{part}", f"{ours}.{part}", "embed")
     weights = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in _HEADS.items()}
     biases = {f"{BLOCK}attn.{name}.bias": out for name, out in _HEADS.items()}
     yield fused(f"{_LAYER}attention.query_key_value.weight", weights, along=1, merged=2)
@@ -34,8 +34,8 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
         "mlp.dense_4h_to_h": ("mlp.down_proj", "embed", "mlp"),
     }
     for theirs, (ours, outputs, inputs) in maps.items():
-        yield one(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{outputs} | {inputs}")
-        yield one(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
+        yield single(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{outputs} | {inputs}")
+        yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
 
 
 FAMILY = Family(

@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, ends, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.llama import LlamaConfig
 
 FAMILY = Family(
@@ -20,7 +20,7 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
-        *ends(config),
+        *embeddings_and_head(config),
         *pre_norms(),
         *biased_attention(config),
         *gated_mlp(use_bias=config.mlp_bias),

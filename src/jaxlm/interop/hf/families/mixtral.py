@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
-from jaxlm.interop.hf.shared_weights import attention, ends, experts, pre_norms
+from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, experts, pre_norms
 from jaxlm.models.families.mixtral import MixtralConfig
 
 FAMILY = Family(
@@ -21,7 +21,7 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
-        *ends(config),
+        *embeddings_and_head(config),
         *pre_norms(),
         *attention(),
         *experts("block_sparse_moe", gate="w1", up="w3", down="w2"),

@@ -6,7 +6,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import IRRELEVANT, Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
-from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.mpt import MptConfig
 
 _RATIO = 4
@@ -27,17 +27,17 @@ _IRRELEVANT = {"attn_impl", "base_config_key", *IRRELEVANT}
 
 
 def _tensors(config: MptConfig) -> Iterator[Tensor]:
-    yield one("transformer.wte.weight", "tokens.weight", "vocab | embed")
+    yield single("transformer.wte.weight", "tokens.weight", "vocab | embed")
     if not config.tie_word_embeddings:
-        yield one("lm_head.weight", "head.weight", "vocab | embed")
-    yield one("transformer.norm_f.weight", "body.final_norm.weight", "embed")
+        yield single("lm_head.weight", "head.weight", "vocab | embed")
+    yield single("transformer.norm_f.weight", "body.final_norm.weight", "embed")
     for theirs, ours in {"norm_1": "attn_norm", "norm_2": "mlp_norm"}.items():
-        yield one(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
+        yield single(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
     qkv = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in HEADS.items()}
     yield fused(f"{_LAYER}attn.Wqkv.weight", qkv)
-    yield one(f"{_LAYER}attn.out_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
-    yield one(f"{_LAYER}ffn.up_proj.weight", f"{BLOCK}mlp.up_proj.weight", "mlp | embed")
-    yield one(f"{_LAYER}ffn.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+    yield single(f"{_LAYER}attn.out_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    yield single(f"{_LAYER}ffn.up_proj.weight", f"{BLOCK}mlp.up_proj.weight", "mlp | embed")
+    yield single(f"{_LAYER}ffn.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
 
 
 def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:

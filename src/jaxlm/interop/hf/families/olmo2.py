@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
-from jaxlm.interop.hf.shared_weights import attention, ends, gated_mlp, norms, whole_norms
+from jaxlm.interop.hf.shared_weights import attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo2 import Olmo2Config
 
 FAMILY = Family(
@@ -18,10 +18,10 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
-        *ends(config),
-        *norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+        *embeddings_and_head(config),
+        *block_norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
         *attention(),
-        *whole_norms(),
+        *qk_norms(),
         *gated_mlp(),
     ),
 )

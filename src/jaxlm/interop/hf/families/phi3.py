@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
-from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, ends, pre_norms
-from jaxlm.interop.hf.weights import Tensor, fused, one
+from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, embeddings_and_head, pre_norms
+from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.phi3 import Phi3Config
 from jaxlm.models.rope import LongRotary
 
@@ -14,14 +14,14 @@ _LAYER = "model.layers.{layer}."
 
 
 def _tensors(config: Phi3Config) -> Iterator[Tensor]:
-    yield from ends(config)
+    yield from embeddings_and_head(config)
     yield from pre_norms()
     qkv = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in HEADS.items()}
     yield fused(f"{_LAYER}self_attn.qkv_proj.weight", qkv)
-    yield one(f"{_LAYER}self_attn.o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    yield single(f"{_LAYER}self_attn.o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
     gate_up = {f"{BLOCK}mlp.{name}.weight": "mlp | embed" for name in ("gate_proj", "up_proj")}
     yield fused(f"{_LAYER}mlp.gate_up_proj.weight", gate_up)
-    yield one(f"{_LAYER}mlp.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+    yield single(f"{_LAYER}mlp.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
 
 
 def _original_to_theirs(config: Any) -> Json:

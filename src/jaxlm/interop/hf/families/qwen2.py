@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
-from jaxlm.interop.hf.shared_weights import attention, ends, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.qwen2 import Qwen2Config
 
 FAMILY = Family(
@@ -18,5 +18,5 @@ FAMILY = Family(
         late_window(28),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (*ends(config), *pre_norms(), *attention(qkv_bias=True), *gated_mlp()),
+    tensors=lambda config: (*embeddings_and_head(config), *pre_norms(), *attention(qkv_bias=True), *gated_mlp()),
 )

@@ -2,7 +2,13 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, ends, gated_mlp, head_norms, pre_norms
+from jaxlm.interop.hf.shared_weights import (
+    biased_attention,
+    embeddings_and_head,
+    gated_mlp,
+    pre_norms,
+    qk_norms_per_head,
+)
 from jaxlm.models.families.qwen3 import Qwen3Config
 
 FAMILY = Family(
@@ -20,10 +26,10 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
-        *ends(config),
+        *embeddings_and_head(config),
         *pre_norms(),
         *biased_attention(config),
-        *head_norms(),
+        *qk_norms_per_head(),
         *gated_mlp(),
     ),
 )

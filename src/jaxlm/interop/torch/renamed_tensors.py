@@ -10,7 +10,7 @@ from jaxlm.interop.hf.safetensors_file import TensorInfo
 from jaxlm.interop.hf.tensor_files import TensorSource
 
 
-class Renamed:
+class RenamedTensors:
     """A tensor source with other names.
 
     Args:
