@@ -59,8 +59,7 @@ def in_process(monkeypatch, capsys) -> Iterator[Callable[..., Finished]]:
         try:
             code = main(arguments)
         except SystemExit as end:  # of argparse
-            assert end.code is None or isinstance(end.code, int)
-            code = end.code or 0
+            code = int(end.code or 0)
         shown = capsys.readouterr()
         return Finished(code, shown.out, shown.err)
 
