@@ -12,6 +12,16 @@ for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_opti
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}={value}"
 
 
+# A worker takes all tests of a group, so that what they share is made once. A group is a file, or one of these.
+GROUPS = {
+    **dict.fromkeys(
+        (f"tests/end_to_end/test_{name}.py" for name in ("command", "evaluate", "checkpoints", "signals")),
+        "runs on one device",
+    ),
+    **dict.fromkeys((f"tests/engine/test_{name}.py" for name in ("step", "collectives", "guards")), "steps"),
+}
+
+
 @pytest.fixture(scope="session")
 def gcs():
     """A server of buckets; the variables that lead there, for processes that are started."""
@@ -33,4 +43,7 @@ def pytest_collection_modifyitems(config, items):
             own = function._hypothesis_internal_use_settings
             # There is no public way to change the settings of a test that has some.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(GROUPS.get(file, file)))
     items.sort(key=lambda item: not item.nodeid.startswith("tests/end_to_end/"))

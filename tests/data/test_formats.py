@@ -140,7 +140,7 @@ def test_formats_and_files_that_do_not_go_together(base, tmp_path):
         windows_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
 
 
-def test_levanter_1_11_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokenizer, tmp_path):
+def test_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("no space behind this")
     cache = windows_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
     expected = [tokenizer.bos_id, *tokenizer.encode_batch(["no space behind this"])[0], tokenizer.eos_id]
@@ -157,7 +157,7 @@ def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
         windows_of(base, train_urls=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/other")
 
 
-def test_levanter_1_11_windows_are_shuffled_unless_one_says_otherwise():
+def test_windows_are_shuffled_unless_one_says_otherwise():
     assert DataConfig().shuffle is True
 
 

@@ -127,6 +127,21 @@ class Workplace:
         return {p: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest() for p, a in arrays.items()}
 
 
+@dataclass(frozen=True)
+class Uninterrupted:
+    """A run that came to its end without a stop, and what others are compared with.
+
+    Attributes:
+        place: its folder.
+        losses: step -> training loss.
+        digest: path -> hash of each array in its last checkpoint.
+    """
+
+    place: Workplace
+    losses: dict[int, str]
+    digest: dict[str, str]
+
+
 def make_corpus(folder: Path) -> None:
     """A few modules of the standard library, some to train on and some held out."""
     library = Path(sysconfig.get_paths()["stdlib"])

@@ -1,9 +1,10 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
 import pytest
 
-from tests.end_to_end.commands import Workplace, make_corpus
+from tests.end_to_end.commands import Finished, Uninterrupted, Workplace, make_corpus
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,45 @@ def workplace(shared, tmp_path_factory) -> Callable[..., Workplace]:
         return Workplace(tmp_path_factory.mktemp("work"), shared / "cache", shared / "corpus", devices)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished(workplace) -> Workplace:
+    """A run of 12 steps that keeps an average of the weights and evaluates two sources. Only read it, or a copy of it."""
+    place = workplace()
+    path = place.write()
+    held_out = place.corpus / "validation"
+    text = path.read_text().replace(f"[{held_out}]", f"[{held_out}/bisect.py, {held_out}/heapq.py]")
+    text = text.replace("max_eval_batches: 2", "max_eval_batches: null")
+    path.write_text(text.replace("trainer:\n", "trainer:\n  model_averaging: {type: ema, beta: 0.7}\n"))
+    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "12")
+    assert result.code == 0, result.err
+    return place
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(workplace) -> Uninterrupted:
+    """A run of 24 steps on one device that nothing interrupts."""
+    place = workplace()
+    place.write()
+    result = place.run("--config_path", "run.yaml")
+    assert result.code == 0, result.err
+    return Uninterrupted(place, place.losses(), place.digest("step-24"))
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys) -> Iterator[Callable[..., Finished]]:
+    """Runs a command's `main` in this process and in a workplace's folder: for what ends before anything is compiled."""
+    cache = jax.config.jax_compilation_cache_dir
+
+    def run(main: Callable[[Sequence[str]], int], place: Workplace, *arguments: str) -> Finished:
+        monkeypatch.chdir(place.folder)
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # of argparse
+            code = int(end.code or 0)
+        shown = capsys.readouterr()
+        return Finished(code, shown.out, shown.err)
+
+    yield run
+    jax.config.update("jax_compilation_cache_dir", cache)

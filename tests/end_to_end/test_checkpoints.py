@@ -14,19 +14,9 @@ from tests.end_to_end.commands import Workplace
 RUN = ("--config_path", "run.yaml")
 
 
-@pytest.fixture(scope="session")
-def finished(workplace) -> tuple[Workplace, dict[int, str], dict[str, str]]:
-    """A finished run, its losses, and the hashes of its last checkpoint."""
+def copied(uninterrupted, workplace) -> Workplace:
     place = workplace()
-    place.write()
-    result = place.run(*RUN)
-    assert result.code == 0, result.err
-    return place, place.losses(), place.digest("step-24")
-
-
-def copied(finished, workplace) -> Workplace:
-    place = workplace()
-    shutil.copytree(finished[0].folder, place.folder, dirs_exist_ok=True)
+    shutil.copytree(uninterrupted.place.folder, place.folder, dirs_exist_ok=True)
     return place
 
 
@@ -48,10 +38,9 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_damage_to_any_file_is_noticed(finished, workplace, damage):
-    place = copied(finished, workplace)
+def test_any_damage_to_any_file_is_noticed(uninterrupted, workplace, damage):
+    place = copied(uninterrupted, workplace)
     newest = place.folder / "checkpoints/run/step-24"
     verify(newest)
     for path in files_of(newest):
@@ -64,8 +53,8 @@ def test_any_damage_to_any_file_is_noticed(finished, workplace, damage):
     verify(newest)
 
 
-def check_falls_back(finished, workplace, number: int, damage: str) -> None:
-    place = copied(finished, workplace)
+def check_falls_back(uninterrupted, workplace, number: int, damage: str) -> None:
+    place = copied(uninterrupted, workplace)
     path = files_of(place.folder / "checkpoints/run/step-24")[number]
     if not path.stat().st_size:
         damage = "deleted"
@@ -77,22 +66,25 @@ def check_falls_back(finished, workplace, number: int, damage: str) -> None:
     assert "step-24" in lines[0]
     assert "step-20" in result.out
     assert "step-24.damaged" in place.checkpoints()
-    assert (place.losses(), place.digest("step-24")) == finished[1:]
+    assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
 
 
-@pytest.mark.parametrize(("number", "damage"), [(0, "truncated"), (3, "flipped"), (5, "deleted"), (-1, "flipped")])
-def test_a_damaged_newest_checkpoint_is_set_aside(finished, workplace, number, damage):
-    check_falls_back(finished, workplace, number, damage)
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [(3, "flipped"), *(pytest.param(*one, marks=SLOW) for one in ((0, "truncated"), (5, "deleted"), (-1, "flipped")))],
+)
+def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, workplace, number, damage):
+    check_falls_back(uninterrupted, workplace, number, damage)
 
 
 @pytest.mark.parametrize("damage", [pytest.param(d, marks=SLOW if d == "flipped" else SOAK) for d in DAMAGES])
-def test_each_file_of_the_newest_checkpoint_in_turn(finished, workplace, damage):
-    for number in range(len(files_of(finished[0].folder / "checkpoints/run/step-24"))):
-        check_falls_back(finished, workplace, number, damage)
+def test_each_file_of_the_newest_checkpoint_in_turn(uninterrupted, workplace, damage):
+    for number in range(len(files_of(uninterrupted.place.folder / "checkpoints/run/step-24"))):
+        check_falls_back(uninterrupted, workplace, number, damage)
 
 
-def test_all_damaged_is_an_error_not_a_new_beginning(finished, workplace):
-    place = copied(finished, workplace)
+def test_all_damaged_is_an_error_not_a_new_beginning(uninterrupted, workplace):
+    place = copied(uninterrupted, workplace)
     for checkpoint in (place.folder / "checkpoints/run").iterdir():
         truncate(checkpoint / "run" / "manifest.json")
     result = place.run(*RUN)
@@ -142,7 +134,7 @@ def killed_inside_saves(place: Workplace, rng: random.Random, kills: int) -> int
     return inside
 
 
-def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None:
+def check_kills_while_saving(uninterrupted, workplace, seed: int, kills: int) -> None:
     """Every step is saved; runs are killed inside of saves, and each comes to the end of the one that never was."""
     rng = random.Random(seed)
     while kills > 0:
@@ -151,20 +143,20 @@ def check_kills_while_saving(finished, workplace, seed: int, kills: int) -> None
         kills -= killed_inside_saves(place, rng, kills)
         result = place.run(*RUN, *EVERY_STEP)
         assert result.code == 0, result.err
-        assert (place.losses(), place.digest("step-24")) == finished[1:]
+        assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
         # The step before the phase began is temporary; every other one is kept, and nothing else is left behind.
         assert place.checkpoints() == sorted(f"step-{n}" for n in range(1, 25))
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_killed_while_saving(finished, workplace, kills):
-    check_kills_while_saving(finished, workplace, seed=kills, kills=kills)
+def test_killed_while_saving(uninterrupted, workplace, kills):
+    check_kills_while_saving(uninterrupted, workplace, seed=kills, kills=kills)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_while_saving_thirty_times(finished, workplace, seed):
-    check_kills_while_saving(finished, workplace, seed=seed, kills=30)
+def test_killed_while_saving_thirty_times(uninterrupted, workplace, seed):
+    check_kills_while_saving(uninterrupted, workplace, seed=seed, kills=30)
 
 
 @pytest.mark.slow

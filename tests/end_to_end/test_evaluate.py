@@ -14,19 +14,6 @@ from jaxlm.sample import main as sample
 from tests.end_to_end.commands import Finished, Workplace
 
 
-@pytest.fixture(scope="module")
-def finished(workplace) -> Workplace:
-    place = workplace()
-    path = place.write()
-    held_out = place.corpus / "validation"
-    text = path.read_text().replace(f"[{held_out}]", f"[{held_out}/bisect.py, {held_out}/heapq.py]")
-    path.write_text(text.replace("max_eval_batches: 2", "max_eval_batches: null"))
-    averaging = ("--trainer.model_averaging", "{type: ema, beta: 0.7}")
-    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "12", *averaging)
-    assert result.code == 0, result.err
-    return place
-
-
 def evaluate(place: Workplace, *arguments: str) -> Finished:
     return place.run("--checkpoint", "checkpoints/run", *arguments, module="jaxlm.evaluate")
 

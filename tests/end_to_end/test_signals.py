@@ -12,11 +12,13 @@ RUN = ("--config_path", "run.yaml")
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(workplace):
+def whole(workplace, uninterrupted):
     """Number of processes -> losses and last hashes: one device, or two processes with four devices each."""
 
     def run(processes: int):
-        place = workplace(4 if processes == 2 else 1)
+        if processes == 1:
+            return uninterrupted.losses, uninterrupted.digest
+        place = workplace(4)
         place.write()
         results = [process_end(p) for p in place.start_all(processes, *RUN)]
         assert [r[0] for r in results] == [0] * processes, results
@@ -39,7 +41,7 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
         pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
-def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
+def test_saved_and_gone_on(workplace, whole, processes, number, to):
     place = workplace(4 if processes == 2 else 1)
     place.write()
     running = place.start_all(
@@ -52,7 +54,7 @@ def test_saved_and_gone_on(workplace, uninterrupted, processes, number, to):
     assert saved == 7 if processes == 1 else 7 <= saved <= 11
     results = [process_end(process) for process in place.start_all(processes, *RUN)]
     assert [code for code, _, _ in results] == [0] * processes, results
-    assert (place.losses(), place.digest("step-24")) == uninterrupted(processes)
+    assert (place.losses(), place.digest("step-24")) == whole(processes)
 
 
 def test_a_second_signal_ends_at_once(workplace):
@@ -68,8 +70,8 @@ def test_a_second_signal_ends_at_once(workplace):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2])
-def test_two_processes_lose_what_one_does(uninterrupted, processes):
-    alone, together = uninterrupted(1)[0], uninterrupted(processes)[0]
+def test_two_processes_lose_what_one_does(whole, processes):
+    alone, together = whole(1)[0], whole(processes)[0]
     assert alone.keys() == together.keys()
     for step, loss in alone.items():
         assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)

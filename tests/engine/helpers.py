@@ -82,7 +82,7 @@ def one_device() -> Layout:
     return Layout(mesh, {"batch": ("replica", "data")}, {"batch": ("replica", "data")})
 
 
-# Compiled once for all tests that take the same step; layouts are cached above, so that `id` tells them apart.
+# Compiled once for all tests that take the same step. Layouts are cached above, so `id` tells them apart.
 _PROGRAMS: dict[tuple[int, str, Precision], tuple[Any, ...]] = {}
 
 
@@ -102,19 +102,27 @@ class TinyRun:
             step = make_train_step(self.phase, self.where, self.precision, state_builder.abstract_state(self.phase))
             with self.where.use():
                 state = enter_phase(state_builder, self.phase, self.where, None)()
-            _PROGRAMS[key] = (state_builder, step, jax.tree.map(np.asarray, state), shardings(state, self.where))
-        self.state_builder, self._step, state, places = _PROGRAMS[key]
+            host = jax.tree.map(np.asarray, state)
+            _PROGRAMS[key] = (state_builder, step, host, shardings(state, self.where), {})
+        self.state_builder, self._step, state, places, self._compiled = _PROGRAMS[key]
         self.state: RunState = jax.tree.map(lambda a, place: jax.device_put(a.copy(), place), state, places)
         self._blank = FlagSync(self.where).to_devices(SyncFlags())
 
     def step(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> dict[str, float]:
         """One step on a batch; returns its metrics."""
+        inputs = batch(columns, self.where, num_microbatches)
         with self.where.use():
-            self.state, report = self._step(self.state, batch(columns, self.where, num_microbatches), self._blank)
+            self.state, report = self._program(inputs)(self.state, inputs, self._blank)
         return {name: float(value) for name, value in report.metrics.items()}
 
     def compiled_text(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> str:
         """The compiled step, as HLO text."""
-        with self.where.use():
-            arguments = (self.state, batch(columns, self.where, num_microbatches), self._blank)
-            return self._step.lower(*arguments).compile().as_text()
+        return self._program(batch(columns, self.where, num_microbatches)).as_text()
+
+    def _program(self, inputs: TokenBatch) -> Any:
+        """The step compiled for batches of this shape, once for all tests."""
+        shape = inputs.tokens.array.shape
+        if shape not in self._compiled:
+            with self.where.use():
+                self._compiled[shape] = self._step.lower(self.state, inputs, self._blank).compile()
+        return self._compiled[shape]

@@ -62,7 +62,7 @@ def test_skip_bad_steps_true_is_not_a_window_of_one_step():
 
 
 @pytest.mark.parametrize("sign", ["loss", "norm"])
-def test_r7_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_window(sign):
+def test_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_window(sign):
     judge, clean = Judging(SkipBadSteps(32)), Judging(SkipBadSteps(32))
     rng = np.random.default_rng(1)
     for number in range(60):
@@ -75,7 +75,7 @@ def test_r7_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_wi
         np.testing.assert_array_equal(one, other)
 
 
-def test_r7_no_clean_step_of_two_thousand_is_left_out():
+def test_none_of_two_thousand_clean_steps_is_left_out():
     judge = Judging(SkipBadSteps())
     rng = np.random.default_rng(2)
     steps = np.arange(2000)
@@ -84,7 +84,7 @@ def test_r7_no_clean_step_of_two_thousand_is_left_out():
     assert all(judge(loss, norm) for loss, norm in zip(losses, norms, strict=True))
 
 
-def test_r6_it_cannot_be_poisoned_by_what_is_not_finite():
+def test_non_finite_steps_do_not_enter_the_window():
     judge = Judging(SkipBadSteps(8))
     for _ in range(8):
         judge(3.0)
@@ -97,7 +97,7 @@ def test_r6_it_cannot_be_poisoned_by_what_is_not_finite():
     assert not judge(30.0)
 
 
-def test_r6_it_cannot_freeze():
+def test_the_window_cannot_freeze():
     judge = Judging(SkipBadSteps(16, max_in_a_row=5))
     for _ in range(16):
         judge(3.0)
