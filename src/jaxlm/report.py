@@ -28,7 +28,7 @@ def final_report(plan: Plan, console: Console) -> None:
         ("checkpoint", str(checkpoint)),
         *write_plots(plan, records),
         ("metrics", str(plan.log_folder / "metrics.jsonl")),
-        ("to sample", f'jaxlm sample --checkpoint {plan.checkpoints.place} --prompt "..."'),
+        ("to sample", f'jaxlm sample --checkpoint {plan.checkpoints.location} --prompt "..."'),
         ("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
     console.log(table("report", rows))
