@@ -1,4 +1,4 @@
-"""Multi-process utilities: jax options, broadcasts from process 0, and work that only process 0 does."""
+"""Multi-process utilities: jax options, broadcasts and agreement between processes, and work that only process 0 does."""
 
 import hashlib
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first signal requests a stop after the current step, the second exits at once."""
+"""Preemption (SIGTERM) and Ctrl-C (SIGINT): the first signal saves and stops, the second exits at once."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Averages of the model weights over training steps, evaluated in addition to the weights themselves."""
+"""Averages of the model weights (EMA) over training steps, evaluated in addition to the weights themselves."""
 
 import abc
 from dataclasses import dataclass

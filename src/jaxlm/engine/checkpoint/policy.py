@@ -1,4 +1,4 @@
-"""When to save: at time intervals (temporary), at step intervals (permanent), and always at the end."""
+"""Checkpoint retention: saves at time intervals (temporary), at step intervals (permanent), and always at the end."""
 
 import itertools
 import time
