@@ -24,5 +24,5 @@ def logging(kind: str, read):
 
 if __name__ == "__main__":
     Mixture.read = logging("train", Mixture.read)
-    loader._padded = logging("eval", loader._padded)
+    loader._read_padded = logging("eval", loader._read_padded)
     sys.exit(train.main())
