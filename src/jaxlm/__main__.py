@@ -67,6 +67,10 @@ def _is_answered(arguments: Sequence[str]) -> bool:
 def _run(command: str, arguments: Sequence[str]) -> int:
     from jaxlm.core.imports import gc_paused
 
+    if (
+        "" not in sys.path and os.getcwd() not in sys.path
+    ):  # as `python -m` does: your own classes may be in this folder
+        sys.path.insert(0, os.getcwd())
     with gc_paused():
         module = importlib.import_module(f"jaxlm.{command}")
     return module.main(arguments)

@@ -79,8 +79,11 @@ def test_recipes_are_listed_and_copied_but_never_over_a_file(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert recipes_command([]) == 0
     assert "jaxlm:quickstart.yaml" in capsys.readouterr().out
-    assert recipes_command(["quickstart"]) == 0
-    assert Path("quickstart.yaml").read_bytes() == (FOLDER / "quickstart.yaml").read_bytes()
+    assert recipes_command(["two_phases"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
+    assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree
+    assert recipes_command(["quickstart"]) == 0  # it is there already, as it ships
+    Path("quickstart.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):
         recipes_command(["quickstart.yaml"])
     with pytest.raises(ConfigError, match=r"jaxlm:quikstart: no such recipe\. Did you mean jaxlm:quickstart\.yaml\?"):

@@ -54,7 +54,7 @@ def import_name(path: str) -> Any:
     except Exception as error:  # importing a third-party module can raise anything
         raise ConfigError(
             f"'{path}': importing {module_name} failed: {type(error).__name__}: {error}. Install it, or run the command "
-            f"from the folder that contains it, as `python -m jaxlm ...`"
+            "from the folder that contains it"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """The configurations that ship with jaxlm: `jaxlm:quickstart.yaml` names one wherever a configuration's path is expected."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,18 +48,9 @@ def recipes_command(arguments: Sequence[str]) -> int:
         print("usage: jaxlm recipes [NAME ...]\n\nLists the recipes, or copies the named ones into the current folder.")
         return 0
     for name in arguments:
-        source = recipe(name)
-        copy = Path(source.name)
-        try:
-            with copy.open("x", encoding="utf-8") as file:
-                file.write(source.read_text(encoding="utf-8"))
-        except FileExistsError:
-            raise ConfigError(f"{copy} already exists in this folder. Rename or delete it first") from None
-        except OSError as error:
-            raise ConfigError(
-                f"{copy} cannot be written: {error.strerror}. Run the command in another folder"
-            ) from error
-        print(f"wrote {copy}; train it with: jaxlm train --config_path {copy}")
+        for source in _with_includes(recipe(name)):
+            _copy(source)
+        print(f"train it with: jaxlm train --config_path {recipe(name).name}")
     if not arguments:
         for file in sorted(FOLDER.glob("*.yaml")):
             print(f"  {SCHEME}{file.name:20} {_title(file)}")
@@ -66,6 +58,26 @@ def recipes_command(arguments: Sequence[str]) -> int:
             "\nTrain one with `jaxlm train --config_path jaxlm:NAME`; copy one into this folder with `jaxlm recipes NAME`."
         )
     return 0
+
+
+def _with_includes(file: Path) -> list[Path]:
+    """A recipe and those that it includes, which are read from beside it."""
+    names = re.findall(r"!include (\S+)", file.read_text(encoding="utf-8"))
+    return [file, *(inner for name in names for inner in _with_includes(file.with_name(name)))]
+
+
+def _copy(source: Path) -> None:
+    copy, content = Path(source.name), source.read_text(encoding="utf-8")
+    try:
+        with copy.open("x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError:
+        if copy.read_text(encoding="utf-8") == content:
+            return
+        raise ConfigError(f"{copy} already exists in this folder. Rename or delete it first") from None
+    except OSError as error:
+        raise ConfigError(f"{copy} cannot be written: {error.strerror}. Run the command in another folder") from error
+    print(f"wrote {copy}")
 
 
 def _title(file: Path) -> str:
