@@ -12,7 +12,7 @@ for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_opti
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}={value}"
 
 
-# A worker takes all tests of a group, so that what they share is made once. A group is a file, or one of these.
+# A worker takes all tests of a file, and all files of a group, so that what they share is made once.
 GROUPS = {
     **dict.fromkeys(
         (f"tests/end_to_end/test_{name}.py" for name in ("command", "evaluate", "checkpoints", "signals")),
@@ -35,6 +35,21 @@ def pytest_addoption(parser):
     parser.addoption("--examples", type=int, help="so many examples of every property, instead of what each test says")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Whole files to each worker, and whole groups of files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return GROUPS.get(file, file)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
     """The longest first: whole runs of the command, which wait for each other least when they start early."""
     if (examples := config.getoption("--examples")) is not None:
@@ -43,7 +58,4 @@ def pytest_collection_modifyitems(config, items):
             own = function._hypothesis_internal_use_settings
             # There is no public way to change the settings of a test that has some.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(GROUPS.get(file, file)))
     items.sort(key=lambda item: not item.nodeid.startswith("tests/end_to_end/"))
