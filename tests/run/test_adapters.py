@@ -109,7 +109,7 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
         config = type(plan.config.model)(**{**SIZES, **change})
         with pytest.raises(ConfigError, match=message):
             read_adapters(folder, config, config.num_layers)
-    with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found\. Use a folder that PEFT saved"):
+    with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found"):
         with_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
 
