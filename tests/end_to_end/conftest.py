@@ -17,7 +17,7 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def workplace(shared, tmp_path_factory) -> Callable[..., Workplace]:
-    """Makes a fresh folder to run commands in, on so many simulated devices."""
+    """Makes a fresh folder to run commands in, on the given number of simulated devices."""
 
     def make(devices: int = 1) -> Workplace:
         return Workplace(tmp_path_factory.mktemp("work"), shared / "cache", shared / "corpus", devices)
