@@ -5,11 +5,10 @@ import os
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from tests.xla_flags import flags_for
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile much and compute little: without LLVM's optimisations they take little more than half of the time.
-for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}.items():
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --{flag}={value}"
+os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
 
 
 # A worker takes all tests of a file, and all files of a group, so that what they share is made once.

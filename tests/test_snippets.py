@@ -28,6 +28,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.run.load_model import check_effective
 from tests.test_guide import DOCUMENTS, ROOT, a_model_of_hugging_face, an_adapter_of_peft
+from tests.xla_flags import flags_for
 
 BLOCK = re.compile(r"(?:<!-- not run: *(?P<reason>.*?) *-->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 NEWCOMER = [ROOT / "README.md", *sorted((ROOT / "docs" / "start").glob("*.md"))]
@@ -227,7 +228,7 @@ def test_blocks_say_what_they_are():
 
 def run_python(source: str, folder: Path) -> None:
     """Runs a program in a process of its own, which may register classes, on one device."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags_for(1)}
     command = [sys.executable, "-c", source]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.xla_flags import flags_for
+
 REPOSITORY = Path(__file__).parents[2]
 
 CONFIG = """
@@ -70,7 +72,7 @@ class Workplace:
         """Starts a command."""
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.devices} --xla_backend_optimization_level=0",
+            "XLA_FLAGS": flags_for(self.devices),
             "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}",
             **environment,
         }
