@@ -46,11 +46,7 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes of all steps.
-
-    Attributes:
-        stages: ordered by start; the first starts at 0.
-    """
+    """Batch sizes of all steps, as stages in order. The first stage starts at step 0."""
 
     stages: tuple[BatchStage, ...]
 
@@ -66,7 +62,6 @@ class BatchSchedule:
 
     @property
     def first(self) -> BatchStage:
-        """The first stage."""
         return self.stages[0]
 
     @property
@@ -109,7 +104,5 @@ class BatchSchedule:
 
     def starting_at(self, step: int) -> "BatchSchedule":
         """The schedule from `step` on, with `step` renumbered to 0."""
-        later = (stage for stage in self.stages if stage.start > step)
-        return BatchSchedule(
-            (replace(self.at(step), start=0), *(replace(stage, start=stage.start - step) for stage in later))
-        )
+        later = (replace(stage, start=stage.start - step) for stage in self.stages if stage.start > step)
+        return BatchSchedule((replace(self.at(step), start=0), *later))
