@@ -18,10 +18,10 @@ from jaxlm.core.errors import EXIT_CONFIG, ConfigError
 COMMANDS = {
     "train": "trains what a YAML file describes, and resumes a run that was stopped",
     "sample": "continues prompts with the model of a checkpoint or a Hugging Face folder",
-    "chat": "chats with such a model, using its chat template",
+    "chat": "chats with such a model through its chat template",
     "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
-    "prepare": "tokenizes data ahead of training, and shows what a token cache holds",
+    "prepare": "tokenizes data ahead of training, and describes the token caches",
     "bench": "measures the training step, or forecasts it for machines you do not have",
 }
 RECIPES = "recipes"
@@ -79,7 +79,7 @@ def _overview() -> str:
     lines = [f"jaxlm {jaxlm.__version__}", "", "usage: jaxlm COMMAND [options]", ""]
     commands = {**COMMANDS, RECIPES: "lists the configurations that ship with jaxlm, and copies them"}
     lines += [f"  {name:10} {meaning}" for name, meaning in commands.items()]
-    lines += ["", "`jaxlm COMMAND --help` says more. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
+    lines += ["", "`jaxlm COMMAND --help` lists options. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
     return "\n".join(lines)
 
 

@@ -146,12 +146,12 @@ def evaluate(
             f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
             " batch"
         )
-    other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
+    differs = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
     log = lambda line: print(line, file=sys.stderr)  # noqa: E731
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
-        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=other):
+        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=differs):
             batches = eval_batches(data_set.sequences, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))

@@ -27,7 +27,7 @@ def as_run_config(config: RunConfig) -> RunConfig:
 
 
 def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfig) -> R:
-    """Loads the configuration file named on the command line and applies the command line's overrides.
+    """Loads the configuration file given on the command line and applies the overrides.
 
     Args:
         command: module name to show in the help text, as in `python -m command`.

@@ -101,7 +101,7 @@ def fsync(path: Path) -> None:
 
 
 def check_unused(folder: Path) -> None:
-    """Raises `ConfigError` if an output folder is taken. Every process must call this before any of them writes."""
+    """Raises `ConfigError` if `is_taken(folder)`. Every process must call this before any of them writes."""
     if is_taken(folder):
         raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
 

@@ -55,11 +55,6 @@ class BatchSchedule:
         """A schedule in which each batch is one microbatch."""
         return BatchSchedule(tuple(BatchStage(one.start, one.value, 1, one.value) for one in sizes))
 
-    @staticmethod
-    def constant(size: int) -> "BatchSchedule":
-        """A schedule in which all batches have the same size and are one microbatch."""
-        return BatchSchedule.of([BatchSize(0, size)])
-
     @property
     def first(self) -> BatchStage:
         return self.stages[0]

@@ -245,6 +245,5 @@ TABLE: Mapping[str, Options] = {
 
 def compiler_options(platform: str) -> Options:
     """The options for a platform, without those that XLA_FLAGS sets."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    named = {flag.lstrip("-").partition("=")[0] for flag in flags}
-    return {name: value for name, value in TABLE[platform].items() if name not in named}
+    flags = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in TABLE[platform].items() if name not in flags}
