@@ -100,7 +100,7 @@ def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None
 
 
 def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: Tokenizer, number: int) -> Iterator[str]:
-    """Prints training batch `number` (from 0) as text. Step `number + 1` trains on it if the configuration is not changed.
+    """Formats training batch `number` (from 0). Step `number + 1` trains on it if the configuration is not changed.
 
     Text in ⟦brackets⟧ is masked: no loss is computed on its tokens.
     """
