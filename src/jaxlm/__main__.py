@@ -1,6 +1,6 @@
-"""The command `jaxlm`, which is also `python -m jaxlm`: `jaxlm train ...` runs `jaxlm.train`, and so on.
+"""The command `jaxlm`, also `python -m jaxlm`: `jaxlm train ...` runs `jaxlm.train`, and so on.
 
-Answers that need no jax (help, mistakes in a command line or a file, recipes) come before jax is imported.
+Help, recipes, and errors in the command line or the configuration's keys are printed before jax is imported.
 """
 
 import difflib
@@ -18,10 +18,10 @@ from jaxlm.core.errors import EXIT_CONFIG, ConfigError
 COMMANDS = {
     "train": "trains what a YAML file describes, and resumes a run that was stopped",
     "sample": "continues prompts with the model of a checkpoint or a Hugging Face folder",
-    "chat": "chats with such a model, using its chat template",
+    "chat": "chats with such a model through its chat template",
     "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
-    "prepare": "tokenizes data ahead of training, and shows what a token cache holds",
+    "prepare": "tokenizes data ahead of training, and describes the token caches",
     "bench": "measures the training step, or forecasts it for machines you do not have",
 }
 RECIPES = "recipes"
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_answered(arguments: Sequence[str]) -> bool:
-    """Whether a training command only asked for help, which is then printed. Raises `ConfigError` for its mistakes."""
+    """Prints the help text if `--help` is given, else checks the options and keys. Returns whether the command is done."""
     topic = parse_arguments(arguments).help
     if topic is None:
         check_command_line(arguments)
         return False
-    if has_plugins():  # their keys are known once they are imported
+    if has_plugins():  # their keys are only known after importing them
         return False
     print(help_text(KeyIndex.load().sections, "jaxlm train", topic), flush=True)
     return True
@@ -67,9 +67,8 @@ def _is_answered(arguments: Sequence[str]) -> bool:
 def _run(command: str, arguments: Sequence[str]) -> int:
     from jaxlm.core.imports import gc_paused
 
-    if (
-        "" not in sys.path and os.getcwd() not in sys.path
-    ):  # as `python -m` does: your own classes may be in this folder
+    # As `python -m` does: your own classes may be in this folder.
+    if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with gc_paused():
         module = importlib.import_module(f"jaxlm.{command}")
@@ -80,7 +79,7 @@ def _overview() -> str:
     lines = [f"jaxlm {jaxlm.__version__}", "", "usage: jaxlm COMMAND [options]", ""]
     commands = {**COMMANDS, RECIPES: "lists the configurations that ship with jaxlm, and copies them"}
     lines += [f"  {name:10} {meaning}" for name, meaning in commands.items()]
-    lines += ["", "`jaxlm COMMAND --help` says more. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
+    lines += ["", "`jaxlm COMMAND --help` lists options. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
     return "\n".join(lines)
 
 

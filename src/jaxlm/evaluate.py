@@ -42,17 +42,14 @@ from jaxlm.run.plan import Plan
 
 _DATA = "data."
 # Keys of the trainer section that have an effect here.
-_EFFECTIVE = tuple(
-    f"trainer.{name}" for name in ("per_device_eval_parallelism", "max_eval_batches", "compilation_cache_dir")
-)
+_EFFECTIVE = ("trainer.per_device_eval_parallelism", "trainer.max_eval_batches", "trainer.compilation_cache_dir")
 # Keys of the data section without effect -> why.
 _NO_EFFECT = {
     "data.tokenizer": "the checkpoint's own tokenizer is used",
     "data.vocab_size": "the checkpoint's own tokenizer is used",
     "data.shuffle": "all data is read once, in any order",
     **dict.fromkeys(
-        ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"),
-        "it only affects training",
+        ("data.train_weights", "data.stop_strategy", "data.mixture_block_size"), "it only affects training"
     ),
     **dict.fromkeys(
         ("data.train_urls", "data.split"),
@@ -114,11 +111,7 @@ def _max_batches(plan: Plan, text: str | None) -> int | None:
 
 
 def data_with(trained: LoadedCheckpoint, options: Mapping[str, Any]) -> DataConfig:
-    """The data section of the checkpoint's phase, overridden by options (`data.validation_urls`, ...).
-
-    Raises:
-        ConfigError: an option has no effect on evaluation, or there is no validation data.
-    """
+    """The data section of the checkpoint's phase, overridden by options (`data.validation_urls`, ...)."""
     changed = override(ConfigSource({"data": encode(trained.data)}), dict(options))
     data = decode(DataConfig, ConfigSource(changed.tree["data"]))
     for name, reason in _NO_EFFECT.items():
@@ -144,9 +137,6 @@ def evaluate(
         batch_size: sequences per batch; None uses the run's.
         max_batches: maximum number of batches per source; None means all.
         weights: which of the checkpoint's weights to use, as in `LoadedCheckpoint.load_model`.
-
-    Raises:
-        ConfigError: the data does not exist, or the batch does not divide over the devices.
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
@@ -156,12 +146,12 @@ def evaluate(
             f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
             " batch"
         )
-    other = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
+    differs = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
     log = lambda line: print(line, file=sys.stderr)  # noqa: E731
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
-        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=other):
+        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=differs):
             batches = eval_batches(data_set.sequences, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
             meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))
@@ -191,13 +181,8 @@ def with_provenance(
         row += targets.shape[0]
 
 
-def overall(sums: Mapping[str, EvalLoss]) -> EvalLoss:
-    """The sum over all sources."""
-    return sum(sums.values(), NOTHING)
-
-
 def _print_results(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> None:
-    total = overall(sums)
+    total = sum(sums.values(), NOTHING)
     tagged = {name: part for name, part in by_group(sums, tags).items() if name not in sums}
     rows = {**sums, **{f"tag {tag}": part for tag, part in tagged.items()}, "total": total}
     width = max(map(len, ["source", *rows]))

@@ -20,7 +20,6 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
-from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokenData
@@ -73,11 +72,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepared]]:
-    """Opens the run's tokenizer and the token caches of all phases, and builds those that do not exist.
-
-    Raises:
-        ConfigError: the configuration or the data is invalid, as in training.
-    """
+    """Opens the run's tokenizer and the token caches of all phases, and builds those that do not exist."""
     config.model.check()
     check_num_steps(config)
     sections = plan_phases(config)[1]
@@ -89,10 +84,8 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     if sizes is not None:
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
-    prepared = []
-    for phase, section in zip(phases, sections, strict=True):
-        prepared.append(Prepared(phase, section.open(tokenizer, config.model.seq_len, log=console.log)))
-    return tokenizer, prepared
+    opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
+    return tokenizer, list(map(Prepared, phases, opened))
 
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
@@ -107,12 +100,9 @@ def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None
 
 
 def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: Tokenizer, number: int) -> Iterator[str]:
-    """Prints training batch `number` (from 0) as text. Step `number + 1` trains on it if the configuration is not changed.
+    """Formats training batch `number` (from 0). Step `number + 1` trains on it if the configuration is not changed.
 
     Text in ⟦brackets⟧ is masked: no loss is computed on its tokens.
-
-    Raises:
-        ConfigError: there is no such batch, or its size depends on the devices.
     """
     check_batch(config, number, [item.phase for item in prepared])
     sizes = batch_sizes(config.trainer)
@@ -162,7 +152,7 @@ def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[
 
 def describe_cache(sequences: PackedSequences) -> list[tuple[str, str]]:
     """Describes a token cache as rows of name and value."""
-    cache: TokenCache = sequences.cache
+    cache, where = sequences.cache, "" if sequences.packed else ", all in the last sequence"
     return [
         ("files", f"{len(cache.documents_of):,}"),
         ("documents", f"{len(cache.offsets) - 1:,}"),
@@ -170,10 +160,7 @@ def describe_cache(sequences: PackedSequences) -> list[tuple[str, str]]:
         ("bytes", f"{cache.num_bytes:,} of text"),
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
         ("sequences", f"{len(sequences):,} of {sequences.seq_len:,} tokens"),
-        (
-            "padding",
-            f"{sequences.padding:.4%} of all positions{'' if sequences.packed else ', all in the last sequence'}",
-        ),
+        ("padding", f"{sequences.padding:.4%} of all positions{where}"),
         ("fingerprint", cache.fingerprint),
         ("folder", str(cache.folder)),
     ]

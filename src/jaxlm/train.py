@@ -49,7 +49,7 @@ class TrainResult:
         state: after the last step; None for a dry run.
         outcome: why training stopped.
         checkpoint: path or URL of the newest checkpoint; None for a dry run.
-        plan: what was run; its `log_folder` holds `metrics.jsonl`.
+        plan: the plan of the run; `metrics.jsonl` is in its `log_folder`.
     """
 
     state: RunState | None

@@ -33,7 +33,7 @@ def test_values_are_yaml():
         ("--dry_run", "--dry_run needs a value"),
         ("--dry_run --x 3", "--dry_run needs a value"),
         ("--x 1 --x 2", "--x is given twice. Keep one of them"),
-        ("--config a --config_path b", "are the same; give one of them"),
+        ("--config a --config_path b", "are aliases. Remove one of them"),
     ],
 )
 def test_refuses_what_it_cannot_read(arguments, message):

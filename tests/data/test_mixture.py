@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.mixture import Mixture, MixtureStage
@@ -178,9 +178,9 @@ def test_mixture_fields(config, tmp_path):
 
     def seen(**changes) -> list:
         data = opened(dataclasses.replace(config, **changes))
-        mixed = data.examples(BatchSchedule.constant(4), seed=0)
+        mixed = data.examples(BatchSchedule.of([BatchSize(0, 4)]), seed=0)
         tags = [one.source.config.tags for one in data.validation]
-        return [stream(mixed, 5000), data.num_examples(BatchSchedule.constant(4), seed=0), tags]
+        return [stream(mixed, 5000), data.num_examples(BatchSchedule.of([BatchSize(0, 4)]), seed=0), tags]
 
     other = {**config.configs, "c": SourceConfig([f"{tmp_path}/long.txt"])}
     usual = seen()
@@ -211,7 +211,7 @@ def test_a_stage_without_a_source_needs_no_cache_of_it(config):
     never = dataclasses.replace(config, train_weights=[[0, {"a": 1, "b": 1}], [1, {"a": 1, "b": 0}]])
     never = dataclasses.replace(never, stop_strategy="all_exhausted")
     with pytest.raises(ConfigError, match="b would never be exhausted"):
-        opened(never).num_examples(BatchSchedule.constant(1), seed=0)
+        opened(never).num_examples(BatchSchedule.of([BatchSize(0, 1)]), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_real_texts_come_in_the_proportions_of_each_stage(tmp_path):
     )
     config.check()
     tokenizer = config.load_tokenizer(print)
-    mixed = config.open(tokenizer, 128, print).examples(BatchSchedule.constant(16), seed=0)
+    mixed = config.open(tokenizer, 128, print).examples(BatchSchedule.of([BatchSize(0, 16)]), seed=0)
     plays = (SHARED / names["plays"]).read_text()
     for step in range(10):
         rows = mixed.read(step * 16 + np.arange(16))["tokens"]

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlm.config.load import read_config
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
-from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.core.sharding import Layout
 from jaxlm.data.loader import train_batches
 from jaxlm.observe.console import Console
@@ -54,7 +54,7 @@ def test_shows_the_rows_that_a_step_sees(config_path):
     assert [data.phase.name for data in prepared] == ["first", "second"]
     for data in prepared:
         batches = train_batches(
-            data.data.examples(BatchSchedule.constant(4), seed=config.trainer.seed),
+            data.data.examples(BatchSchedule.of([BatchSize(0, 4)]), seed=config.trainer.seed),
             BatchSchedule((BatchStage(0, 4, 2, 2),)),
             layout,
         )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
 from jaxlm.engine.loop import Done, run_phase
@@ -20,7 +20,7 @@ from jaxlm.engine.step import StepReport
 from jaxlm.engine.sync import FlagSync
 from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
 
-WORKLOAD = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20)
+WORKLOAD = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20)
 
 
 class NoSaver:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import StepReport
@@ -18,7 +18,7 @@ from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 
 def test_rates_and_totals_are_what_a_step_amounts_to():
-    work = Workload(BatchSchedule.constant(8), tokens=128, flops=3e12 / 8, peak_flops=2e13, num_steps=40)
+    work = Workload(BatchSchedule.of([BatchSize(0, 8)]), tokens=128, flops=3e12 / 8, peak_flops=2e13, num_steps=40)
     assert work.throughput(1, 0.5) == {
         "throughput/duration": 0.5,
         "throughput/examples_per_second": 16.0,
@@ -36,13 +36,13 @@ def test_rates_and_totals_are_what_a_step_amounts_to():
 
 def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first = Workload(BatchSchedule.constant(4), 128, 1e9 / 4, None, 40)
+    first = Workload(BatchSchedule.of([BatchSize(0, 4)]), 128, 1e9 / 4, None, 40)
     records = [{"step": step, **first.progress(step)} for step in range(1, 21)]
     records += [{"step": 20, "eval/loss": 1.0}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     before = totals_at(path, 20)
     assert before == Totals(20, 20 * 512, 20.0)
-    then = Workload(BatchSchedule.constant(8), 128, 1e9 / 4, None, 40, before).progress(30)
+    then = Workload(BatchSchedule.of([BatchSize(0, 8)]), 128, 1e9 / 4, None, 40, before).progress(30)
     assert then["throughput/total_tokens"] == 20 * 512 + 10 * 1024
     assert then["throughput/total_gflops"] == 20 + 10 * 2
     assert totals_at(path, 0) == totals_at(tmp_path / "none.jsonl", 20) == Totals()
@@ -60,7 +60,7 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
     shown = io.StringIO()
     phase = TinyRun(one_device()).phase
     progress = ProgressListener(Console(shown), phase, lambda step: "", skipped=0)
-    workload = Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, phase.end)
+    workload = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, phase.end)
     reports = AsyncMetrics("train", workload, [seen.append, progress], clock=clock)
     values = {"train/objective": 1.0, "grad/norm/total": 1.0, "train/skipped_steps": 0.0, "optim/learning_rate": 1.0}
     metrics = {name: jnp.float32(value) for name, value in values.items()}
@@ -77,7 +77,9 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
 
 def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
     seen: list[StepInfo] = []
-    reports = AsyncMetrics("train", Workload(BatchSchedule.constant(16), 16, 1e6 / 16, None, 20), [seen.append])
+    reports = AsyncMetrics(
+        "train", Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20), [seen.append]
+    )
     where = one_device()
     run = TinyRun(where)
     with where.use():

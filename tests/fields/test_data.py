@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import train_batches
 from tests.fields.proofs import assert_test_exists, outcome_of
@@ -86,7 +86,7 @@ def opened(corpus, tmp_path):
         config = DataConfig(**usual | fields)
         tokenizer = config.load_tokenizer(log=lambda _: None)
         data = config.open(tokenizer, 16, log=lambda _: None)
-        eight = BatchSchedule.constant(8)
+        eight = BatchSchedule.of([BatchSize(0, 8)])
         batches = train_batches(data.examples(eight, seed=0), eight, outcome_of(tree()).plan.layout)
         batch = next(batches)
         batches.close()

@@ -4,7 +4,7 @@ import pytest
 
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
@@ -23,7 +23,7 @@ def resolved(tmp_path):
         config = decode_run(ConfigSource({"model": dict(MODEL), "data": own, **sections}), None)
         tokenizer = config.data.load_tokenizer(log=lambda _: None)
         log = (lambda _: None) if said is None else said.append
-        return with_num_steps_of_data(config, BatchSchedule.constant(8), tokenizer, log), tokenizer
+        return with_num_steps_of_data(config, BatchSchedule.of([BatchSize(0, 8)]), tokenizer, log), tokenizer
 
     resolve.folder = tmp_path
     return resolve
@@ -38,7 +38,7 @@ def test_epochs_are_as_many_steps_as_they_take(resolved):
     windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
     assert steps(config) == [-(-3 * len(windows) // 8)]
     assert (
-        with_num_steps_of_data(config, BatchSchedule.constant(8), tokenizer, print) == config
+        with_num_steps_of_data(config, BatchSchedule.of([BatchSize(0, 8)]), tokenizer, print) == config
     )  # as a run that goes on does it
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
     assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]

@@ -22,21 +22,11 @@ from jaxlm.config.yaml import ConfigSource, KeyPath
 from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T")
-_SIMPLE = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    timedelta: "a duration (15m)",
-}
+_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a string", timedelta: "a duration (15m)"}
 
 
 def decode(kind: type[T], source: ConfigSource) -> T:
-    """Builds the dataclass that a tree describes.
-
-    Raises:
-        ConfigError: describes the first error in the tree.
-    """
+    """Builds the dataclass that a tree describes. Raises `ConfigError` for the first error in the tree."""
     return _Decoder(source).dataclass(kind, source.tree, ())
 
 
@@ -73,11 +63,7 @@ def choice_name(kind: Any) -> str:
 
 
 def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
-    """The class that a section selects: by its `type`, else the class of the default, else the registry's default.
-
-    Raises:
-        ConfigError: `type` is an import path that cannot be imported.
-    """
+    """The class that a section selects: by its `type`, else the class of the default, else the registry's default."""
     name = tree.get(CHOICE_TYPE_KEY)
     if name is None and is_choice(type(default)):
         return type(default)
@@ -98,9 +84,9 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
         section, over = file.get(field.name), overrides.get(field.name)
         if not isinstance(section, dict) or not isinstance(over, Mapping):
             continue
-        base: Any = _section_of(hints[field.name])
+        base: Any = _registry_in(hints[field.name])
         if is_choice(base):
-            old = chosen_class(base, section, _default_of(field))
+            old = chosen_class(base, section, default_of(field))
             new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
             if new is not None and new is not old:
                 valid = {CHOICE_TYPE_KEY, *(f.name for f in dataclasses.fields(new))}
@@ -113,15 +99,14 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
     return dropped
 
 
-def _section_of(hint: Any) -> Any:
+def _registry_in(hint: Any) -> Any:
     """The registry in a union such as `TrackerConfig | list[TrackerConfig]`, or the hint itself."""
     return next((kind for kind in typing.get_args(hint) if is_choice(kind)), hint)
 
 
-def _default_of(field: dataclasses.Field) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+def default_of(field: dataclasses.Field) -> Any:
+    """The default value of a field; `dataclasses.MISSING` if it is required."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 class _MismatchError(Exception):
@@ -134,10 +119,8 @@ class _Decoder:
 
     def dataclass(self, kind: Any, tree: Any, path: KeyPath, default: Any = None) -> Any:
         if not isinstance(tree, Mapping):
-            keys = (
-                ", ".join(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else "type, ..."
-            )
-            raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({keys})")
+            keys = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["type", "..."]
+            raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)})")
         if is_choice(kind):
             kind = self._choice(kind, tree, path, default)
             tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
@@ -145,13 +128,14 @@ class _Decoder:
         hints = typing.get_type_hints(kind)
         for key in tree:
             if key not in fields:
-                raise self._unknown_key(kind, key, path, fields)
+                choice = choice_name(kind) if is_choice(kind) else None
+                raise unknown_key(self._source, (*path, key), choice, list(fields))
         values = {
-            key: self.value(hints[key], value, (*path, key), _default_of(fields[key])) for key, value in tree.items()
+            key: self.value(hints[key], value, (*path, key), default_of(fields[key])) for key, value in tree.items()
         }
-        missing = [name for name, f in fields.items() if name not in values and _required(f)]
-        if missing:
-            raise self._error(path, f"the key '{missing[0]}' is missing. It has no default; set it")
+        for name, field in fields.items():
+            if name not in values and default_of(field) is dataclasses.MISSING:
+                raise self._error(path, f"the key '{name}' is missing. It has no default; set it")
         try:
             return kind(**values)
         except ValueError as error:
@@ -163,9 +147,8 @@ class _Decoder:
                 return self._fit(kind, value, path, default, lenient)
             except _MismatchError:
                 continue
-        hint = (
-            f". Write [{value}] for a list of one" if typing.get_origin(kind) is list and isinstance(value, str) else ""
-        )
+        lacks_brackets = typing.get_origin(kind) is list and isinstance(value, str)
+        hint = f". Write [{value}] for a list of one" if lacks_brackets else ""
         raise self._error(path, f"{_format_value(value)} given, {_expected(kind)} expected{hint}")
 
     def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
@@ -221,28 +204,24 @@ class _Decoder:
             raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
         return chosen
 
-    def _unknown_key(self, kind: type, key: str, path: KeyPath, fields: Mapping[str, Any]) -> ConfigError:
-        choice = choice_name(kind) if is_choice(kind) else None
-        return unknown_key(self._source, (*path, key), choice, list(fields))
-
     def _error(self, path: KeyPath, problem: str) -> ConfigError:
         return config_error(self._source, path, problem)
 
 
 def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigError:
-    """A mistake at a path: file and line, dotted path, problem."""
+    """The error for a problem at a path, with file, line and dotted path."""
     where = source.where(path)
     return ConfigError(f"{where + ': ' if where else ''}{'.'.join(map(str, path)) or 'configuration'}: {problem}")
 
 
 def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:
-    """A key that its section does not have. Args: choice: the section's `type`, where it has one."""
-    *around, key = path
+    """The error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
+    *parents, key = path
     near = _nearest(str(key), allowed)
     hint = f" Did you mean '{near}'?" if near else ""
-    section = ".".join(map(str, around)) or "the top level"
-    named = section if choice is None else f"{section} (type {choice})"
-    return config_error(source, path, f"no such key in {named}.{hint} Allowed: {', '.join(allowed)}")
+    section = ".".join(map(str, parents)) or "the top level"
+    typed = "" if choice is None else f" (type {choice})"
+    return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")
 
 
 def _nearest(given: str, known: Collection[str]) -> str | None:
@@ -250,10 +229,6 @@ def _nearest(given: str, known: Collection[str]) -> str | None:
     words = sorted(given.split("_"))
     reordered = (name for name in known if sorted(name.split("_")) == words)
     return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
-
-
-def _required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _accept(condition: bool, value: Any) -> Any:

@@ -14,11 +14,7 @@ _CLOCK = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
 def parse_duration(value: object) -> timedelta:
-    """Parses `15m`, `15min`, `1h30m`, `5 minutes`, `1:30:00`, or a number of seconds.
-
-    Raises:
-        ConfigError: the value has another format.
-    """
+    """Parses `15m`, `15min`, `1h30m`, `5 minutes`, `1:30:00`, or a number of seconds."""
     try:
         return _parsed(value)
     except ConfigError:

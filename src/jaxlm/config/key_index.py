@@ -1,4 +1,4 @@
-"""All keys of a run's configuration as data, for answers that need no jax: `--help`, and a key that does not exist.
+"""All keys of a run's configuration as data, so that `--help` and the check for unknown keys need no jax.
 
 `keys.json` beside this file is generated from the dataclasses by `python docs/generate_guide.py`.
 """
@@ -20,7 +20,7 @@ from jaxlm.config.schema import ConfigKey, ConfigSection
 from jaxlm.config.yaml import ConfigSource, KeyPath, load_yaml
 
 FILE = Path(__file__).with_name("keys.json")
-_FORMER_SPELLINGS = Path(__file__).parents[1] / "interop" / "levanter"
+_LEVANTER_CODE = Path(__file__).parents[1] / "interop" / "levanter"
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class KeyIndex:
 
     Attributes:
         sections: outer sections first.
-        other_spellings: words of Levanter's configurations, which are translated before keys are checked. A word that
-            ends in `_` is a prefix.
+        other_spellings: words from Levanter configurations, which are translated later. A trailing `_` marks a prefix.
     """
 
     sections: tuple[ConfigSection, ...]
@@ -43,48 +42,40 @@ class KeyIndex:
         return KeyIndex(tuple(map(_section, saved["sections"])), frozenset(saved["other_spellings"]))
 
     def check(self, source: ConfigSource) -> None:
-        """Looks for a key that does not exist. What depends on code outside of jaxlm is not judged here.
-
-        Raises:
-            ConfigError: there is one, in the words of `decode`.
-        """
+        """Raises `ConfigError` for an unknown key, as `decode` does. Skips sections whose keys jaxlm cannot know here."""
         self._check(source, source.tree, (), ())
 
-    def _check(self, source: ConfigSource, value: Any, path: KeyPath, place: tuple[str, ...]) -> None:
-        """Args: path: of the value. place: the same with `N` for each place in a list, as sections are named."""
+    def _check(self, source: ConfigSource, value: Any, path: KeyPath, section_path: tuple[str, ...]) -> None:
+        """Checks the value at `path`. `section_path` is the same path with `N` for each list index."""
         if isinstance(value, list):
             for number, item in enumerate(value):
-                self._check(source, item, (*path, number), (*place, "N"))
+                self._check(source, item, (*path, number), (*section_path, "N"))
         if not isinstance(value, Mapping):
             return
-        if section := self._section_of(value, ".".join(place)):
+        if section := self._section_of(value, ".".join(section_path)):
             for key in value:
                 is_known = key in section.names or (section.choice is not None and key == CHOICE_TYPE_KEY)
                 if not is_known and not self._is_other_spelling(str(key)):
                     raise unknown_key(source, (*path, key), section.choice, section.names)
         for key, inner in value.items():
-            if not (key == "model" and value.get("use_hf_model_config")):  # its type is that of the folder
-                self._check(source, inner, (*path, key), (*place, str(key)))
+            if not (key == "model" and value.get("use_hf_model_config")):  # the folder's config.json sets its type
+                self._check(source, inner, (*path, key), (*section_path, str(key)))
 
     def _is_other_spelling(self, key: str) -> bool:
         return any(key.startswith(word) if word.endswith("_") else key == word for word in self.other_spellings)
 
     def _section_of(self, value: Mapping[str, Any], path: str) -> ConfigSection | None:
-        """The section whose keys a mapping holds; None where that cannot be told from here."""
-        found = [section for section in self.sections if section.path == path]
-        typed = [section for section in found if section.choice is not None]
+        """The section that describes a mapping; None if it is unknown."""
+        candidates = [section for section in self.sections if section.path == path]
+        typed = [section for section in candidates if section.choice is not None]
         if not typed:
-            return found[0] if found else None
-        wanted = value.get(CHOICE_TYPE_KEY)
-        return next((s for s in typed if (s.is_default if wanted is None else s.choice == wanted)), None)
+            return next(iter(candidates), None)
+        choice = value.get(CHOICE_TYPE_KEY)
+        return next((s for s in typed if (s.is_default if choice is None else s.choice == choice)), None)
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Finds mistakes of a training command that need no jax: a bad option, an unreadable file, a key that does not exist.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """Raises `ConfigError` for errors in a training command that need no jax to detect: in options, files and keys."""
     parsed = parse_arguments(arguments)
     source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     changes_a_type = any(name.rpartition(".")[2] == CHOICE_TYPE_KEY for name in parsed.options)
@@ -93,7 +84,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 
 def has_plugins() -> bool:
-    """Whether an installed package registers classes, whose keys the index does not know."""
+    """Whether an installed package registers classes. The index does not contain their keys."""
     return bool(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
@@ -101,7 +92,7 @@ def keys_json(sections: Sequence[ConfigSection]) -> str:
     """The content of `keys.json`."""
     words = {
         word
-        for file in _FORMER_SPELLINGS.glob("*.py")
+        for file in _LEVANTER_CODE.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value
         for word in node.value.split(".")

@@ -27,14 +27,13 @@ def as_run_config(config: RunConfig) -> RunConfig:
 
 
 def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfig) -> R:
-    """Loads the configuration file named on the command line and applies the command line's overrides.
+    """Loads the configuration file given on the command line and applies the overrides.
 
     Args:
         command: module name to show in the help text, as in `python -m command`.
         kind: `RunConfig`, or a subclass with additional keys of a user program.
 
     Raises:
-        ConfigError: describes the first error in the file or on the command line.
         SystemExit: `--help` was given and the help text was printed.
     """
     load_installed_plugins()
@@ -59,11 +58,7 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
 
 
 def refuse_dry_run(config: RunConfig, reason: str) -> None:
-    """Raises `ConfigError` if `dry_run` is set for a command that does not train.
-
-    Args:
-        reason: what the command does instead.
-    """
+    """Raises `ConfigError` if `dry_run` is set for a command that does not train, but does what `reason` says."""
     if config.dry_run:
         raise ConfigError(
             f"dry_run: true has no effect here: {reason}. Remove it. To print the plan and the memory use, run"
@@ -87,16 +82,11 @@ def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig
     filled = with_peft_keys(tree, config.model)
     if filled is not tree:
         config = decode(kind, ConfigSource(filled, source.marks))
-    name = _default_run_id(config) or name
+    tracker_ids = (getattr(tracker, "id", None) for tracker in config.trainer.trackers)
+    name = os.environ.get("RUN_ID") or next(filter(None, tracker_ids), name)
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))
     return config
-
-
-def _default_run_id(config: RunConfig) -> str | None:
-    """The run's id from the environment, or from the first tracker that has one."""
-    tracker_ids = (getattr(tracker, "id", None) for tracker in config.trainer.trackers)
-    return os.environ.get("RUN_ID") or next((name for name in tracker_ids if name), None)
 
 
 def _inherit_sections(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line over the file: overrides by dotted path, and the help text."""
+"""Command-line options: parsing, overriding the configuration by dotted path, and the help text."""
 
 import difflib
 import re
@@ -17,12 +17,12 @@ _CONFIG_OPTIONS = ("config_path", "config")
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, taken apart.
+    """A parsed command line.
 
     Attributes:
-        config_path: the file, if one was named.
+        config_path: path of the configuration file, if given.
         options: dotted path -> value, in the order given.
-        help: the topic of `--help TOPIC`, "" for all of it; None without `--help`.
+        help: TOPIC of `--help TOPIC`, "" without a topic; None without `--help`.
     """
 
     config_path: str | None = None
@@ -31,14 +31,10 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Arguments:
-    """Reads `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML.
-
-    Raises:
-        ConfigError: something that is not an option, an option without a value, or one given twice.
-    """
-    for place, argument in enumerate(arguments):
+    """Parses `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML."""
+    for number, argument in enumerate(arguments):
         if argument in ("--help", "-h"):
-            topic = arguments[place + 1] if place + 1 < len(arguments) else ""
+            topic = arguments[number + 1] if number + 1 < len(arguments) else ""
             return Arguments(help="" if topic.startswith("-") else topic)
     given: dict[str, str] = {}
     rest = list(arguments)
@@ -59,18 +55,14 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     for name in given:
         if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
             raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
-    named = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
-    if len(named) > 1:
-        raise ConfigError("command line: --config_path and --config are the same; give one of them")
-    return Arguments(named[0] if named else None, {name: parse_value(text) for name, text in given.items()})
+    paths = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
+    if len(paths) > 1:
+        raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
+    return Arguments(next(iter(paths), None), {name: parse_value(text) for name, text in given.items()})
 
 
 def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:
-    """The tree with each option laid over it: sections are merged, lists replaced, `phases.1.name` reaches into a list.
-
-    Raises:
-        ConfigError: a path goes through something that is neither a section nor a list.
-    """
+    """Applies the options to a configuration: sections are merged, lists replaced. `phases.1.name` indexes a list."""
     tree, marks = source.tree, dict(source.marks)
     for name, value in options.items():
         path: KeyPath = tuple(name.split("."))
@@ -80,7 +72,7 @@ def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:
 
 
 def option_tree(options: dict[str, Any]) -> dict[str, Any]:
-    """The options alone, as a tree."""
+    """The options as a nested dictionary."""
     tree: dict[str, Any] = {}
     for name, value in options.items():
         tree = _set(tree, tuple(name.split(".")), value, name)
@@ -97,42 +89,39 @@ def _set(node: Any, path: KeyPath, value: Any, name: str) -> Any:
         return {**node, key: _set(node.get(key), rest, value, name)}
     if isinstance(node, list):
         if not str(key).isdigit() or int(key) >= len(node):
-            raise ConfigError(f"command line: --{name}: '{key}' is no place in a list of {len(node)}")
+            raise ConfigError(f"command line: --{name}: '{key}' is not an index of a list of length {len(node)}")
         return [_set(item, rest, value, name) if i == int(key) else item for i, item in enumerate(node)]
-    raise ConfigError(f"command line: --{name}: there is no '{key}' inside of {node!r}")
+    raise ConfigError(f"command line: --{name}: {node!r} is neither a section nor a list, so it has no '{key}'")
 
 
 def help_text(sections: Iterable[ConfigSection], command: str, topic: str = "") -> str:
-    """Every key of a configuration with its type, default and meaning.
+    """The keys of a configuration with their types, defaults and meanings.
 
     Args:
-        command: what is started, as in `jaxlm train`.
-        topic: a section (`optimizer`, `trainer.checkpointer`) or a key (`trainer.seed`) to show alone.
-
-    Raises:
-        ConfigError: there is no such section or key.
+        command: the command to show in the usage line, such as `jaxlm train`.
+        topic: the only section (`optimizer`, `trainer.checkpointer`) or key (`trainer.seed`) to show; "" shows all.
     """
-    chosen = list(_on_topic(sections, topic))
-    if not chosen:
+    selected = list(_on_topic(sections, topic))
+    if not selected:
         raise ConfigError(
-            f"--help: there is no section or key '{topic}'. Name one, such as optimizer, trainer.checkpointer or"
-            " trainer.seed, or leave it out to see all"
+            f"--help: there is no section or key '{topic}'. Choose one, such as optimizer, trainer.checkpointer or"
+            " trainer.seed, or omit it to see all"
         )
     lines = [
         f"usage: {command} [--config_path FILE] [--section.key VALUE ...] [--help [SECTION]]",
         "",
-        "Keys of the YAML file, which are also options of the command line (values are read as YAML):",
-        *(line for section in chosen for line in _describe(section)),
+        "Keys of the YAML file, which are also command-line options (values are YAML):",
+        *(line for section in selected for line in _describe(section)),
     ]
     return "\n".join(lines)
 
 
 def _on_topic(sections: Iterable[ConfigSection], topic: str) -> Iterator[ConfigSection]:
-    around, _, name = topic.rpartition(".")
+    parent, _, name = topic.rpartition(".")
     for section in sections:
         if not topic or section.path == topic or section.path.startswith(f"{topic}."):
             yield section
-        elif section.path == around and (keys := tuple(key for key in section.keys if key.name == name)):
+        elif section.path == parent and (keys := tuple(key for key in section.keys if key.name == name)):
             yield replace(section, keys=keys)
 
 

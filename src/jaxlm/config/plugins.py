@@ -17,9 +17,6 @@ def load_installed_plugins() -> tuple[str, ...]:
 
     Returns:
         The entry points, as `name (distribution)`.
-
-    Raises:
-        ConfigError: an entry point cannot be imported.
     """
     loaded = []
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
@@ -41,11 +38,7 @@ def is_import_path(name: Any) -> bool:
 
 
 def import_name(path: str) -> Any:
-    """Imports `package.module:name`. Returns None if the module has no such attribute.
-
-    Raises:
-        ConfigError: the path has another format, or its module cannot be imported.
-    """
+    """Imports `package.module:name`. Returns None if the module has no such attribute."""
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"'{path}' given, `package.module:name` expected")
@@ -59,14 +52,7 @@ def import_name(path: str) -> Any:
 
 
 def import_choice(registry: Any, name: str) -> type:
-    """Imports the class at `package.module:Class` and registers it under that import path.
-
-    Args:
-        registry: required base class.
-
-    Raises:
-        ConfigError: there is no such class, or it is not a dataclass that extends `registry`.
-    """
+    """Imports the dataclass at `package.module:Class`, which must extend `registry`, and registers it under that path."""
     imported = import_name(name)
     if not (isinstance(imported, type) and issubclass(imported, registry) and dataclasses.is_dataclass(imported)):
         what = "nothing" if imported is None else f"no dataclass that extends {registry.__module__}.{registry.__name__}"

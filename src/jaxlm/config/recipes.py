@@ -1,4 +1,4 @@
-"""The configurations that ship with jaxlm: `jaxlm:quickstart.yaml` names one wherever a configuration's path is expected."""
+"""The configurations that ship with jaxlm. Every option for a configuration's path accepts `jaxlm:quickstart.yaml`."""
 
 import difflib
 import re
@@ -12,40 +12,26 @@ SCHEME = "jaxlm:"
 
 
 def config_file(path: Path | str) -> Path:
-    """The file that a configuration's path names: a recipe behind `jaxlm:`, else the path itself.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
+    """The file at a configuration's path: a recipe for `jaxlm:NAME`, otherwise the path itself."""
     text = str(path)
     return recipe(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else Path(path)
 
 
 def recipe(name: str) -> Path:
-    """The file of a recipe, by its name with or without `.yaml`.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
-    wanted = name.removesuffix(".yaml")
+    """The file of a recipe, by its name with or without `.yaml`."""
+    stem = name.removesuffix(".yaml")
     known = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
-    if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=1)
+    if stem not in known:
+        near = difflib.get_close_matches(stem, known, n=1)
         hint = f" Did you mean {SCHEME}{near[0]}.yaml?" if near else ""
-        raise ConfigError(
-            f"{SCHEME}{name}: no such recipe.{hint} Available: {', '.join(f'{stem}.yaml' for stem in known)}"
-        )
-    return known[wanted]
+        raise ConfigError(f"{SCHEME}{name}: no such recipe.{hint} Available: {', '.join(f'{s}.yaml' for s in known)}")
+    return known[stem]
 
 
 def recipes_command(arguments: Sequence[str]) -> int:
-    """`jaxlm recipes` lists the recipes; `jaxlm recipes NAME` copies one into the current folder. Returns the exit code.
-
-    Raises:
-        ConfigError: there is no such recipe, or the current folder has a file of that name.
-    """
-    if any(argument in ("--help", "-h") for argument in arguments):
-        print("usage: jaxlm recipes [NAME ...]\n\nLists the recipes, or copies the named ones into the current folder.")
+    """`jaxlm recipes` lists the recipes; `jaxlm recipes NAME` copies one into the current folder. Returns the exit code."""
+    if {"--help", "-h"} & set(arguments):
+        print("usage: jaxlm recipes [NAME ...]\n\nLists the recipes, or copies recipes into the current folder.")
         return 0
     for name in arguments:
         for source in _with_includes(recipe(name)):
@@ -61,7 +47,7 @@ def recipes_command(arguments: Sequence[str]) -> int:
 
 
 def _with_includes(file: Path) -> list[Path]:
-    """A recipe and those that it includes, which are read from beside it."""
+    """A recipe and the recipes that it includes."""
     names = re.findall(r"!include (\S+)", file.read_text(encoding="utf-8"))
     return [file, *(inner for name in names for inner in _with_includes(file.with_name(name)))]
 

@@ -1,4 +1,4 @@
-"""Every key of a configuration, found by walking its dataclasses: what the help text and the guide are made from."""
+"""Lists every key of a configuration by walking its dataclasses, for the help text and the guide."""
 
 import dataclasses
 import inspect
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from jaxlm.config.decode import encode, is_choice
+from jaxlm.config.decode import default_of, encode, is_choice
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class ConfigKey:
     """One key.
 
     Attributes:
-        name: without the path of its section.
-        type: in words.
-        default: as YAML, shortened; `required`, or None for a section with keys of its own.
-        meaning: its sentence in the class's docstring.
+        name: the key without the path of its section.
+        type: description of its type.
+        default: the default as YAML, shortened; or `required`; None if the value is a section.
+        meaning: its entry in the class's docstring.
     """
 
     name: str
@@ -31,15 +31,15 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Keys that stand side by side.
+    """The keys of one section, or of one `type` of a section.
 
     Attributes:
-        path: dotted; `N` stands for a place in a list, `NAME` for a name you choose.
-        choice: what `type:` must say for these keys; None where there is no choice, or for what all choices share.
-        is_default: whether this choice, or this section, holds without being written.
-        meaning: of the section.
-        keys: its own; where choices share some, only what this one adds or changes.
-        names: of all its keys, the shared ones too; none for what all choices share.
+        path: dotted path; `N` stands for an index of a list, `NAME` for a name that you choose.
+        choice: the `type` that has these keys; None if the section has no types, or for the keys that all types share.
+        is_default: whether the section has this type, or exists, if it is not set.
+        meaning: description of the section.
+        keys: the keys; for a type, only those that it adds to the shared keys or changes.
+        names: names of all keys, including shared ones; empty for the keys that all types share.
     """
 
     path: str
@@ -58,7 +58,7 @@ class _Place:
 
 
 def sections(kind: type) -> Iterator[ConfigSection]:
-    """All sections of a configuration, outer ones first; one that occurs in several places, only at the first."""
+    """All sections of a configuration, outer sections first. A section that occurs in several places is listed once."""
     yield from _walk(kind, _Place("", "", MISSING), None, (), {kind})
 
 
@@ -94,7 +94,7 @@ def _keys(kind: Any, instance: Any) -> Iterator[ConfigKey]:
     for item in dataclasses.fields(kind):
         default = _default(item, instance)
         meaning = docs.get(item.name, "")
-        if default is not MISSING and dataclasses.is_dataclass(default):
+        if dataclasses.is_dataclass(default):
             yield ConfigKey(item.name, "section", None, meaning)
         else:
             shown = "required" if default is MISSING else _short(encode(default))
@@ -102,30 +102,25 @@ def _keys(kind: Any, instance: Any) -> Iterator[ConfigKey]:
 
 
 def _dataclasses_in(hint: Any) -> Iterator[tuple[Any, str]]:
-    """Each configuration inside of a type, and what its path has behind the field's name."""
+    """Each dataclass in a type, and the part of its path after the field's name."""
     if dataclasses.is_dataclass(hint):
         yield hint, ""
         return
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    suffix = ".N" if origin is list else ".NAME" if origin is dict else ""
-    for argument in arguments:
+    suffix = {list: ".N", dict: ".NAME"}.get(typing.get_origin(hint), "")
+    for argument in typing.get_args(hint):
         for inner, rest in _dataclasses_in(argument):
             yield inner, suffix + rest
 
 
 def _default(item: dataclasses.Field, instance: Any) -> Any:
-    if instance is not None:
-        return getattr(instance, item.name)
-    if item.default is not MISSING:
-        return item.default
-    return item.default_factory() if item.default_factory is not MISSING else MISSING
+    return default_of(item) if instance is None else getattr(instance, item.name)
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Attribute -> its sentence in the `Attributes:` sections of a class and its bases."""
+    """Attribute -> its entry in the `Attributes:` sections of a class and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        section = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")[2]
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
         for entry in re.split(r"\n(?= {4}\w)", section):
             names, _, text = entry.strip().partition(": ")
             docs.update({name.strip(): " ".join(text.split()) for name in names.split(",") if text})

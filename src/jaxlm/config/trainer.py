@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
@@ -132,8 +132,7 @@ class TrainerConfig:
             self.profiler.check()
         if self.watch is not None:
             self.watch.check()
-        if self.steps_per_eval < 1:
-            raise ConfigError(f"trainer.steps_per_eval: {self.steps_per_eval} given, 1 or more steps expected")
+        check_at_least("trainer.steps_per_eval", self.steps_per_eval, 1)
         if self.max_eval_batches is not None and self.max_eval_batches < 1:
             raise ConfigError(f"trainer.max_eval_batches: {self.max_eval_batches} given, null, or 1 or more, expected")
         if self.shutdown_at_exit:
@@ -144,11 +143,7 @@ class TrainerConfig:
 
     @property
     def parallelism(self) -> int:
-        """Sequences per device in one training microbatch, from either of the two keys.
-
-        Raises:
-            ConfigError: both keys are set, to different values.
-        """
+        """Sequences per device in one training microbatch, from either of the two keys."""
         given = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
         if len(given) > 1:
             raise ConfigError(

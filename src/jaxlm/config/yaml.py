@@ -41,21 +41,14 @@ class ConfigSource:
 
 
 def load_yaml(path: Path | str) -> ConfigSource:
-    """Loads a file and all files that it includes.
-
-    Raises:
-        ConfigError: the file is missing, empty or not a mapping, has a syntax error or a duplicate key, or an include is
-            missing or circular. The message names the file and line.
-    """
+    """Loads a file and all files that it includes. Errors name the file and line."""
     path = config_file(path)
     reader = _Reader()
     tree = reader.file(path, at=(), chain=())
     if tree is None:
         raise ConfigError(f"{path}: the file is empty. Add at least one section, such as `trainer:`")
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path}: the file contains {_kind(tree)}; a mapping of sections was expected (data:, model:, ...)"
-        )
+        raise ConfigError(f"{path}: the file contains {_kind(tree)}, not a mapping of sections (data:, model:, ...)")
     return ConfigSource(tree, reader.marks)
 
 
@@ -120,7 +113,8 @@ class _Reader:
             node = loader.get_single_node()
             return None if node is None else self.value(loader, node, at, (*chain, resolved))
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path}:{_line_of(error)}: {_problem(error)}") from error
+            mark = getattr(error, "problem_mark", None)
+            raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: {_problem(error)}") from error
         finally:
             loader.dispose()
 
@@ -141,10 +135,9 @@ class _Reader:
             if key_node.tag != "tag:yaml.org,2002:merge":
                 key = str(loader.construct_object(key_node))
                 if key in written:
-                    first = written[key].start_mark.line + 1
+                    dotted, first = ".".join(map(str, (*at, key))), written[key].start_mark.line + 1
                     raise ConfigError(
-                        f"{self._mark(key_node)}: duplicate key '{_dotted((*at, key))}', first set on line {first}."
-                        " Merge the two"
+                        f"{self._mark(key_node)}: duplicate key '{dotted}', first set on line {first}. Merge the two"
                     )
                 written[key] = key_node
                 continue
@@ -166,18 +159,9 @@ class _Reader:
         return f"{node.start_mark.name}:{node.start_mark.line + 1}"
 
 
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
-
-
 def _kind(value: Any) -> str:
     names = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _line_of(error: yaml.YAMLError) -> int:
-    mark = getattr(error, "problem_mark", None)
-    return mark.line + 1 if mark is not None else 1
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -15,8 +15,6 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main
 
-_LOCK_NAME = ".lock"
-
 
 def temporary_path(path: Path) -> Path:
     """A unique temporary name next to `path`: unique across processes, and across hosts on a shared disk."""
@@ -40,7 +38,7 @@ def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """
     import fcntl  # not on Windows
 
-    with open(folder / _LOCK_NAME, "a") as file:
+    with open(folder / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -103,11 +101,7 @@ def fsync(path: Path) -> None:
 
 
 def check_unused(folder: Path) -> None:
-    """Checks that an output folder does not exist. Every process must call this before any of them writes.
-
-    Raises:
-        ConfigError: on process 0, the folder exists and is not empty.
-    """
+    """Raises `ConfigError` if `is_taken(folder)`. Every process must call this before any of them writes."""
     if is_taken(folder):
         raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
 

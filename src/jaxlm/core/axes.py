@@ -4,6 +4,7 @@ Logical axes name the dimensions of arrays; mesh axes name the dimensions of the
 logical to mesh axes: one for stored parameters and one for computation (`jaxlm.core.sharding`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.core.imports import haliax
@@ -35,8 +36,10 @@ MESH_AXES = (REPLICA, DATA, MODEL)
 
 
 def axes_of(spec: Any) -> tuple[haliax.Axis, ...]:
-    """A single axis or several, as a tuple.
-
-    For fields such as `Linear.In`, which hold one axis or several.
-    """
+    """The axes of a field such as `Linear.In`, which holds one axis or several."""
     return (spec,) if isinstance(spec, haliax.Axis) else tuple(spec)
+
+
+def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names in an entry that holds one axis name, several or none."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

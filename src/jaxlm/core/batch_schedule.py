@@ -46,11 +46,7 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes of all steps.
-
-    Attributes:
-        stages: ordered by start; the first starts at 0.
-    """
+    """Batch sizes of all steps, as stages in order. The first stage starts at step 0."""
 
     stages: tuple[BatchStage, ...]
 
@@ -59,14 +55,8 @@ class BatchSchedule:
         """A schedule in which each batch is one microbatch."""
         return BatchSchedule(tuple(BatchStage(one.start, one.value, 1, one.value) for one in sizes))
 
-    @staticmethod
-    def constant(size: int) -> "BatchSchedule":
-        """A schedule in which all batches have the same size and are one microbatch."""
-        return BatchSchedule.of([BatchSize(0, size)])
-
     @property
     def first(self) -> BatchStage:
-        """The first stage."""
         return self.stages[0]
 
     @property
@@ -109,7 +99,5 @@ class BatchSchedule:
 
     def starting_at(self, step: int) -> "BatchSchedule":
         """The schedule from `step` on, with `step` renumbered to 0."""
-        later = (stage for stage in self.stages if stage.start > step)
-        return BatchSchedule(
-            (replace(self.at(step), start=0), *(replace(stage, start=stage.start - step) for stage in later))
-        )
+        later = (replace(stage, start=stage.start - step) for stage in self.stages if stage.start > step)
+        return BatchSchedule((replace(self.at(step), start=0), *later))

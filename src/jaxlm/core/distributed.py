@@ -40,11 +40,7 @@ class DistributedConfig:
     shutdown_timeout: timedelta = timedelta(minutes=5)
 
     def join(self) -> None:
-        """Connects this process to the others, if the configuration or the environment describes any.
-
-        Raises:
-            ConfigError: the configuration is incomplete, or a timeout is shorter than a second.
-        """
+        """Connects this process to the others, if the configuration or the environment describes any."""
         explicit = (self.coordinator_address, self.num_processes, self.process_id)
         for name in ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout"):
             if getattr(self, name) < timedelta(seconds=1):

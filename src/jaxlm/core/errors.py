@@ -43,12 +43,16 @@ def check_choice(path: str, given: str, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{path}: '{given}' given. Allowed: {', '.join(names)}")
 
 
+def divisors(number: int) -> list[str]:
+    """The divisors of a number in ascending order, for messages."""
+    return [str(d) for d in range(1, number + 1) if number % d == 0]
+
+
 def check_divides(path: str, given: int, whole_path: str, whole: int) -> None:
     """Raises `ConfigError` unless `given` divides `whole`."""
     if whole % given:
-        divisors = [str(d) for d in range(1, whole + 1) if whole % d == 0]
-        shown = ", ".join(divisors if len(divisors) <= 24 else [*divisors[:24], "..."])
+        allowed = divisors(whole)
+        shown = ", ".join(allowed if len(allowed) <= 24 else [*allowed[:24], "..."])
         raise ConfigError(
-            f"{path}: {given} given, which does not divide {whole_path} = {whole}. Allowed: {shown};"
-            f" or change {whole_path}"
+            f"{path}: {given} given, which does not divide {whole_path} = {whole}. Allowed: {shown}; or change {whole_path}"
         )

@@ -49,5 +49,4 @@ def memory_limit() -> int | None:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit")
+    return (device.memory_stats() or {}).get("bytes_limit")

@@ -25,20 +25,11 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def restore_is_constant_dim() -> None:
-    """Restores `jax.core.is_constant_dim`, which haliax needs, on jax versions that removed it.
-
-    haliax 1.4.dev453 calls it; jax removed it in 0.11. The function still exists in `jax._src.core`.
-    """
-    import jax.core
-
-    if not hasattr(jax.core, "is_constant_dim"):
-        from jax._src import core as jax_core
-
-        jax.core.is_constant_dim = jax_core.is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
-
-
 with gc_paused():  # the imports that create the most objects
     import haliax as haliax
+    import jax.core
     import optax as optax
-restore_is_constant_dim()
+if not hasattr(jax.core, "is_constant_dim"):  # haliax 1.4.dev453 calls it; jax 0.11 only has it in jax._src.core
+    from jax._src import core as jax_core
+
+    jax.core.is_constant_dim = jax_core.is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]

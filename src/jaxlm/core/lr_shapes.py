@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_positive
 
 Number = jax.Array | np.ndarray | float
 
@@ -84,8 +84,7 @@ class Cosine(LrShape):
     may_be_empty: ClassVar[bool] = False
 
     def __post_init__(self):
-        if not self.exponent > 0:
-            raise ConfigError(f"optimizer.lr_schedule.exponent: {self.exponent} given, a number above 0 expected")
+        check_positive("optimizer.lr_schedule.exponent", self.exponent)
 
     def value(self, at: ShapeSpan) -> Number:
         wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
@@ -104,8 +103,7 @@ class Polynomial(LrShape):
     power: float = 1.0
 
     def __post_init__(self):
-        if not self.power > 0:
-            raise ConfigError(f"optimizer.lr_schedule.power: {self.power} given, a number above 0 expected")
+        check_positive("optimizer.lr_schedule.power", self.power)
 
     def value(self, at: ShapeSpan) -> Number:
         remaining = 1 - at.since / at.length
@@ -125,8 +123,7 @@ class InvSqrt(LrShape):
     timescale: float = 10_000
 
     def __post_init__(self):
-        if not self.timescale > 0:
-            raise ConfigError(f"optimizer.lr_schedule.timescale: {self.timescale} given, a number above 0 expected")
+        check_positive("optimizer.lr_schedule.timescale", self.timescale)
 
     def value(self, at: ShapeSpan) -> Number:
         steps = at.xp.maximum(at.since + at.warmup, 1.0)
@@ -175,11 +172,7 @@ class Power(LrShape):
 
 
 def lr_shape_of(given: str | LrShape) -> LrShape:
-    """Resolves a shape name to the shape with its default options.
-
-    Raises:
-        ConfigError: the name is unknown, or the shape has required keys.
-    """
+    """Resolves a shape name to the shape with its default options. Shapes with required keys have no short form."""
     if isinstance(given, LrShape):
         return given
     known: dict[str, Any] = LrShape.get_known_choices()

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxlm.core.axes import BATCH, DATA, HEADS, KV_HEADS, MESH_AXES, MODEL, POSITION, REPLICA
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.axes import BATCH, DATA, HEADS, KV_HEADS, MESH_AXES, MODEL, POSITION, REPLICA, axis_names
+from jaxlm.core.errors import ConfigError, check_at_least, divisors
 from jaxlm.core.sharding import Layout
 
 MeshAxes = str | tuple[str, ...]
@@ -39,11 +39,7 @@ class MeshConfig:
     param_mapping: dict[str, str | list[str]] = field(default_factory=dict)
 
     def shape(self, num_devices: int, num_groups: int) -> "MeshShape":
-        """Resolves the axis sizes for `num_devices` devices in `num_groups` groups with fast links inside.
-
-        Raises:
-            ConfigError: the sizes do not use exactly all devices.
-        """
+        """Resolves the axis sizes for `num_devices` devices in `num_groups` groups with fast links inside."""
         missing = [name for name in MESH_AXES if name not in self.axes and name not in self.dcn_axes]
         ici = {**dict.fromkeys(missing, 1), **self.axes}
         dcn = dict(self.dcn_axes) or ({DATA: num_groups} if num_groups > 1 else {})
@@ -124,32 +120,23 @@ class MeshShape:
 def mesh_shape(
     num_devices: int, *, replica: int = 1, model: int = 1, replica_dcn: int = 1, num_groups: int = 1
 ) -> MeshShape:
-    """The default mesh with three axes: `data` gets the devices that remain after `replica` and `model`.
-
-    Raises:
-        ConfigError: replica x model does not divide the devices of a group, or replica_dcn does not divide the groups.
-    """
+    """The default mesh with three axes: `data` gets the devices that remain after `replica` and `model`."""
     sizes = {"replica_ici_axis_size": replica, "model_axis_size": model, "replica_dcn_axis_size": replica_dcn}
     for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"trainer.{name}: {size} given, 1 or more expected")
+        check_at_least(f"trainer.{name}", size, 1)
     group_size = num_devices // num_groups
     if group_size % (replica * model):
         raise ConfigError(
             f"trainer.model_axis_size x trainer.replica_ici_axis_size = {model} x {replica} = {replica * model} does not"
-            f" divide the {group_size} devices. Allowed products: {', '.join(map(str, _divisors(group_size)))}"
+            f" divide the {group_size} devices. Allowed products: {', '.join(divisors(group_size))}"
         )
     if num_groups % replica_dcn:
         raise ConfigError(
             f"trainer.replica_dcn_axis_size: {replica_dcn} given, which does not divide the {num_groups} slices (or"
-            f" processes, if there are no slices). Allowed: {', '.join(map(str, _divisors(num_groups)))}"
+            f" processes, if there are no slices). Allowed: {', '.join(divisors(num_groups))}"
         )
     dcn = {REPLICA: replica_dcn, DATA: num_groups // replica_dcn}
     return MeshShape({REPLICA: replica, DATA: group_size // (replica * model), MODEL: model}, dcn)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def count_groups(devices: Sequence[Any], *, group_by_process: bool) -> int:
@@ -187,10 +174,6 @@ class AxisMappings:
     compute: Mapping[str, MeshAxes] = field(default_factory=dict)
 
 
-# The mesh axes that the batch is sharded over, if the mesh has them.
-_BATCH_MESH_AXES = ("replica_dcn", REPLICA, DATA)
-
-
 def make_layout(
     shape: MeshShape, mappings: AxisMappings, logical_axes: Mapping[str, int], devices: Sequence[Any] | None = None
 ) -> Layout:
@@ -202,10 +185,6 @@ def make_layout(
 
     Args:
         logical_axes: sizes of the model's parameter axes, to detect unknown names and sizes that do not divide.
-
-    Raises:
-        ConfigError: a logical or mesh axis is unknown, an axis is mapped to nothing, or an axis size is not divisible by its
-            mesh axes.
     """
     sizes = shape.sizes
     both: dict[str, MeshAxes] = dict(mappings.shared)
@@ -213,7 +192,7 @@ def make_layout(
     if HEADS in mappings.tensor_parallel and logical_axes.get(KV_HEADS, 1) % shape.model == 0:
         both.setdefault(KV_HEADS, MODEL)
     if mappings.batch is not None:
-        both[mappings.batch] = tuple(name for name in _BATCH_MESH_AXES if name in sizes)
+        both[mappings.batch] = tuple(name for name in ("replica_dcn", REPLICA, DATA) if name in sizes)
     compute = {**both, **mappings.compute}
     parameter = {**both, **mappings.parameter, **dict.fromkeys(mappings.fsdp, DATA)}
     for mapping in (compute, parameter):
@@ -230,8 +209,7 @@ def _check_mapping(mapping: Mapping[str, MeshAxes], sizes: Mapping[str, int], lo
                 f"trainer: the axis mappings contain the logical axis '{axis}', which the model does not have."
                 f" Its axes are: {', '.join(sorted(logical_axes))}"
             )
-        names = (target,) if isinstance(target, str) else target
-        if not names:
+        if not (names := axis_names(target)):
             raise ConfigError(f"trainer: '{axis}' is mapped to nothing. Remove it, or map it to: {', '.join(sizes)}")
         for name in names:
             if name not in sizes:
@@ -247,11 +225,7 @@ def _check_mapping(mapping: Mapping[str, MeshAxes], sizes: Mapping[str, int], lo
 
 
 def check_axes_used(layout: Layout, shape: MeshShape) -> list[str]:
-    """Warnings about mesh axes along which devices do redundant computation.
-
-    Raises:
-        ConfigError: a mesh axis of several devices has no logical axis in either mapping.
-    """
+    """Warnings about mesh axes along which devices repeat computation. An axis without any use raises `ConfigError`."""
     idle = [name for name, size in shape.sizes.items() if size > 1 and name not in _targets_of(layout.compute)]
     for name in idle:
         if name not in _targets_of(layout.parameter):
@@ -278,7 +252,7 @@ def check_arrays(layout: Layout, arrays: Mapping[str, Sequence[str]]) -> None:
     for path, axes in arrays.items():
         taken: dict[str, str] = {}
         for axis in axes:
-            for name in _targets_of({axis: layout.compute[axis]} if axis in layout.compute else {}):
+            for name in set(axis_names(layout.compute.get(axis))):
                 if name in taken:
                     raise ConfigError(
                         f"trainer: '{taken[name]}' and '{axis}' are both mapped to '{name}' for computation, and"
@@ -288,4 +262,4 @@ def check_arrays(layout: Layout, arrays: Mapping[str, Sequence[str]]) -> None:
 
 
 def _targets_of(mapping: Mapping[str, Any]) -> set[str]:
-    return {name for target in mapping.values() for name in ((target,) if isinstance(target, str) else target)}
+    return {name for target in mapping.values() for name in axis_names(target)}

@@ -168,10 +168,7 @@ def parse_precision(text: str) -> Precision:
 
     Compute defaults to params. A float16 compute dtype turns on dynamic loss scaling. The output dtype is accepted for
     compatibility with other programs, but must equal the compute dtype: the loss reads hidden states in the compute dtype
-    and computes in float32.
-
-    Raises:
-        ConfigError: an unknown part or dtype, float16 parameters, or an output dtype that would have no effect.
+    and computes in float32. Float16 parameters are an error.
     """
     parts = text.split(",") if "=" in text else [f"params={text}", f"compute={text}"]
     dtypes: dict[str, jnp.dtype] = {}

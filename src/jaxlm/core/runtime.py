@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 def configure_jax(options: Mapping[str, Any]) -> None:
-    """Sets jax configuration options. Call it before jax is used.
-
-    Raises:
-        ConfigError: jax has no such option, or does not accept the value.
-    """
+    """Sets jax configuration options. Call it before jax is used."""
     for name, value in options.items():
         if name == "jax_compilation_cache_dir":
             raise ConfigError("trainer.jax_config.jax_compilation_cache_dir: set trainer.compilation_cache_dir instead")

@@ -88,9 +88,8 @@ class Schedule:
         line = first + (last - first) * since / length
         with np.errstate(divide="ignore"):  # a negative power of 0 tokens is inf, which the peak limits
             fallen = self._decay.value(ShapeSpan(since, length, warmup, self._peak, self._low))
-        return xp.minimum(
-            xp.where(is_decay > 0, fallen, line), self._peak
-        )  # a formula may round to just above the peak
+        # A formula may round to just above the peak.
+        return xp.minimum(xp.where(is_decay > 0, fallen, line), self._peak)
 
     def corner_points(self) -> list[tuple[int, float, str]]:
         """(step, value, label) at the start of each segment and at the end, for display.
@@ -110,10 +109,6 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
     """Builds the schedule of a run or phase of `num_steps` steps.
 
     Warmup is limited to the length of its cycle, and decay to the steps after the warmup, so segments never overlap.
-
-    Raises:
-        ConfigError: an unknown decay shape, cycles that do not fit, or a length that is neither a fraction from 0 to 1
-            nor a whole number of steps.
     """
     decay = lr_shape_of(spec.kind)
     if not 0 <= spec.min_ratio <= 1:
@@ -160,9 +155,6 @@ def to_num_steps(name: str, value: int | float, num_steps: int) -> int:
     """Converts a length to steps: up to 1 it is a fraction of `num_steps`, above 1 a number of steps.
 
     A length of 1 therefore means all steps, not one.
-
-    Raises:
-        ConfigError: the length is negative, or above 1 and not a whole number.
     """
     if value < 0 or (value > 1 and value != int(value)):
         raise ConfigError(
@@ -181,9 +173,6 @@ def cycle_boundaries(
         cycles: number of cycles, or the steps at which cycles end.
         cycle_length: length of each cycle in steps or as a fraction of all steps, or a list of lengths of the first
             cycles. Steps that do not fill another cycle are added to the last one.
-
-    Raises:
-        ConfigError: both arguments are set, or the boundaries are not increasing within `num_steps`.
     """
     if cycles is not None and cycle_length is not None:
         raise ConfigError("optimizer: cycles and cycle_length are both set. Remove one")

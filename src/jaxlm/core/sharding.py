@@ -20,6 +20,7 @@ from haliax.partitioning import ResourceMapping
 from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxlm.core.axes import axis_names
 from jaxlm.core.custom_vjp import is_twice_differentiable
 
 T = TypeVar("T")
@@ -79,8 +80,7 @@ class Layout:
 
     def _devices(self, entry: str | Sequence[str] | None) -> int:
         """Number of devices along the mesh axes of one entry of a mapping or a `PartitionSpec`."""
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        return math.prod(self.mesh.shape[name] for name in names)
+        return math.prod(self.mesh.shape[name] for name in axis_names(entry))
 
     def replicated(self) -> NamedSharding:
         """Sharding with a full copy on every device."""
@@ -97,8 +97,7 @@ def spec_of(axes: Sequence[hax.Axis], mapping: ResourceMapping) -> PartitionSpec
     used: set[str] = set()
     entries: dict[str, tuple[str, ...]] = {}
     for name in (name for name in mapping if name in names):
-        target = mapping[name]
-        free = tuple(t for t in ((target,) if isinstance(target, str) else target) if t not in used)
+        free = tuple(target for target in axis_names(mapping[name]) if target not in used)
         used.update(free)
         entries[name] = free
     return PartitionSpec(*(_entry(entries.get(axis.name, ())) for axis in axes))
@@ -128,25 +127,21 @@ def current_device() -> Any:
     return jax.devices()[0] if layout is None else layout.device
 
 
-def for_compute(tree: T) -> T:
-    """Reshards parameters to the compute mapping. Their gradients are resharded to the parameter mapping.
-
-    Under FSDP this is an all-gather of one unit in the forward pass and a reduce-scatter of its gradient in the backward
-    pass. Without a layout, and on one device, it is the identity.
-    """
-    return _for_compute(tree, sum_first=False)
-
-
 def for_lookup(tree: T) -> T:
     """`for_compute` for embedding tables: their gradient is summed in full before it is sharded.
 
     Otherwise the partitioner shards the gradient first, and to do so it moves all activations that the gradient is
     computed from.
     """
-    return _for_compute(tree, sum_first=True)
+    return for_compute(tree, sum_first=True)
 
 
-def _for_compute(tree: T, *, sum_first: bool) -> T:
+def for_compute(tree: T, *, sum_first: bool = False) -> T:
+    """Reshards parameters to the compute mapping. Their gradients are resharded to the parameter mapping.
+
+    Under FSDP this is an all-gather of one unit in the forward pass and a reduce-scatter of its gradient in the backward
+    pass. Without a layout, and on one device, it is the identity.
+    """
     layout = current_layout()
     if layout is None or layout.mesh.size == 1:
         return tree
@@ -187,4 +182,4 @@ def _gather(arrays, layout: Layout, sum_first: bool):
 
 def axis_mapping_table(mapping: ResourceMapping) -> str:
     """Formats a mapping as `embed: data, mlp: model`."""
-    return ", ".join(f"{k}: {v if isinstance(v, str) else '+'.join(v)}" for k, v in sorted(mapping.items())) or "none"
+    return ", ".join(f"{axis}: {'+'.join(axis_names(target))}" for axis, target in sorted(mapping.items())) or "none"

@@ -37,11 +37,7 @@ def storage_errors(
 
 
 def is_local_failure(error: BaseException, folder: Path) -> bool:
-    """Whether the local disk caused the failure of a copy to or from a remote store.
-
-    Args:
-        folder: local side of the copy.
-    """
+    """Whether the local disk caused the failure of a copy between `folder` and a remote store."""
     if not isinstance(error, OSError):
         return False
     if error.errno in DISK_FULL_ERRNOS:

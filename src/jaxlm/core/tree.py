@@ -18,7 +18,6 @@ from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T")
 M = TypeVar("M")
-_NUM_SUGGESTIONS = 5
 
 
 def is_named(x: Any) -> bool:
@@ -59,18 +58,15 @@ def replace_leaves(tree: T, arrays: Mapping[str, Any]) -> T:
 def select(tree: T, patterns: Sequence[str]) -> T:
     """A mask that is True at each floating-point leaf whose path matches one of the regular expressions.
 
-    Matching uses `re.search`: `attention` matches anywhere in the path, `^head` at its start, `weight$` at its end.
-
-    Raises:
-        ConfigError: an expression is invalid or matches no path.
+    Matching uses `re.search`: `attention` matches anywhere in the path, `^head` at its start, `weight$` at its end. An
+    expression that matches no path raises `ConfigError`.
     """
     compiled = [_compiled(pattern) for pattern in patterns]
     paths = [path for path, leaf in leaves(tree) if is_inexact(leaf)]
     for pattern in compiled:
         if not any(pattern.search(path) for path in paths):
-            raise ConfigError(
-                f"the pattern '{pattern.pattern}' matches no parameter. {_suggestions(pattern.pattern, paths)}"
-            )
+            hint = _suggestions(pattern.pattern, paths)
+            raise ConfigError(f"the pattern '{pattern.pattern}' matches no parameter. {hint}")
 
     def chosen(path: str, leaf: Any) -> bool:
         return is_inexact(leaf) and any(pattern.search(path) for pattern in compiled)
@@ -106,11 +102,7 @@ def modules_by_path(tree: Any, kind: type[M]) -> list[tuple[str, M]]:
 
 
 def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]) -> T:
-    """Applies `change` to every module of a type whose path matches the regular expression.
-
-    Raises:
-        ConfigError: no module matches; the message lists those that exist.
-    """
+    """Applies `change` to every module of a type whose path matches the regular expression, which must match one."""
     compiled = _compiled(pattern)
     paths = [path for path, _ in modules_by_path(tree, kind)]
     if not any(compiled.search(path) for path in paths):
@@ -130,7 +122,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _suggestions(pattern: str, paths: Sequence[str]) -> str:
-    similar = difflib.get_close_matches(pattern, paths, n=_NUM_SUGGESTIONS, cutoff=0.0)
+    similar = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
     return f"Closest names: {', '.join(similar)}" if similar else "The model has none"
 
 

@@ -31,11 +31,7 @@ def without_adapters(model: LanguageModel) -> LanguageModel:
 
 
 def export_adapters(folder: Path, model: LanguageModel, plan: Plan, dtype: Any) -> None:
-    """Writes only the adapters, in PEFT's format.
-
-    Raises:
-        ConfigError: the model has no adapters, or PEFT's format has no tensor for one of their layers.
-    """
+    """Writes only the adapters, in PEFT's format."""
     adapters = [
         Adapter(path, layer.a, layer.b, layer.base.In, layer.base.Out, layer.scale, layer.dropout)
         for path, layer in tree.modules_by_path(model, LoraLinear)
@@ -48,12 +44,7 @@ def export_adapters(folder: Path, model: LanguageModel, plan: Plan, dtype: Any) 
 
 
 def with_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout: Layout) -> LanguageModel:
-    """The model with the adapters of a PEFT folder added, in the model's dtype and for inference only. Call it inside
-    `layout.use()`.
-
-    Raises:
-        ConfigError: the adapters are not plain LoRA, or belong to another model.
-    """
+    """The model with the adapters of a PEFT folder, in its dtype, for inference only. Call it inside `layout.use()`."""
     leaves = tree.leaves(model)
     read = read_adapters(folder, config, axis_sizes(leaves).get(LAYERS, 0))
     lora = LoraConfig(**{**read.keys, "dropout": 0.0})
@@ -64,11 +55,7 @@ def with_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layou
 
 
 def initial_adapter_leaves(plan: Plan, phase: Phase) -> dict[str, hax.NamedArray]:
-    """Leaf path -> value of the adapters that a phase's surgeries load from PEFT folders; empty if they load none.
-
-    Raises:
-        ConfigError: the adapters are not plain LoRA, belong to another model, or do not match the surgery's keys.
-    """
+    """Leaf path -> value of the adapters that a phase's surgeries load from PEFT folders; empty if they load none."""
     abstract, leaves = plan.state_builder.abstract_state(phase).model, {}
     for folder, read in _read_for(plan, phase):
         leaves |= _place_leaves(read, abstract, plan.layout, folder, plan.precision.params)

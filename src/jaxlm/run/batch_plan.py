@@ -1,12 +1,11 @@
 """Resolves the batch keys of the `trainer` section for the available devices."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize, BatchStage
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, divisors
 
 _KEY = "trainer.train_batch_size"
 
@@ -25,11 +24,7 @@ class BatchPlan:
 
 
 def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
-    """The stages of `train_batch_size`; None if it depends on the number of devices (-1).
-
-    Raises:
-        ConfigError: a size is invalid, there are no stages, or their steps do not start at 0 and increase.
-    """
+    """The stages of `train_batch_size`; None if it depends on the number of devices (-1)."""
     given = trainer.train_batch_size
     if given == -1:
         return None
@@ -48,11 +43,7 @@ def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
 
 
 def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
-    """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`).
-
-    Raises:
-        ConfigError: a size does not divide; the message lists sizes that do.
-    """
+    """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`)."""
     per_device = trainer.parallelism
     if per_device != -1 and per_device < 1:
         raise ConfigError(f"trainer.per_device_parallelism: {per_device} given, must be -1 or at least 1")
@@ -83,8 +74,9 @@ def unreached_stages(trainer: TrainerConfig, num_steps: int) -> list[str]:
 def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> str:
     """Describes the batch sizes by step, and the total if they change."""
     reached = batches.between(0, num_steps)
+    start = "from step {}: " if len(reached) > 1 else ""
     parts = [
-        f"{_from(stage, reached)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
+        f"{start.format(stage.start)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
         f" {stage.num_microbatches} microbatches of {stage.microbatch}"
         for stage in reached
     ]
@@ -92,10 +84,6 @@ def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> st
         examples = batches.examples_before(num_steps)
         parts.append(f"{examples:,} sequences, {examples * seq_len:,} tokens in total over {num_steps} steps")
     return "; ".join(parts)
-
-
-def _from(stage: BatchStage, reached: Sequence[BatchStage]) -> str:
-    return f"from step {stage.start}: " if len(reached) > 1 else ""
 
 
 def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> BatchStage:
@@ -108,21 +96,16 @@ def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device:
 def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:
     stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start}"
     if size.value % num_shards:
+        below = size.value // num_shards * num_shards
+        nearest = f"{below}, {below + num_shards}" if below else str(num_shards)
         raise ConfigError(
             f"{_KEY}: {size.value} sequences{stage} do not divide evenly over the {num_shards} devices that share the batch"
-            f" (replica x data). Nearest valid sizes: {_multiples_near(size.value, num_shards)}. Or set"
+            f" (replica x data). Nearest valid sizes: {nearest}. Or set"
             " trainer.allow_nondivisible_batch_size: true to pad each batch with empty sequences"
         )
     share = size.value // num_shards
     if per_device != -1 and share % per_device:
-        divisors = [d for d in range(1, share + 1) if share % d == 0]
         raise ConfigError(
             f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences per device"
-            f" (train_batch_size {size.value}{stage} over {num_shards} devices). Allowed:"
-            f" {', '.join(map(str, divisors))}"
+            f" (train_batch_size {size.value}{stage} over {num_shards} devices). Allowed: {', '.join(divisors(share))}"
         )
-
-
-def _multiples_near(size: int, num_shards: int) -> str:
-    below = size // num_shards * num_shards
-    return ", ".join(str(n) for n in (below, below + num_shards) if n > 0)

@@ -87,12 +87,10 @@ class StepPrograms:
         return self.by_shape[num_microbatches, microbatch].call(state, batch, flags)
 
     def check_fits_memory(self) -> None:
-        """Raises `ConfigError` if one of the steps needs more memory than a device has."""
         for step in self.by_shape.values():
             step.check_fits_memory()
 
     def of(self, stage: BatchStage) -> CompiledStep:
-        """The step for batches of a stage."""
         return self.by_shape[stage.shape]
 
 
@@ -120,12 +118,7 @@ def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str]
 
 @gc_paused()
 def compile_step(
-    plan: Plan,
-    phase: Phase,
-    log: Callable[[str], None],
-    *,
-    stage: BatchStage | None = None,
-    limit: int | None = None,
+    plan: Plan, phase: Phase, log: Callable[[str], None], *, stage: BatchStage | None = None, limit: int | None = None
 ) -> CompiledStep:
     """Compiles the training step of a phase and logs progress.
 
@@ -190,16 +183,15 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
         + memory.temp_size_in_bytes
     )
     configured = parse_remat(plan.config.model.gradient_checkpointing)
-    policy = (
-        remat_policy if configured == AUTO else configured if isinstance(configured, str) else ", ".join(configured)
-    )
+    if configured != AUTO:
+        remat_policy = configured if isinstance(configured, str) else ", ".join(configured)
     compiler_remat = (
         limit is not None
         and num_bytes is not None
         and num_bytes > _REMAT_THRESHOLD * limit
         and has_compiler_remat(call.as_text() or "")
     )
-    return CompiledStep(call, traced, policy, time.perf_counter() - started, num_bytes, limit, compiler_remat)
+    return CompiledStep(call, traced, remat_policy, time.perf_counter() - started, num_bytes, limit, compiler_remat)
 
 
 _REMAT_THRESHOLD = 0.7  # fraction of memory below which the compiler adds no remat, so its HLO need not be searched
@@ -226,11 +218,7 @@ def _sharded(abstract: RunState, layout: Layout) -> RunState:
 def abstract_batch(plan: Plan, stage: BatchStage | None = None) -> TokenBatch:
     """Shapes, dtypes and shardings of a training batch {microbatch, batch, position}; without a stage, of the largest."""
     num_microbatches, microbatch = (stage or plan.batches.train.largest).shape
-    axes = (
-        hax.Axis(MICROBATCH, num_microbatches),
-        hax.Axis(BATCH, microbatch),
-        plan.config.model.Pos,
-    )
+    axes = (hax.Axis(MICROBATCH, num_microbatches), hax.Axis(BATCH, microbatch), plan.config.model.Pos)
     sharding = plan.layout.compute_sharding(axes)
     shape = tuple(axis.size for axis in axes)
 
@@ -257,6 +245,5 @@ TABLE: Mapping[str, Options] = {
 
 def compiler_options(platform: str) -> Options:
     """The options for a platform, without those that XLA_FLAGS sets."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    named = {flag.lstrip("-").partition("=")[0] for flag in flags}
-    return {name: value for name, value in TABLE[platform].items() if name not in named}
+    flags = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in TABLE[platform].items() if name not in flags}

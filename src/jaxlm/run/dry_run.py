@@ -32,12 +32,10 @@ def dry_run(plan: Plan, console: Console) -> None:
     with plan.layout.use():
         for phase in plan.phases:
             steps = compile_steps(plan, phase, phase.start, console.log)
-            memory = [
-                row
-                for shape, step in steps.by_shape.items()
-                for row in _memory_rows(shape, step.call.memory_analysis())
-            ]
-            console.log(table(f"phase '{phase.name}'", [("schedule", _corners(phase)), *memory]))
+            phase_rows = [("schedule", _corners(phase))]
+            for shape, step in steps.by_shape.items():
+                phase_rows += _memory_rows(shape, step.call.memory_analysis())
+            console.log(table(f"phase '{phase.name}'", phase_rows))
     console.log(f"schedule: {_plot_schedule(plan)}")
     console.log("dry run complete: all training steps compile")
 

@@ -23,18 +23,15 @@ def run_command(body: Callable[[], int]) -> int:
     try:
         return body()
     except ConfigError as error:
-        code = EXIT_CONFIG
-        message = f"error: {error}"
+        code, message = EXIT_CONFIG, f"error: {error}"
     except (NoUsableCheckpointError, NonFiniteError, PeerError) as error:
-        code = EXIT_FAILED
-        message = f"error: {error}"
+        code, message = EXIT_FAILED, f"error: {error}"
     except SaveError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Exit at once: TensorStore's other writes may still be running and would call into a finalizing interpreter.
         os._exit(EXIT_FAILED)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-        message = "interrupted before training started; nothing was lost"
+        code, message = EXIT_INTERRUPTED, "interrupted before training started; nothing was lost"
     print(message, file=sys.stderr, flush=True)
     return code

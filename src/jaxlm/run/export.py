@@ -16,11 +16,7 @@ from jaxlm.run.plan import Plan
 
 
 def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any) -> None:
-    """Writes a complete folder with configuration, weights and tokenizer. All processes must call this.
-
-    Raises:
-        ConfigError: transformers has no counterpart of the model, or the folder already exists.
-    """
+    """Writes a complete new folder with configuration, weights and tokenizer. All processes must call this."""
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     merged, config = without_adapters(model), plan.config.model
     files = tokenizer.files(max_length=config.seq_len)
@@ -29,13 +25,7 @@ def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Toke
 
 @dataclass(frozen=True)
 class ExportHook:
-    """Exports the model every `every_steps` steps and after the last step of the phase.
-
-    Attributes:
-        folder: parent of the exported folders `step-N`.
-        every_steps: number of steps between exports.
-        phase: the phase that is trained.
-    """
+    """Exports the model to `folder/step-N` every `every_steps` steps and after the last step of the phase."""
 
     folder: Path
     every_steps: int

@@ -38,11 +38,7 @@ def check_task_options(options: argparse.Namespace) -> None:
 
 
 def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
-    """Runs the tasks, and prints a table and one JSON line.
-
-    Raises:
-        ConfigError: the model or a task does not exist, or the harness is not installed.
-    """
+    """Runs the tasks, and prints a table and one JSON line."""
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     config = HarnessEvalConfig(
         tasks=options.tasks.split(","),

@@ -51,13 +51,10 @@ class InitFrom:
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
         assert self.state is not None
-        partial = plan.config.trainer.allow_partial_checkpoint
-        abstract = plan.state_builder.abstract_state(phase)
-        fresh = (
-            (lambda: place_state(lambda: plan.state_builder.initial_state(phase), abstract, plan.layout))
-            if partial
-            else None
-        )
+        builder = plan.state_builder
+        abstract = builder.abstract_state(phase)
+        initialize = functools.partial(place_state, lambda: builder.initial_state(phase), abstract, plan.layout)
+        fresh = initialize if plan.config.trainer.allow_partial_checkpoint else None
         return restore(self.state, abstract, plan.layout, fresh=fresh, log=log)
 
     def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
@@ -94,11 +91,7 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
 
 
 def check_init_from(plan: Plan) -> None:
-    """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded.
-
-    Raises:
-        ConfigError: keys contradict each other, or a required checkpoint does not exist.
-    """
+    """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded."""
     trainer = plan.config.trainer
     if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
         raise ConfigError(

@@ -42,13 +42,7 @@ _EFFECTIVE = tuple(
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """An open checkpoint of a run.
-
-    Attributes:
-        checkpoint: the verified checkpoint.
-        tokenizer: the run's tokenizer.
-        plan: the run's plan for the available devices.
-    """
+    """An open checkpoint, with the run's tokenizer and its plan for the available devices."""
 
     checkpoint: VerifiedCheckpoint
     tokenizer: Tokenizer
@@ -64,9 +58,6 @@ class LoadedCheckpoint:
 
         Args:
             weights: `trained` for the newest weights, or `ema` for their average (`trainer.model_averaging`).
-
-        Raises:
-            ConfigError: the checkpoint has no such average.
         """
         phase = self.plan.phases[self.checkpoint.cursor.phase]
         known = (AS_TRAINED, *phase.averages)
@@ -95,20 +86,14 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, or_else: str = ""
     checkpoint_help = f"a checkpoint, or a run's checkpoint folder (the newest is used){or_else}"
     parser.add_argument("--checkpoint", required=True, help=checkpoint_help)
     parser.add_argument(
-        "--weights",
-        default=AS_TRAINED,
-        help="`trained` (default), or `ema` for the average of trainer.model_averaging",
+        "--weights", default=AS_TRAINED, help="`trained` (default), or `ema` for the average of trainer.model_averaging"
     )
 
 
 def parse_with_keys(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The command's own options, and the dotted keys that override the saved configuration.
-
-    Raises:
-        ConfigError: an option is neither of these, or `--config_path` is given.
-    """
+    """The command's own options, and the dotted keys that override the saved configuration."""
     options, rest = parser.parse_known_args(arguments)
     parsed = parse_arguments(rest)
     if parsed.config_path is not None:
@@ -135,11 +120,7 @@ def open_checkpoint(
 
     Args:
         options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
-        also: additional keys that have an effect for the caller.
-
-    Raises:
-        ConfigError: there is no checkpoint, it is damaged, it cannot be sharded over the devices as configured, or an option
-            has no effect on a trained model.
+        also: additional keys that have an effect for the caller. Options without effect raise `ConfigError`.
     """
     checkpoint = find_checkpoint(path)
     overrides = dict(options or {})
@@ -169,11 +150,7 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
-    """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder.
-
-    Raises:
-        ConfigError: there is no checkpoint, or it is damaged.
-    """
+    """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder."""
     candidates = resolve_checkpoints(str(location), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(location)
@@ -192,16 +169,12 @@ def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(newest, newest.cursor())
 
 
-_CHECKPOINT = "--checkpoint"
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model for inference.
 
     Attributes:
         location: its path or URL.
-        plan: its plan for the available devices.
         stop_ids: token ids that end generation.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
     """
@@ -226,9 +199,6 @@ def open_model(
         keys: dotted key -> value, overriding the saved configuration, or the one made from the folder's config.json.
         adapter: a PEFT folder with adapters to add to the model.
         weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
-
-    Raises:
-        ConfigError: `name` is none of these, or cannot be opened with these options.
     """
     opened = _open_hf_model(name, keys, weights) if _is_hugging_face(name) else _open_checkpoint(name, keys, weights)
     if adapter is None:
@@ -271,7 +241,7 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
         raise ConfigError(
             f"--weights: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
         )
-    folder = main_first(lambda: local_folder(name, _CHECKPOINT, weights=True))
+    folder = main_first(lambda: local_folder(name, "--checkpoint", weights=True))
     opened = open_folder(folder)
     dtype = next(iter(open_tensors(folder).tensors.values())).dtype.name
     defaults = {

@@ -1,10 +1,10 @@
 """Resolves the mesh keys of the `trainer` section for the available devices."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.config.trainer import TrainerConfig
+from jaxlm.core.axes import axis_names
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import (
     AxisMappings,
@@ -19,43 +19,22 @@ from jaxlm.core.mesh import (
 )
 from jaxlm.core.sharding import Layout
 
-_Written = Mapping[str, str | list[str]]
-# Keys that trainer.mesh replaces.
-_SIZES = ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size")
-
-
-@dataclass(frozen=True)
-class MeshPlan:
-    """The mesh of a run.
-
-    Attributes:
-        shape: sizes of the mesh axes.
-        layout: devices and axis mappings.
-        warnings: settings that waste devices or are overridden.
-    """
-
-    shape: MeshShape
-    layout: Layout
-    warnings: tuple[str, ...]
+_AxisEntries = Mapping[str, str | list[str]]
 
 
 def plan_mesh(
     trainer: TrainerConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
-) -> MeshPlan:
-    """Builds the mesh and the axis mappings.
+) -> tuple[MeshShape, Layout, list[str]]:
+    """Builds the mesh and the axis mappings, and warns about settings that waste devices or are overridden.
 
     Args:
         axes: the model's logical axes and their sizes.
         arrays: path of each parameter -> the names of its axes.
-
-    Raises:
-        ConfigError: sizes do not divide, axes do not exist, or keys contradict each other.
     """
     shape = _shape(trainer, devices)
-    mappings = _mappings(trainer)
-    layout = make_layout(shape, mappings, axes, devices)
+    layout = make_layout(shape, _mappings(trainer), axes, devices)
     check_arrays(layout, arrays)
-    return MeshPlan(shape, layout, (*_overridden(trainer, layout), *check_axes_used(layout, shape)))
+    return shape, layout, [*_overridden(trainer, layout), *check_axes_used(layout, shape)]
 
 
 def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
@@ -68,12 +47,9 @@ def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
             replica_dcn=trainer.replica_dcn_axis_size,
             num_groups=groups,
         )
-    for name in _SIZES:
-        if getattr(trainer, name) != 1:
-            raise ConfigError(
-                f"trainer.{name}: {getattr(trainer, name)} given, but trainer.mesh.axes sets the mesh sizes. Remove one of"
-                " them"
-            )
+    for name in ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size"):
+        if (size := getattr(trainer, name)) != 1:
+            raise ConfigError(f"trainer.{name}: {size} given, but trainer.mesh.axes sets the mesh sizes. Remove one")
     return trainer.mesh.shape(len(devices), count_groups(devices, group_by_process=trainer.mesh.spans_groups))
 
 
@@ -84,8 +60,8 @@ def _mappings(trainer: TrainerConfig) -> AxisMappings:
     maps_batch = trainer.batch_axis in free.shared_mapping or trainer.batch_axis in free.compute_mapping
     return AxisMappings(
         batch=None if maps_batch else trainer.batch_axis,
-        fsdp=tuple(axis for axis in _names(trainer.fsdp_axis) if axis not in free.param_mapping),
-        tensor_parallel=tuple(axis for axis in _names(trainer.tensor_parallel_axes) if axis not in free.shared_mapping),
+        fsdp=tuple(a for a in axis_names(trainer.fsdp_axis) if a not in free.param_mapping),
+        tensor_parallel=tuple(a for a in axis_names(trainer.tensor_parallel_axes) if a not in free.shared_mapping),
         shared=shared,
         parameter=_merged(
             "parameter_axis_resources", trainer.parameter_axis_resources, "param_mapping", free.param_mapping
@@ -96,7 +72,7 @@ def _mappings(trainer: TrainerConfig) -> AxisMappings:
     )
 
 
-def _merged(old_name: str, old: _Written, new_name: str, new: _Written) -> dict[str, MeshAxes]:
+def _merged(old_name: str, old: _AxisEntries, new_name: str, new: _AxisEntries) -> dict[str, MeshAxes]:
     for axis in old:
         if axis in new and old[axis] != new[axis]:
             raise ConfigError(
@@ -125,10 +101,4 @@ def _overridden(trainer: TrainerConfig, layout: Layout) -> list[str]:
 
 def _sharded_axes(names: str | Sequence[str], layout: Layout) -> list[str]:
     """The mesh axes among `names` that have more than one device."""
-    return [name for name in ((names,) if isinstance(names, str) else names) if layout.mesh.shape[name] > 1]
-
-
-def _names(axes: str | list[str] | None) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return [name for name in axis_names(names) if layout.mesh.shape[name] > 1]

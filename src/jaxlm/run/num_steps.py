@@ -17,12 +17,9 @@ from jaxlm.run.plan import plan_phases
 
 
 def check_num_steps(config: RunConfig) -> None:
-    """Checks what can be checked before the data is opened.
-
-    Raises:
-        ConfigError: a mixture is invalid, or `epoch` is negative or cannot have an effect.
-    """
-    for data in plan_phases(config)[1]:
+    """Checks the mixtures and `epoch`, as far as possible before the data is opened."""
+    phases, sections = plan_phases(config)
+    for data in sections:
         data.check_mixture()
     if config.epoch < 0:
         raise ConfigError(f"epoch: {config.epoch} given, must be 0 (not used) or the number of passes over the data")
@@ -32,7 +29,7 @@ def check_num_steps(config: RunConfig) -> None:
         raise ConfigError(
             "epoch: has no effect, because every phase sets num_train_steps. Remove epoch, or num_train_steps of a phase"
         )
-    for phase, data in zip(*plan_phases(config), strict=True):
+    for phase, data in zip(phases, sections, strict=True):
         if len(data.train_source_names()) > 1:
             raise ConfigError(
                 f"epoch: {config.epoch} given, but phase '{phase.name}' trains on several sources of different sizes. Remove"
@@ -43,12 +40,7 @@ def check_num_steps(config: RunConfig) -> None:
 def with_num_steps_of_data(
     config: RunConfig, batches: BatchSchedule, tokenizer: Any, log: Callable[[str], None]
 ) -> RunConfig:
-    """The configuration with `num_train_steps` computed from `epoch` or `data.stop_strategy`, if they are set.
-
-    Raises:
-        ConfigError: `num_train_steps` contradicts `epoch`, the data does not fill one batch, or the number of steps is not
-            the same on all processes.
-    """
+    """The configuration with `num_train_steps` computed from `epoch` or `data.stop_strategy`, if they are set."""
     check_num_steps(config)
     phases, sections = plan_phases(config)
     steps, start = {}, 0

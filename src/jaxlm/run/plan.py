@@ -12,7 +12,7 @@ import jax
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
@@ -88,11 +88,7 @@ class Plan:
         )
 
     def updated(self, config: RunConfig, vocab_size: int) -> "Plan":
-        """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged.
-
-        Raises:
-            ConfigError: the run cannot be trained as configured.
-        """
+        """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged."""
         if config == self.config and vocab_size == self.state_builder.Vocab.size:
             return self
         return make_plan(config, self.run_id, vocab_size)
@@ -100,13 +96,10 @@ class Plan:
 
 @gc_paused()
 def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
-    """Plans a run for the available devices.
+    """Plans a run for the available devices. Raises `ConfigError` if it cannot be trained as configured.
 
     Args:
         devices: devices to plan for instead, possibly descriptions of absent devices to compile for.
-
-    Raises:
-        ConfigError: the run cannot be trained as configured: sizes do not divide, axes do not exist, ...
     """
     trainer = config.trainer
     config.model.check()
@@ -119,17 +112,17 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     arrays = {p: leaf.axes for p, leaf in tree.leaves(state_builder.abstract_initial_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
-    mesh_plan = plan_mesh(trainer, sizes, names, devices)
+    mesh, layout, warnings = plan_mesh(trainer, sizes, names, devices)
     check_hugging_face(config, data[0].tokenizer)
     plan = Plan(
         config=config,
         run_id=run_id,
-        mesh=mesh_plan.shape,
-        layout=mesh_plan.layout,
-        warnings=(*mesh_plan.warnings, *unreached_stages(trainer, phases[-1].end)),
+        mesh=mesh,
+        layout=layout,
+        warnings=(*warnings, *unreached_stages(trainer, phases[-1].end)),
         state_builder=state_builder,
         data=data,
-        batches=plan_batches(trainer, mesh_plan.layout.num_shards(BATCH)),
+        batches=plan_batches(trainer, layout.num_shards(BATCH)),
     )
     for phase in phases:
         # Raises for surgeries that do not apply and patterns that match nothing.
@@ -139,8 +132,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
 
 def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
     """Raises `ConfigError` if the keys about Hugging Face import and export are invalid."""
-    if config.hf_save_steps < 1:
-        raise ConfigError(f"hf_save_steps: {config.hf_save_steps} given, must be at least 1")
+    check_at_least("hf_save_steps", config.hf_save_steps, 1)
     if config.hf_save_dtype is not None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
@@ -175,9 +167,8 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             )
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
-        if steps < 1:
-            where = "trainer" if phase.num_train_steps is None else f"phases.{index}"
-            raise ConfigError(f"{where}.num_train_steps: {steps} given, must be at least 1")
+        section = "trainer" if phase.num_train_steps is None else f"phases.{index}"
+        check_at_least(f"{section}.num_train_steps", steps, 1)
         phases.append(
             Phase(
                 index=index,

@@ -44,10 +44,6 @@ class Run:
     """The open resources of one run.
 
     Attributes:
-        plan: the run's plan.
-        tokenizer: the run's tokenizer.
-        console: prints to the console.
-        writer: writes its checkpoints.
         trackers: where metrics are logged; empty on processes other than 0.
         previous: totals of earlier processes of this run.
         flag_sync: how the processes agree to save or stop.
@@ -139,10 +135,9 @@ class Run:
 
     def export_hooks(self, phase: Phase) -> list[ExportHook]:
         """The hook that exports models for transformers, if configured."""
-        config = self.plan.config
+        config, dtype = self.plan.config, self.plan.precision.params
         if config.hf_save_path is None:
             return []
-        dtype = self.plan.precision.params
         if config.hf_save_dtype is not None:
             dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
         folder = Path(config.hf_save_path)
@@ -180,9 +175,7 @@ def open_run(
     """
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
-    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode()} | {
-        f"tokenizer/{k}": v for k, v in _tokenizer_files(tokenizer).items()
-    }
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **_tokenizer_files(tokenizer)}
     writer = CheckpointWriter(plan.checkpoints, files)
     writer.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))
@@ -247,4 +240,4 @@ def _run_info(plan: Plan, resume_step: int | None) -> RunInfo:
 def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        return {f"tokenizer/{path.name}": path.read_bytes() for path in Path(folder).iterdir()}

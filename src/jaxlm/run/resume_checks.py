@@ -1,7 +1,7 @@
 """Checks that a resumed run is the same run, and lists what changed since its last start."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ class SavedRun:
 
     Attributes:
         source: path of the saved configuration, for messages.
-        config: the saved configuration.
         data: the saved result of `data_identity`; None if there is no checkpoint yet.
     """
 
@@ -56,21 +55,19 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:
-    """Refuses to resume a run with another model or other data.
+    """Refuses to resume a run with another model or other data. Phases may be added.
 
     Returns:
         The configuration that the run was last started with; None for a new run.
-
-    Raises:
-        ConfigError: the model or the data differs; lists the keys that differ.
     """
     saved = load_saved_run(plan)
     if saved is None:
         return None
-    differences = [
-        *_differences("model", _model_identity(saved.config), _model_identity(plan.config)),
-        *_data_differences(saved.data or {}, data_identity(plan)),
-    ]
+    models = (_encode_without(config.model, _NOT_IDENTITY) for config in (saved.config, plan.config))
+    data = data_identity(plan)
+    differences = list(_differences("model", *models))
+    for phase, identity in (saved.data or {}).items():
+        differences += _differences(f"data of phase '{phase}'", identity, data.get(phase, {}))
     if differences:
         raise ConfigError(
             f"the run '{plan.run_id}' already exists with another model or other data ({saved.source}):\n"
@@ -82,11 +79,7 @@ def check_same_run(plan: Plan) -> RunConfig | None:
 
 
 def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
-    """The phase of a checkpoint in the current plan.
-
-    Raises:
-        ConfigError: the plan has no such phase and step, because phases or their lengths were changed.
-    """
+    """The phase of a checkpoint in the current plan. Raises `ConfigError` if it has none because phases were changed."""
     phase = plan.phases[cursor.phase] if cursor.phase < len(plan.phases) else None
     if phase is None or phase.name != cursor.phase_name or not phase.start <= cursor.step <= phase.end:
         phases = ", ".join(f"'{p.name}' from step {p.start} to {p.end}" for p in plan.phases)
@@ -121,7 +114,7 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
 
 def config_changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
     """Messages about changes since the last start: changed keys, and their effect on the learning rate."""
-    lines = list(_differences("", _flat_config(before), _flat_config(now)))
+    lines = list(_differences("", _encode_without(before, ["dry_run"]), _encode_without(now, ["dry_run"])))
     old, new = _schedule_at(before, step), _schedule_at(now, step)
     if old is not None and new is not None and old != new:
         lines.append(
@@ -140,8 +133,8 @@ def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
     return phase.start, phase.end, float(phase.optimizer.schedule(phase.num_steps)(step - phase.start))
 
 
-def _model_identity(config: RunConfig) -> dict[str, Any]:
-    return {k: v for k, v in encode(config.model).items() if k not in _NOT_IDENTITY}
+def _encode_without(config: Any, keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in encode(config).items() if key not in keys}
 
 
 def data_identity(plan: Plan) -> dict[str, Any]:
@@ -150,11 +143,7 @@ def data_identity(plan: Plan) -> dict[str, Any]:
 
 
 def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
-    """Checks that all processes have the same data and tokenizer, since each may read its own copy.
-
-    Raises:
-        ConfigError: data or tokenizer differ between processes.
-    """
+    """Checks that all processes have the same data and tokenizer, since each may read its own copy."""
     identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
     if not same_on_all_processes(identity + tokenizer_fingerprint):
         raise ConfigError(
@@ -162,17 +151,6 @@ def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
             " incomplete. Copy the same files to all machines, and delete data.cache_dir where it was built from other"
             f" files. On this process the tokenizer is {tokenizer_fingerprint[:12]} and the data is {identity}"
         )
-
-
-def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in the data of the phases that the checkpoint has. Phases added after them do not count."""
-    return [
-        line for name in before for line in _differences(f"data of phase '{name}'", before[name], now.get(name, {}))
-    ]
-
-
-def _flat_config(config: RunConfig) -> dict[str, Any]:
-    return {k: v for k, v in encode(config).items() if k != "dry_run"}
 
 
 def _differences(path: str, before: Any, now: Any) -> Iterator[str]:

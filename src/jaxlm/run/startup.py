@@ -54,12 +54,10 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _evals(plan: Plan) -> str:
-    names = (
-        ", ".join(type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals) or "none"
-    )
+    names = [type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals]
     max_batches = plan.config.trainer.max_eval_batches
     amount = "all batches" if max_batches is None else f"at most {max_batches} batches"
-    return f"{names}, on {amount} of {plan.batches.eval} sequences,"
+    return f"{', '.join(names) or 'none'}, on {amount} of {plan.batches.eval} sequences,"
 
 
 def _sizes(plan: Plan) -> str:
@@ -89,11 +87,9 @@ def _remat(plan: Plan) -> str:
         CHEAP: "norms and activations are recomputed, matrix products and attention are saved",
         FULL: "everything except each layer's input is recomputed",
     }
-    return (
-        descriptions[remat_policy]
-        if isinstance(remat_policy, str)
-        else f"everything except each layer's input and {', '.join(remat_policy)} is recomputed"
-    )
+    if isinstance(remat_policy, str):
+        return descriptions[remat_policy]
+    return f"everything except each layer's input and {', '.join(remat_policy)} is recomputed"
 
 
 def _layers(plan: Plan) -> str:
@@ -132,13 +128,10 @@ def check_performance(plan: Plan) -> None:
 
 def _phase(phase: Phase) -> str:
     optimizer = phase.optimizer
-    surgery = (
-        f", after {', '.join(type(s).__name__.removesuffix('Config') for s in phase.surgeries)}"
-        if phase.surgeries
-        else ""
-    )
+    surgeries = [type(surgery).__name__.removesuffix("Config") for surgery in phase.surgeries]
+    after_surgery = f", after {', '.join(surgeries)}" if surgeries else ""
     return (
-        f"steps {phase.start} to {phase.end}{surgery}; {type(phase.objective).__name__} with"
+        f"steps {phase.start} to {phase.end}{after_surgery}; {type(phase.objective).__name__} with"
         f" {type(optimizer).__name__.removesuffix('Config')}, {lr_shape_name(optimizer.lr_schedule)} schedule from"
         f" {optimizer.learning_rate:g}"
     )
