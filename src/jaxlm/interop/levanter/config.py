@@ -156,14 +156,12 @@ class _Translation:
         if model.get("gradient_checkpointing") == "nested":
             model["gradient_checkpointing"] = "full"
             self.notes.append("model.gradient_checkpointing: nested is read as full")
-        self._rope(model.get("rope"))
+        if isinstance(rope := model.get("rope"), dict):
+            if rope.get("type", "default") == "default" and rope.get("factor") == 1:
+                del rope["factor"]
+            if rope.get("mscale") == 1:
+                del rope["mscale"]
         self._fixed_keys(model)
-
-    def _rope(self, rope: Any) -> None:
-        if isinstance(rope, dict) and rope.get("type", "default") == "default" and rope.get("factor") == 1:
-            del rope["factor"]
-        if isinstance(rope, dict) and rope.get("mscale") == 1:
-            del rope["mscale"]
 
     def _fixed_keys(self, model: dict[str, Any]) -> None:
         family = chosen_class(ModelConfig, model, LlamaConfig())

@@ -8,14 +8,7 @@ from haliax import Axis
 
 from jaxlm.core.errors import check_at_least, check_positive
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    gated_mlp,
-    projections,
-)
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import RotaryConfig, check_rope

@@ -9,14 +9,7 @@ import jax
 from haliax import Axis
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    plain_mlp,
-    projections,
-)
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope

@@ -12,14 +12,7 @@ from haliax import Axis
 from jaxlm.core.errors import check_at_least
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    plain_mlp,
-    projections,
-)
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import LayerKind

@@ -9,15 +9,7 @@ import jax
 from haliax import Axis
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    gated_mlp,
-    projections,
-    rms_norm,
-)
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections, rms_norm
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope

@@ -6,7 +6,7 @@ from typing import Any
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, Json, KeyGroup
 from jaxlm.interop.hf.shared_keys import rope_from_json, rope_to_json
-from jaxlm.interop.hf.shared_weights import qk_norms_per_head
+from jaxlm.interop.hf.shared_weights import qk_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
 
 
@@ -36,5 +36,5 @@ FAMILY = Family(
         *gemma_keys(length=131072, pattern=6, attn_cap=None, final_cap=None, one_way=False),
         KeyGroup(_ROPES, _ropes_to_ours, _ropes_to_theirs),
     ),
-    tensors=lambda config: (*gemma_tensors(config), *qk_norms_per_head()),
+    tensors=lambda config: (*gemma_tensors(config), *qk_norms()),
 )
