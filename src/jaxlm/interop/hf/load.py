@@ -125,12 +125,12 @@ def _read_shard(
     Args:
         stacked: axes of the parameter that have one tensor per index.
     """
-    at = [axes.index(axis) for axis in stacked]
-    own = tuple(part for place, part in enumerate(index) if place not in at)
+    stacked_dims = [axes.index(axis) for axis in stacked]
+    unstacked = tuple(part for dim, part in enumerate(index) if dim not in stacked_dims)
     block = np.empty([part.stop - part.start for part in index], dtype)
-    by_number = np.moveaxis(block, at, range(len(at)))
-    starts = [index[place].start for place in at]
-    for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(at)])):
+    by_number = np.moveaxis(block, stacked_dims, range(len(stacked_dims)))
+    starts = [index[dim].start for dim in stacked_dims]
+    for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(stacked_dims)])):
         numbers = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
-        by_number[(*offsets, ...)] = view(numbers)[own]
+        by_number[(*offsets, ...)] = view(numbers)[unstacked]
     return block

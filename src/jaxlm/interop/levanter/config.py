@@ -86,19 +86,19 @@ class _Translation:
     def take(self, path: str) -> Any:
         """Removes a key and returns its value; None if it is missing."""
         *sections, key = path.split(".")
-        at: Any = self.tree
+        node: Any = self.tree
         for name in sections:
-            at = at.get(name) if isinstance(at, Mapping) else None
-        return at.pop(key, None) if isinstance(at, dict) else None
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node.pop(key, None) if isinstance(node, dict) else None
 
     def put(self, path: str, value: Any, old: str) -> None:
         *sections, key = path.split(".")
-        at: Any = self.tree
+        node: Any = self.tree
         for name in sections:
-            at = at.setdefault(name, {})
-        if at.get(key, value) != value:
-            raise self.error(old, f"same as {path}, which is also set, to {at[key]!r}. Remove one")
-        at[key] = value
+            node = node.setdefault(name, {})
+        if node.get(key, value) != value:
+            raise self.error(old, f"same as {path}, which is also set, to {node[key]!r}. Remove one")
+        node[key] = value
         self.marks[tuple(path.split("."))] = ConfigSource({}, self.marks).where(tuple(old.split(".")))
 
     def error(self, path: str, problem: str) -> ConfigError:

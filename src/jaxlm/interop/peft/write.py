@@ -119,7 +119,7 @@ def _tensors(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> Ite
     name = PREFIX + owner.name.removesuffix(".weight")
     if not owner.is_stacked:
         a_np, b_np = a_np[None], b_np[None]
-    for layer, (low, high) in enumerate(zip(a_np, b_np, strict=True)):
-        place = name.format(layer=layer)
-        yield f"{place}.lora_A.weight", low.reshape(rank, -1)
-        yield f"{place}.lora_B.weight", high.reshape(-1, rank)
+    for layer, (a_layer, b_layer) in enumerate(zip(a_np, b_np, strict=True)):
+        module = name.format(layer=layer)
+        yield f"{module}.lora_A.weight", a_layer.reshape(rank, -1)
+        yield f"{module}.lora_B.weight", b_layer.reshape(-1, rank)

@@ -12,13 +12,13 @@ from jaxlm.models.families.gemma3 import Gemma3Config
 
 def _ropes_to_ours(theirs: Mapping[str, Any]) -> Json:
     given = theirs.get("rope_parameters") or {}
-    whole = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
-    local = dict(given.get("sliding_attention") or {})
-    whole.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
-    local.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
-    for one in (whole, local):
-        one.setdefault("partial_rotary_factor", 1.0)
-    return {"rope": rope_from_json(whole, theirs), "local_rope": rope_from_json(local, theirs)}
+    full = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
+    sliding = dict(given.get("sliding_attention") or {})
+    full.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
+    sliding.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
+    for rope in (full, sliding):
+        rope.setdefault("partial_rotary_factor", 1.0)
+    return {"rope": rope_from_json(full, theirs), "local_rope": rope_from_json(sliding, theirs)}
 
 
 def _ropes_to_theirs(config: Gemma3Config) -> Json:
