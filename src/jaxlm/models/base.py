@@ -176,7 +176,6 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
 
     @property
     def Pos(self) -> Axis:
-        """The position axis. Its size is the maximum sequence length."""
         return Axis(POSITION, self.seq_len)
 
     @abc.abstractmethod

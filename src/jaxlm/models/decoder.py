@@ -75,7 +75,7 @@ def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
 
 
 class TransformerConfig(ModelConfig):
-    """The axes, layers and FLOPs of a decoder, from the sizes below. Each family declares them as keys or keeps them."""
+    """The axes, layers and FLOPs of a decoder. Families declare these sizes as config keys, or keep the values here."""
 
     hidden_dim: int
     num_layers: int

@@ -70,7 +70,6 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         """Raises `ConfigError` if the keys are invalid for `size` rotated features."""
 
     def num_rotated(self, head_size: int) -> int:
-        """Number of features per head that are rotated."""
         return int(head_size * self.partial_rotary_factor)
 
     def rotation(self, positions: NamedArray, head_size: int, seq_len: int) -> Rotation:

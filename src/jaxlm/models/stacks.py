@@ -22,7 +22,7 @@ from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import AuxLoss, Hidden, Inputs, KVCache
-from jaxlm.models.inference.kv_cache import extend_cache, mask_with
+from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import RematPolicy, remat
@@ -220,7 +220,7 @@ class Transformer(eqx.Module):
         """Maps embedded tokens {batch, position, embed} to final hidden states."""
         Layers = self.layers.Block
         filled = None if cache is None or cache.fresh else cache
-        attention_mask = AttentionMask.of(inputs) if filled is None else mask_with(filled, inputs)
+        attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
         backend = self.attn_backend if cache is None else AUTO  # prompt lengths vary, and the backend may not allow all
         contexts = layer_contexts(self.kinds, inputs, attention_mask, backend, self.HeadSize, self.seq_len)
 

@@ -46,7 +46,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

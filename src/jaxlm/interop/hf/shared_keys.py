@@ -60,14 +60,11 @@ def size_keys(
 def kv_heads() -> KeyGroup:
     """The number of KV heads; by default the number of query heads."""
 
-    def to_theirs(config: Any) -> Json:
-        return {"num_key_value_heads": config.KVHeads.size}
-
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         given = theirs.get("num_key_value_heads")
         return {"num_kv_heads": theirs.get("num_attention_heads") if given is None else given}
 
-    return KeyGroup(("num_key_value_heads",), to_ours, to_theirs)
+    return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
 
 def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:

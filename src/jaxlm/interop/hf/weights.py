@@ -31,7 +31,6 @@ class Part:
     dims: tuple[tuple[str, ...], ...]
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Size of the part in each dimension of the tensor."""
         return tuple(int(np.prod([sizes[axis] for axis in dim], dtype=int)) for dim in self.dims)
 
 

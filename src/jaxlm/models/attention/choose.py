@@ -68,7 +68,6 @@ def _blockwise_problem(task: AttentionTask) -> str | None:
 
 
 def _fused_kernel_problem(task: AttentionTask) -> str | None:
-    """Why no fused kernel supports the task."""
     if problem := _blockwise_problem(task):
         return problem
     if task.twice_differentiable:

@@ -18,7 +18,7 @@ from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import Hidden, Inputs, KVArray, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, mask_with, slots_with
+from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend_slots, mask_over_cache
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import LayerNorm, RMSNorm
@@ -39,7 +39,7 @@ class UnstackedTransformer(eqx.Module):
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
         reads it."""
-        contexts = layer_contexts(self.kinds, inputs, mask_with(cache, inputs), AUTO, self.HeadSize, self.seq_len)
+        contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize, self.seq_len)
         layer_caches = []
         for number, block in enumerate(self.layers):
             layer_cache = LayerCache(cache.keys[number], cache.values[number], cache.length)
@@ -47,7 +47,7 @@ class UnstackedTransformer(eqx.Module):
             x, layer_cache, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
             layer_caches.append(layer_cache)
         keys, values = tuple(c.keys for c in layer_caches), tuple(c.values for c in layer_caches)
-        return Hidden(self.final_norm(x), UnstackedCache(keys, values, *slots_with(cache, inputs)))
+        return Hidden(self.final_norm(x), UnstackedCache(keys, values, *extend_slots(cache, inputs)))
 
 
 @dataclass(frozen=True)
