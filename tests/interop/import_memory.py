@@ -43,7 +43,7 @@ def with_jaxlm(folder: Path) -> dict[str, float]:
     import jax.numpy as jnp
 
     from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
-    from jaxlm.interop.hf.folder import open_folder
+    from jaxlm.interop.hf.folder import load_model, open_folder
     from jaxlm.models.base import vocab_axis
 
     opened = open_folder(folder)
@@ -57,7 +57,7 @@ def with_jaxlm(folder: Path) -> dict[str, float]:
     abstract = jax.eval_shape(build)
     began = time.perf_counter()
     with Peak() as memory:
-        model = jax.block_until_ready(opened.load(abstract, opened.config, where))
+        model = jax.block_until_ready(load_model(folder, abstract, opened.config, where))
     seconds = time.perf_counter() - began
     leaves = jax.tree.leaves(model)
     size = sum(leaf.nbytes for leaf in leaves)

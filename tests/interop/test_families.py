@@ -15,7 +15,7 @@ from jaxlm.core import tree
 from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import all_families
-from jaxlm.interop.hf.folder import open_folder, save_folder
+from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.models.base import Inputs, vocab_axis
@@ -72,7 +72,7 @@ def abstract(config):
 
 def imported(path, where=None):
     opened = open_folder(path)
-    return opened, opened.load(abstract(opened.config), opened.config, where or one_device())
+    return opened, load_model(path, abstract(opened.config), opened.config, where or one_device())
 
 
 def inputs_of(ids):

@@ -87,7 +87,7 @@ def test_many_files_and_an_index(tmp_path):
     assert len(files) > 2
     assert files == sorted(p.name for p in folder.glob("*.safetensors"))
     where = layout(model=2)
-    loaded = open_folder(folder).load(abstract(), CONFIG, where)
+    loaded = load_model(folder, abstract(), CONFIG, where)
     for (path, leaf), (_, expected) in zip(tree.leaves(loaded), tree.leaves(built()), strict=True):
         np.testing.assert_array_equal(leaf.array, expected.array, err_msg=path)
         assert leaf.array.sharding.is_equivalent_to(where.parameter_sharding(leaf.axes), leaf.array.ndim)
@@ -107,7 +107,7 @@ def test_missing_renamed_and_reshaped_tensors_are_all_named(tmp_path):
 
     rewritten(folder, spoil)
     with pytest.raises(ConfigError) as caught:
-        open_folder(folder).load(abstract(), CONFIG, one_device())
+        load_model(folder, abstract(), CONFIG, one_device())
     for line in (
         "model.layers.1.mlp.up_proj.weight: missing; [48, 32] expected",
         "model.layers.0.mlp.up_proj.weight: missing; [48, 32] expected",
@@ -120,17 +120,17 @@ def test_missing_renamed_and_reshaped_tensors_are_all_named(tmp_path):
 
 def test_rows_that_are_no_tokens_are_left_out(tmp_path):
     folder = saved(tmp_path / "hf")
-    loaded = open_folder(folder).load(abstract(vocab=20), CONFIG, one_device())
+    loaded = load_model(folder, abstract(vocab=20), CONFIG, one_device())
     np.testing.assert_array_equal(loaded.lm_head().array, built().lm_head().array[:20])
     with pytest.raises(ConfigError, match=r"embed_tokens.weight: \[24, 32\] in the file, \[30, 32\] expected"):
-        open_folder(folder).load(abstract(vocab=30), CONFIG, one_device())
+        load_model(folder, abstract(vocab=30), CONFIG, one_device())
 
 
 def test_bfloat16_is_exact_both_ways(tmp_path):
     folder = saved(tmp_path / "hf", dtype=jnp.bfloat16)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), built())
     for dtype in (jnp.bfloat16, jnp.float32):
-        loaded = open_folder(folder).load(abstract(dtype=dtype), CONFIG, one_device())
+        loaded = load_model(folder, abstract(dtype=dtype), CONFIG, one_device())
         for (path, leaf), (_, expected) in zip(tree.leaves(loaded), tree.leaves(rounded), strict=True):
             np.testing.assert_array_equal(leaf.array.astype(jnp.bfloat16), expected.array, err_msg=path)
 
@@ -259,13 +259,14 @@ def test_without_torch_safetensors_are_imported(tmp_path):
             sys.modules[name] = None
         import jax
         from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
-        from jaxlm.interop.hf.folder import open_folder
+        from jaxlm.interop.hf.folder import load_model, open_folder
         from jaxlm.models.base import vocab_axis
-        opened = open_folder(__import__("pathlib").Path({str(folder)!r}))
+        folder = __import__("pathlib").Path({str(folder)!r})
+        opened = open_folder(folder)
         abstract = jax.eval_shape(lambda: opened.config.build(vocab_axis({VOCAB}), key=jax.random.key(0)))
         axes = dict(embed=32, mlp=48, heads=4, kv_heads=2, head_size=8, vocab={VOCAB}, layers=2)
         where = make_layout(mesh_shape(1, replica=1, model=1), AxisMappings("batch", ("embed",), (), {{}}, {{}}), axes)
-        print(float(abs(opened.load(abstract, opened.config, where).lm_head().array).sum()))
+        print(float(abs(load_model(folder, abstract, opened.config, where).lm_head().array).sum()))
     """
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", textwrap.dedent(program)]

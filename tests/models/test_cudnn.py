@@ -282,8 +282,7 @@ def tested(monkeypatch):
     """What the self-tests of single and of packed documents say."""
 
     def say(whole, packed):
-        monkeypatch.setattr(choice, "single_document_problem", lambda *_: whole)
-        monkeypatch.setattr(choice, "packed_rows_problem", lambda *_: packed)
+        monkeypatch.setattr(choice, "selftest_cudnn", lambda _, **kind: packed if kind["packed"] else whole)
 
     say(None, None)
     return say

@@ -21,19 +21,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activation functions by their names in Hugging Face configs."""
 
 
-def activated(name: str, x: jax.Array) -> jax.Array:
-    """Applies the named activation."""
-    return _activated(name, x)
-
-
-def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """activation(gate) * up, for arrays of the same shape. Saves both arrays for the backward pass.
-
-    Source: Shazeer 2020 (arXiv:2002.05202), equation 6 (SwiGLU with silu).
-    """
-    return _gated(name, gate, up)
-
-
 def _saving_only_inputs(definition: Callable[..., jax.Array]) -> CustomVjp:
     """A function of (name, *arrays) that saves only the arrays. Its backward pass differentiates the definition."""
     kernel = CustomVjp(definition, nondiff_argnums=(0,))
@@ -45,10 +32,12 @@ def _saving_only_inputs(definition: Callable[..., jax.Array]) -> CustomVjp:
 
 
 @_saving_only_inputs
-def _activated(name: str, x: jax.Array) -> jax.Array:
+def activated(name: str, x: jax.Array) -> jax.Array:
+    """Applies the named activation."""
     return ACTIVATIONS[name](x)
 
 
 @_saving_only_inputs
-def _gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """activation(gate) * up, for arrays of the same shape (Shazeer 2020, arXiv:2002.05202, equation 6)."""
     return ACTIVATIONS[name](gate) * up

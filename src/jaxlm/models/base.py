@@ -168,16 +168,14 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     attn_backend: str = AUTO
 
     def __post_init__(self):
-        if isinstance(
-            self.gradient_checkpointing, list
-        ):  # the config is a static field of the model: it must be hashable
+        # The config is a static field of the model: it must be hashable.
+        if isinstance(self.gradient_checkpointing, list):
             object.__setattr__(self, "gradient_checkpointing", tuple(self.gradient_checkpointing))
         parse_remat(self.gradient_checkpointing)
         object.__setattr__(self, "attn_backend", _FORMER_BACKENDS.get(self.attn_backend, self.attn_backend))
 
     @property
     def Pos(self) -> Axis:
-        """The position axis. Its size is the maximum sequence length."""
         return Axis(POSITION, self.seq_len)
 
     @abc.abstractmethod

@@ -5,6 +5,7 @@ Each family is a config that assembles its own blocks. The model class is the sa
 
 import abc
 from dataclasses import dataclass
+from typing import ClassVar
 
 import equinox as eqx
 import haliax.nn as hnn
@@ -45,7 +46,7 @@ class DecoderBlock(eqx.Module):
     parallel: bool = eqx.field(static=True, default=False)
 
     @staticmethod
-    def init(config: "DecoderConfig", *, key: jax.Array) -> Block:
+    def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
         return config.block(key=key)
 
     def __call__(
@@ -73,8 +74,83 @@ def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
     return x if norm is None else norm(x)
 
 
+class TransformerConfig(ModelConfig):
+    """The axes, layers and FLOPs of a decoder. Families declare these sizes as config keys, or keep the values here."""
+
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_matrices: ClassVar[int] = 3
+    """Weight matrices of an MLP: 3 with a gate, 2 without."""
+    num_experts: int = 0
+    num_experts_per_token: int = 1
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden_dim)
+
+    @property
+    def Layers(self) -> Axis:
+        """The axis that stacks the parameters of all blocks."""
+        return Axis(LAYERS, self.num_layers)
+
+    @property
+    def Heads(self) -> Axis:
+        return Axis(HEADS, self.num_heads)
+
+    @property
+    def KVHeads(self) -> Axis:
+        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+
+    @property
+    def HeadSize(self) -> Axis:
+        return Axis(HEAD_SIZE, self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim)
+
+    @property
+    @abc.abstractmethod
+    def Mlp(self) -> Axis:
+        """Hidden features of the MLP, or of each expert."""
+
+    @property
+    @abc.abstractmethod
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, from first to last."""
+
+    @abc.abstractmethod
+    def block(self, *, key: jax.Array) -> Block:
+        """Initializes one block."""
+
+    def transformer(self, final_norm: Norm, *, key: jax.Array) -> Transformer:
+        """Initializes all blocks."""
+        return Transformer(
+            hnn.Stacked.init(self.Layers, DecoderBlock)(self, key=jax.random.split(key, self.num_layers)),
+            final_norm,
+            kinds=shortest_period(self.kinds),
+            HeadSize=self.HeadSize,
+            seq_len=self.seq_len,
+            scan=self.scan_layers,
+            remat_policy=parse_remat(self.gradient_checkpointing),
+            attn_backend=self.attn_backend,
+        )
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """FLOPs per training token. Of the experts, only those that the token is routed to count."""
+        head_size = self.HeadSize.size
+        attention = 2 * self.hidden_dim * (self.num_heads + self.KVHeads.size) * head_size
+        mlp = self.num_experts_per_token * self.mlp_matrices * self.hidden_dim * self.Mlp.size
+        router = self.hidden_dim * self.num_experts
+        return FlopsPerToken.of(
+            weights=self.num_layers * (attention + mlp + router) + vocab_size * self.hidden_dim,
+            attention_dim=self.num_heads * head_size,
+            seq_len=self.seq_len,
+            windows=[kind.window for kind in self.kinds],
+        )
+
+
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(TransformerConfig):
     """Keys that Llama and related families share.
 
     Attributes:
@@ -103,43 +179,8 @@ class DecoderConfig(ModelConfig):
     tie_word_embeddings: bool = False
 
     @property
-    def Embed(self) -> Axis:
-        """Features of the residual stream."""
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis that stacks the parameters of all blocks."""
-        return Axis(LAYERS, self.num_layers)
-
-    @property
-    def Heads(self) -> Axis:
-        """Query heads."""
-        return Axis(HEADS, self.num_heads)
-
-    @property
-    def KVHeads(self) -> Axis:
-        """Key/value heads."""
-        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
-
-    @property
-    def HeadSize(self) -> Axis:
-        """Features of one head."""
-        return Axis(HEAD_SIZE, self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim)
-
-    @property
     def Mlp(self) -> Axis:
-        """Hidden features of the MLP."""
         return Axis(MLP, self.intermediate_dim)
-
-    @property
-    @abc.abstractmethod
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, from first to last."""
-
-    @abc.abstractmethod
-    def block(self, *, key: jax.Array) -> Block:
-        """Initializes one block."""
 
 
 class Decoder(LanguageModel):
@@ -165,19 +206,9 @@ class Decoder(LanguageModel):
         embed_scale: float | None = None,
         logit_soft_cap: float | None = None,
     ) -> "Decoder":
-        """Initializes a model with N(0, initializer_range) weights."""
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
         std = config.initializer_range
-        body = Transformer(
-            hnn.Stacked.init(config.Layers, DecoderBlock)(config, key=jax.random.split(k_layers, config.num_layers)),
-            final_norm,
-            kinds=shortest_period(config.kinds),
-            HeadSize=config.HeadSize,
-            seq_len=config.seq_len,
-            scan=config.scan_layers,
-            remat_policy=parse_remat(config.gradient_checkpointing),
-            attn_backend=config.attn_backend,
-        )
+        body = config.transformer(final_norm, key=k_layers)
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
         tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
         return Decoder(tokens, body, head, config, embed_scale, logit_soft_cap=logit_soft_cap)
@@ -258,34 +289,3 @@ def check_sizes(config: DecoderConfig) -> None:
     check_choice("model.activation_function", config.activation_function, ACTIVATIONS)
     for name in ("initializer_range", "layer_norm_epsilon"):
         check_at_least(f"model.{name}", getattr(config, name), 0)
-
-
-def check_window(window: int | None) -> None:
-    """Raises `ConfigError` if the window is less than one token."""
-    if window is not None:
-        check_at_least("model.sliding_window", window, 1)
-
-
-def decoder_flops(config: DecoderConfig, vocab_size: int, *, mlp_matrices: int) -> FlopsPerToken:
-    """FLOPs per training token of a dense decoder.
-
-    Args:
-        mlp_matrices: weight matrices per MLP: 3 with a gate, 2 without.
-    """
-    return active_flops(config, vocab_size, mlp_weights=mlp_matrices * config.hidden_dim * config.intermediate_dim)
-
-
-def active_flops(config: DecoderConfig, vocab_size: int, *, mlp_weights: int) -> FlopsPerToken:
-    """FLOPs per training token.
-
-    Args:
-        mlp_weights: weights per layer, excluding attention, that are active for one token.
-    """
-    head_size = config.HeadSize.size
-    attention = 2 * config.hidden_dim * (config.num_heads + config.KVHeads.size) * head_size
-    return FlopsPerToken.of(
-        weights=config.num_layers * (attention + mlp_weights) + vocab_size * config.hidden_dim,
-        attention_dim=config.num_heads * head_size,
-        seq_len=config.seq_len,
-        windows=[kind.window for kind in config.kinds],
-    )

@@ -25,7 +25,7 @@ from jaxlm.models.attention.choose import AUTO, AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import KVArray
 from jaxlm.models.inference.cached_attention import cached_attention
-from jaxlm.models.inference.kv_cache import kv_array_with
+from jaxlm.models.inference.kv_cache import write_kv_array
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
@@ -87,11 +87,11 @@ class LayerCache(eqx.Module):
     values: KVArray
     start: jax.Array | None = None
 
-    def with_new(self, new: KeyValue) -> "LayerCache":
+    def write(self, new: KeyValue) -> "LayerCache":
         """Writes new keys and values to empty slots."""
         assert self.start is not None
-        keys = kv_array_with(self.keys, new.keys, self.start)
-        return LayerCache(keys, kv_array_with(self.values, new.values, self.start), self.start)
+        keys = write_kv_array(self.keys, new.keys, self.start)
+        return LayerCache(keys, write_kv_array(self.values, new.values, self.start), self.start)
 
 
 ForCache = KeyValue | LayerCache
@@ -140,12 +140,7 @@ class SelfAttention(eqx.Module):
     dropout: float = eqx.field(static=True, default=0.0)
 
     def task(
-        self,
-        platform: str,
-        capability: tuple[int, int] | None,
-        dtype: jnp.dtype,
-        seq_len: int,
-        window: int | None,
+        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
     ) -> AttentionTask:
         """What the backend must support in training, with inputs of `dtype`."""
         heads, kv_heads = self.q_proj.weight.axis_size(HEADS), self.k_proj.weight.axis_size(KV_HEADS)
@@ -182,7 +177,7 @@ class SelfAttention(eqx.Module):
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
         if layer_cache is not None and layer_cache.start is not None:
-            new = layer_cache = layer_cache.with_new(new)
+            new = layer_cache = layer_cache.write(new)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
         scale, mask = self.scale if scale is None else scale, context.attention_mask

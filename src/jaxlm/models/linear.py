@@ -78,5 +78,4 @@ class ExpertLinear(eqx.Module):
 
     @staticmethod
     def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
-        """Initializes N(0, std) weights."""
         return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)

@@ -67,7 +67,6 @@ class LayerNorm(eqx.Module):
         return LayerNorm(hax.ones(Embed), hax.zeros(Embed) if use_bias else None, eps)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Maps {..., embed} to the same shape."""
         return _normalized(x, self.weight, self.bias, self.eps, center=True)
 
 

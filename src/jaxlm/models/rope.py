@@ -17,7 +17,7 @@ import numpy as np
 from haliax import NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_positive
 
 _HALF = "half_head_size"
 
@@ -57,8 +57,8 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         return "default"
 
     @abc.abstractmethod
-    def frequencies(self, size: int, seq_len: int) -> np.ndarray:
-        """Radians per position of each feature pair, float64 [size / 2].
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+        """Radians per position of each feature pair, float64 [size / 2], and the factor that rotated vectors get.
 
         Args:
             size: number of rotated features.
@@ -66,23 +66,19 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         """
 
     @abc.abstractmethod
-    def amplitude(self, seq_len: int) -> float:
-        """Factor that rotated vectors are multiplied by."""
-
-    @abc.abstractmethod
     def check(self, size: int) -> None:
         """Raises `ConfigError` if the keys are invalid for `size` rotated features."""
 
     def num_rotated(self, head_size: int) -> int:
-        """Number of features per head that are rotated."""
         return int(head_size * self.partial_rotary_factor)
 
     def rotation(self, positions: NamedArray, head_size: int, seq_len: int) -> Rotation:
         """The rotation of tokens at `positions`, int {batch, position}, counted from the start of each document."""
-        frequencies = jnp.asarray(self.frequencies(self.num_rotated(head_size), seq_len), jnp.float32)
+        exact, amplitude = self.frequencies(self.num_rotated(head_size), seq_len)
+        frequencies = jnp.asarray(exact, jnp.float32)
         radians = positions.array.astype(jnp.float32)[..., None] * frequencies
         angles = NamedArray(radians, (*positions.axes, hax.Axis(_HALF, frequencies.size)))
-        cos, sin, amplitude = hax.cos(angles), hax.sin(angles), self.amplitude(seq_len)
+        cos, sin = hax.cos(angles), hax.sin(angles)
         return Rotation(cos, sin) if amplitude == 1.0 else Rotation(cos * amplitude, sin * amplitude)
 
 
@@ -105,8 +101,7 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
 
 def _check_positive(rope: RotaryConfig, *names: str) -> None:
     for name in names:
-        if not getattr(rope, name) > 0:
-            raise ConfigError(f"model.rope.{name}: {getattr(rope, name)} given, a positive number expected")
+        check_positive(f"model.rope.{name}", getattr(rope, name))
 
 
 @RotaryConfig.register_subclass("default")
@@ -114,11 +109,8 @@ def _check_positive(rope: RotaryConfig, *names: str) -> None:
 class DefaultRotary(RotaryConfig):
     """No scaling: pair i of `size` rotated features has frequency `theta ** (-2 i / size)`."""
 
-    def frequencies(self, size: int, seq_len: int) -> np.ndarray:
-        return _unscaled_frequencies(self.theta, size)
-
-    def amplitude(self, seq_len: int) -> float:
-        return 1.0
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+        return _unscaled_frequencies(self.theta, size), 1.0
 
     def check(self, size: int) -> None:
         pass
@@ -135,11 +127,8 @@ class LinearRotary(RotaryConfig):
 
     factor: float = 8.0
 
-    def frequencies(self, size: int, seq_len: int) -> np.ndarray:
-        return _unscaled_frequencies(self.theta, size) / self.factor
-
-    def amplitude(self, seq_len: int) -> float:
-        return 1.0
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+        return _unscaled_frequencies(self.theta, size) / self.factor, 1.0
 
     def check(self, size: int) -> None:
         _check_positive(self, "factor")
@@ -163,15 +152,12 @@ class Llama3Rotary(RotaryConfig):
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
-    def frequencies(self, size: int, seq_len: int) -> np.ndarray:
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         unscaled = _unscaled_frequencies(self.theta, size)
         num_rotations = self.original_max_position_embeddings * unscaled / (2 * math.pi)
         smooth = (num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
-        return unscaled * (smooth + (1 - smooth) / self.factor)
-
-    def amplitude(self, seq_len: int) -> float:
-        return 1.0
+        return unscaled * (smooth + (1 - smooth) / self.factor), 1.0
 
     def check(self, size: int) -> None:
         _check_positive(self, "factor", "low_freq_factor", "original_max_position_embeddings")
@@ -203,7 +189,7 @@ class YarnRotary(RotaryConfig):
     attention_factor: float | None = None
     original_max_position_embeddings: int = 32768
 
-    def frequencies(self, size: int, seq_len: int) -> np.ndarray:
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
 
         def pair_with_rotations(num_rotations: float) -> float:
             inverse_frequency = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
@@ -213,12 +199,9 @@ class YarnRotary(RotaryConfig):
         low, high = max(low, 0), min(high, size - 1)
         ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
         unscaled = _unscaled_frequencies(self.theta, size)
-        return unscaled * (1 - ramp) + unscaled / self.factor * ramp
-
-    def amplitude(self, seq_len: int) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        amplitude = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        amplitude = amplitude if self.attention_factor is None else self.attention_factor
+        return unscaled * (1 - ramp) + unscaled / self.factor * ramp, amplitude
 
     def check(self, size: int) -> None:
         _check_positive(self, "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
@@ -248,15 +231,12 @@ class LongRotary(RotaryConfig):
         for name in ("short_factor", "long_factor"):  # the config is a static field of the model: it must be hashable
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    def frequencies(self, size: int, seq_len: int) -> np.ndarray:
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         factors = self.long_factor if seq_len > self.original_max_position_embeddings else self.short_factor
-        return _unscaled_frequencies(self.theta, size) / np.asarray(factors, np.float64)
-
-    def amplitude(self, seq_len: int) -> float:
         extension = self.max_position_embeddings / self.original_max_position_embeddings
-        if extension <= 1:
-            return 1.0
-        return math.sqrt(1 + math.log(extension) / math.log(self.original_max_position_embeddings))
+        log_original = math.log(self.original_max_position_embeddings)
+        amplitude = math.sqrt(1 + math.log(extension) / log_original) if extension > 1 else 1.0
+        return _unscaled_frequencies(self.theta, size) / np.asarray(factors, np.float64), amplitude
 
     def check(self, size: int) -> None:
         _check_positive(self, "original_max_position_embeddings", "max_position_embeddings")

@@ -18,18 +18,17 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
+from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import AuxLoss, Hidden, Inputs, KVCache
-from jaxlm.models.inference.kv_cache import extend_cache, mask_with
+from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import RematPolicy, remat
 from jaxlm.models.rope import RotaryConfig
 
 Carry = TypeVar("Carry")
-
-
 _MAX_UNROLLED = 32
 
 
@@ -67,7 +66,7 @@ def scan_layers(
     Returns:
         The last carry, and the named arrays of every `out`, stacked along `Layers`.
     """
-    leaves, structure = jax.tree.flatten(per_layer, is_leaf=_is_named)
+    leaves, structure = jax.tree.flatten(per_layer, is_leaf=is_named)
     stacked = [leaf if _is_stacked(leaf, Layers) else None for leaf in leaves]
     out_structure, out_axes = jax.tree.structure(None), []
 
@@ -78,7 +77,7 @@ def scan_layers(
             for leaf, whole, array in zip(leaves, stacked, arrays, strict=True)
         ]
         carry, out = body(kind_index, carry, *jax.tree.unflatten(structure, slices))
-        named, out_structure = jax.tree.flatten(out, is_leaf=_is_named)
+        named, out_structure = jax.tree.flatten(out, is_leaf=is_named)
         out_axes = [leaf.axes for leaf in named]
         return carry, [leaf.array for leaf in named]
 
@@ -104,13 +103,8 @@ def _scan_periods(
     num_periods, num_rest = divmod(num_layers, period)
     num_scanned = num_layers - num_rest
     grouped = jax.tree.map(lambda x: x[:num_scanned].reshape(num_periods, period, *x.shape[1:]), xs)
-    carry, outs = jax.lax.scan(
-        lambda carry, arrays: several_layers(carry, arrays, period),
-        carry,
-        grouped,
-        length=num_periods,
-        unroll=unroll or 1,
-    )
+    one_period = functools.partial(several_layers, count=period)
+    carry, outs = jax.lax.scan(one_period, carry, grouped, length=num_periods, unroll=unroll or 1)
     outs = [x.reshape(num_scanned, *x.shape[2:]) for x in outs]
     if num_rest:
         carry, rest = several_layers(carry, jax.tree.map(lambda x: x[num_scanned:], xs), num_rest)
@@ -118,20 +112,16 @@ def _scan_periods(
     return carry, outs
 
 
-def _is_named(leaf: Any) -> bool:
-    return isinstance(leaf, NamedArray)
-
-
 def _is_stacked(leaf: Any, Layers: Axis) -> bool:
-    return leaf.has_axis(Layers) if _is_named(leaf) else eqx.is_array(leaf)
+    return leaf.has_axis(Layers) if is_named(leaf) else eqx.is_array(leaf)
 
 
 def _layers_first(leaf: Any, Layers: Axis) -> jax.Array:
-    return leaf.rearrange((Layers, ...)).array if _is_named(leaf) else leaf
+    return leaf.rearrange((Layers, ...)).array if is_named(leaf) else leaf
 
 
 def _slice(whole: Any, array: jax.Array, Layers: Axis) -> Any:
-    if not _is_named(whole):
+    if not is_named(whole):
         return array
     return NamedArray(array, tuple(axis for axis in whole.axes if axis.name != Layers.name))
 
@@ -230,7 +220,7 @@ class Transformer(eqx.Module):
         """Maps embedded tokens {batch, position, embed} to final hidden states."""
         Layers = self.layers.Block
         filled = None if cache is None or cache.fresh else cache
-        attention_mask = AttentionMask.of(inputs) if filled is None else mask_with(filled, inputs)
+        attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
         backend = self.attn_backend if cache is None else AUTO  # prompt lengths vary, and the backend may not allow all
         contexts = layer_contexts(self.kinds, inputs, attention_mask, backend, self.HeadSize, self.seq_len)
 

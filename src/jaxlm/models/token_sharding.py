@@ -56,17 +56,14 @@ class TokenSharding:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard tokens."""
         return self.batch + self.position
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard the vocabulary."""
         return _names(self.head[0]) if len(self.head) else ()
 
     @property
     def vocab_shards(self) -> int:
-        """Number of shards of the vocabulary."""
         return math.prod(self.mesh.shape[a] for a in self.vocab_axes) if self.mesh is not None else 1
 
     def tokens(self, num_trailing: int = 0) -> PartitionSpec:

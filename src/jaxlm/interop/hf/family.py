@@ -17,14 +17,7 @@ from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
 
 Json = dict[str, Any]
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED = _Required()
+REQUIRED = object()
 
 
 @dataclass(frozen=True)

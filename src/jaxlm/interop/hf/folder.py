@@ -31,7 +31,7 @@ LARGEST_FILE = 5_000_000_000
 
 
 def parse_dtype(name: str, key: str) -> Any:
-    """Parses the name of an export dtype. Raises `ConfigError` if it is not supported."""
+    """The export dtype of this name. Raises `ConfigError` if it is not supported."""
     if name not in DTYPES:
         raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -43,35 +43,16 @@ class HfFolder:
 
     Attributes:
         family: model family of the folder.
-        config: model config.
         vocab_size: number of rows of the embedding; may be larger than the number of tokens.
     """
 
-    path: Path
     family: Family
     config: ModelConfig
     vocab_size: int
 
-    def check_holds(self, config: ModelConfig) -> None:
-        """Raises `ConfigError` if a model config belongs to another family."""
-        if not isinstance(config, self.family.config):
-            raise ConfigError(
-                f"model.type: {type(config).__name__} given, but {self.path} contains a {self.family.model_types[0]} model."
-                " Set use_hf_model_config: true, or set model.type"
-            )
-
-    def load(self, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
-        """Loads the weights of this folder; see `load_model`."""
-        return load_model(self.path, abstract, config, layout)
-
 
 def load_model(
-    path: Path,
-    abstract: LanguageModel,
-    config: ModelConfig,
-    layout: Layout,
-    *,
-    rules: Mapping[str, str] | None = None,
+    path: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout, *, rules: Mapping[str, str] | None = None
 ) -> LanguageModel:
     """Loads the weights of a folder or file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
 
@@ -83,7 +64,12 @@ def load_model(
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
     if not rules:
-        open_folder(path).check_holds(config)
+        own = open_folder(path).family
+        if not isinstance(config, own.config):
+            raise ConfigError(
+                f"model.type: {type(config).__name__} given, but {path} contains a {own.model_types[0]} model."
+                " Set use_hf_model_config: true, or set model.type"
+            )
     family, source = family_of_config(config), open_tensors(path)
     return load_weights(
         abstract,
@@ -112,7 +98,7 @@ def open_folder(path: Path) -> HfFolder:
     family = family_of_json(content, str(file))
     if not isinstance(content.get("vocab_size"), int):
         raise ConfigError(f"{file}: vocab_size is missing")
-    return HfFolder(path, family, config_from_json(family, content, str(file)), content["vocab_size"])
+    return HfFolder(family, config_from_json(family, content, str(file)), content["vocab_size"])
 
 
 def save_folder(

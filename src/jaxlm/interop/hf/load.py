@@ -49,8 +49,8 @@ def load_weights(
     """
     leaves = tree.leaves(abstract)
     sizes = axis_sizes(leaves)
-    names = _Names(source, prefix)
-    _check(tensors, names, source, sizes, where, unused)
+    omitted = "" if any(name.startswith(prefix) for name in source.tensors) else prefix
+    _check(tensors, omitted, source, sizes, where, unused)
     places = {part.path: (tensor, number) for tensor in tensors for number, part in enumerate(tensor.parts)}
     unfilled = [path for path, _ in leaves if path not in places]
     assert not unfilled, f"the table of weights has no row for {unfilled}"
@@ -59,31 +59,21 @@ def load_weights(
         tensor, number = places[path]
 
         def view(numbers: tuple[int, ...]) -> np.ndarray:
-            return tensor.read(source.view(names.of(tensor.numbered(numbers))), number, sizes, tensor.own_axes(leaf))
+            theirs = source.view(tensor.numbered(numbers).removeprefix(omitted))
+            return tensor.read(theirs, number, sizes, tensor.own_axes(leaf))
 
         return hax.NamedArray(_load_sharded(leaf, tensor.stacked, view, layout), leaf.axes)
 
     return tree.map_leaves(load, abstract)
 
 
-class _Names:
-    """Maps names in the table to names in the source."""
-
-    def __init__(self, source: TensorSource, prefix: str):
-        bare = bool(prefix) and not any(name.startswith(prefix) for name in source.tensors)
-        self._prefix = prefix if bare else ""
-
-    def of(self, name: str) -> str:
-        return name.removeprefix(self._prefix)
-
-
 def _check(
-    tensors: Sequence[Tensor], names: _Names, source: TensorSource, sizes: Sizes, where: str, unused: Sequence[str]
+    tensors: Sequence[Tensor], omitted: str, source: TensorSource, sizes: Sizes, where: str, unused: Sequence[str]
 ) -> None:
     available = source.tensors
     problems, expected = [], set()
     for name, tensor, _ in expanded(tensors, sizes):
-        theirs, shape = names.of(name), tensor.shape(sizes)
+        theirs, shape = name.removeprefix(omitted), tensor.shape(sizes)
         expected.add(theirs)
         if theirs not in available:
             problems.append(f"{theirs}: missing; {list(shape)} expected")
@@ -135,12 +125,12 @@ def _read_shard(
     Args:
         stacked: axes of the parameter that have one tensor per index.
     """
-    at = [axes.index(axis) for axis in stacked]
-    own = tuple(part for place, part in enumerate(index) if place not in at)
+    stacked_dims = [axes.index(axis) for axis in stacked]
+    unstacked = tuple(part for dim, part in enumerate(index) if dim not in stacked_dims)
     block = np.empty([part.stop - part.start for part in index], dtype)
-    by_number = np.moveaxis(block, at, range(len(at)))
-    starts = [index[place].start for place in at]
-    for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(at)])):
+    by_number = np.moveaxis(block, stacked_dims, range(len(stacked_dims)))
+    starts = [index[dim].start for dim in stacked_dims]
+    for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(stacked_dims)])):
         numbers = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
-        by_number[(*offsets, ...)] = view(numbers)[own]
+        by_number[(*offsets, ...)] = view(numbers)[unstacked]
     return block

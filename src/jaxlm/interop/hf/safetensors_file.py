@@ -46,7 +46,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -112,14 +111,11 @@ def write_safetensors(path: Path, infos: Mapping[str, TensorInfo], arrays: Itera
         infos: all tensors, in the order of `arrays`.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, info in infos.items():
-        header[name] = {
-            "dtype": _CODES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [at, at + info.num_bytes],
-        }
-        at += info.num_bytes
+        end = offset + info.num_bytes
+        header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -60,14 +60,11 @@ def size_keys(
 def kv_heads() -> KeyGroup:
     """The number of KV heads; by default the number of query heads."""
 
-    def to_theirs(config: Any) -> Json:
-        return {"num_key_value_heads": config.KVHeads.size}
-
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         given = theirs.get("num_key_value_heads")
         return {"num_kv_heads": theirs.get("num_attention_heads") if given is None else given}
 
-    return KeyGroup(("num_key_value_heads",), to_ours, to_theirs)
+    return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
 
 def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
@@ -98,8 +95,8 @@ def head_dim(default: int | None = None) -> KeyGroup:
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         given = theirs.get("head_dim", default)
-        even = theirs["hidden_size"] // theirs["num_attention_heads"]
-        return {"head_dim": None if given == even else given}
+        equal_split = theirs["hidden_size"] // theirs["num_attention_heads"]
+        return {"head_dim": None if given == equal_split else given}
 
     return KeyGroup(("head_dim",), to_ours, lambda config: {"head_dim": config.HeadSize.size})
 
@@ -124,9 +121,9 @@ def rope(
 
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
-        own = {theta_key: written.pop("rope_theta"), "rope_scaling": written if len(written) > 1 else None}
-        share = config.rope.partial_rotary_factor
-        return own if share == partial and partial_key == "partial_rotary_factor" else {**own, partial_key: share}
+        plain = {theta_key: written.pop("rope_theta"), "rope_scaling": written if len(written) > 1 else None}
+        factor = config.rope.partial_rotary_factor
+        return plain if factor == partial and partial_key == "partial_rotary_factor" else {**plain, partial_key: factor}
 
     return KeyGroup(keys, to_ours, to_theirs)
 
@@ -142,11 +139,9 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
     original = rest.pop("original_max_position_embeddings", None)
     original = config.get("original_max_position_embeddings") if original is None else original
     if name == "longrope":
-        stretched = rest.pop("factor", None)
-        whole = config["max_position_embeddings"]
-        fields["max_position_embeddings"] = (
-            whole if stretched is None or original is None else int(stretched * original)
-        )
+        factor = rest.pop("factor", None)
+        max_length = config["max_position_embeddings"]
+        fields["max_position_embeddings"] = max_length if factor is None or original is None else int(factor * original)
     if name in ("yarn", "longrope", "llama3"):
         fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
     allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}

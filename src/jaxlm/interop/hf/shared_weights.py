@@ -36,10 +36,10 @@ def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Ten
         yield single(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
 
 
-def qk_norms_per_head() -> Iterator[Tensor]:
-    """Query and key norms over each head."""
-    for name in ("q_norm", "k_norm"):
-        yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", "head_size")
+def qk_norms(q: str = "head_size", k: str = "head_size") -> Iterator[Tensor]:
+    """Query and key norms over these axes: by default over each head."""
+    for name, axes in (("q_norm", q), ("k_norm", k)):
+        yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", axes)
 
 
 def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
@@ -87,10 +87,3 @@ def sandwich_norms() -> Iterator[Tensor]:
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
     )
-
-
-def qk_norms() -> Iterator[Tensor]:
-    """Query and key norms over all heads together."""
-    for name, axis in (("q_norm", "heads"), ("k_norm", "kv_heads")):
-        theirs, ours = f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight"
-        yield single(theirs, ours, f"{axis} head_size")

@@ -14,7 +14,7 @@ from haliax import Axis
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.folder import open_folder
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
@@ -73,10 +73,9 @@ def _reader(folder: Path, config: ModelConfig, layout: Layout) -> tuple[str, Cal
     """The library that loads the folder: (name, ids -> logits, (prompt, count) -> greedy tokens)."""
     if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
         return _transformers(folder)
-    opened = open_folder(folder)
-    vocab = Axis("vocab", opened.vocab_size)
+    vocab = Axis("vocab", open_folder(folder).vocab_size)
     abstract = jax.eval_shape(lambda: config.build(vocab, key=jax.random.key(0)))
-    model = opened.load(abstract, config, layout)
+    model = load_model(folder, abstract, config, layout)
 
     def tokens(prompt: list[list[int]], count: int) -> list[int]:
         return generate(model, prompt, max_new_tokens=count, temperature=0.0)[0]

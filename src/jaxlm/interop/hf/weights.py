@@ -14,10 +14,8 @@ import numpy as np
 from jaxlm.core.axes import EXPERTS, LAYERS
 
 Sizes = dict[str, int]
-_NUMBERS = {LAYERS: "layer", EXPERTS: "expert"}
-"""Axis -> placeholder for its index in tensor names."""
-MAY_BE_LONGER = (("vocab",), ("position",))
-"""Dimensions that may be longer in a file than in the model. The additional rows are ignored."""
+_NUMBERS = {LAYERS: "layer", EXPERTS: "expert"}  # axis -> placeholder for its index in tensor names
+_MAY_BE_LONGER = (("vocab",), ("position",))  # in a file than in the model; the additional rows are ignored
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Part:
     dims: tuple[tuple[str, ...], ...]
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Size of the part in each dimension of the tensor."""
         return tuple(int(np.prod([sizes[axis] for axis in dim], dtype=int)) for dim in self.dims)
 
 
@@ -99,7 +96,7 @@ class Tensor:
     def longer_dims(self) -> set[int]:
         """Dimensions that may be longer in the file than in the model."""
         first, *others = self.parts
-        return set() if others else {i for i, dim in enumerate(first.dims) if dim in MAY_BE_LONGER}
+        return set() if others else {i for i, dim in enumerate(first.dims) if dim in _MAY_BE_LONGER}
 
     def _unmerged(self, sizes: Sizes) -> tuple[int, ...]:
         shapes = [part.shape(sizes) for part in self.parts]
@@ -110,16 +107,13 @@ class Tensor:
 
 def single(name: str, path: str, layout: str) -> Tensor:
     """A tensor with a single parameter."""
-    return Tensor(name, (_part(path, layout),))
+    return fused(name, {path: layout})
 
 
 def fused(name: str, parts: dict[str, str], *, along: int = 0, merged: int = 1) -> Tensor:
     """A tensor with several parameters, given as path -> layout."""
-    return Tensor(name, tuple(_part(path, layout) for path, layout in parts.items()), along, merged)
-
-
-def _part(path: str, layout: str) -> Part:
-    return Part(path, tuple(tuple(dim.split()) for dim in layout.split("|")))
+    dims = {path: tuple(tuple(dim.split()) for dim in layout.split("|")) for path, layout in parts.items()}
+    return Tensor(name, tuple(Part(path, each) for path, each in dims.items()), along, merged)
 
 
 def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:

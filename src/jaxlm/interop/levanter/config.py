@@ -86,19 +86,19 @@ class _Translation:
     def take(self, path: str) -> Any:
         """Removes a key and returns its value; None if it is missing."""
         *sections, key = path.split(".")
-        at: Any = self.tree
+        node: Any = self.tree
         for name in sections:
-            at = at.get(name) if isinstance(at, Mapping) else None
-        return at.pop(key, None) if isinstance(at, dict) else None
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node.pop(key, None) if isinstance(node, dict) else None
 
     def put(self, path: str, value: Any, old: str) -> None:
         *sections, key = path.split(".")
-        at: Any = self.tree
+        node: Any = self.tree
         for name in sections:
-            at = at.setdefault(name, {})
-        if at.get(key, value) != value:
-            raise self.error(old, f"same as {path}, which is also set, to {at[key]!r}. Remove one")
-        at[key] = value
+            node = node.setdefault(name, {})
+        if node.get(key, value) != value:
+            raise self.error(old, f"same as {path}, which is also set, to {node[key]!r}. Remove one")
+        node[key] = value
         self.marks[tuple(path.split("."))] = ConfigSource({}, self.marks).where(tuple(old.split(".")))
 
     def error(self, path: str, problem: str) -> ConfigError:
@@ -156,14 +156,12 @@ class _Translation:
         if model.get("gradient_checkpointing") == "nested":
             model["gradient_checkpointing"] = "full"
             self.notes.append("model.gradient_checkpointing: nested is read as full")
-        self._rope(model.get("rope"))
+        if isinstance(rope := model.get("rope"), dict):
+            if rope.get("type", "default") == "default" and rope.get("factor") == 1:
+                del rope["factor"]
+            if rope.get("mscale") == 1:
+                del rope["mscale"]
         self._fixed_keys(model)
-
-    def _rope(self, rope: Any) -> None:
-        if isinstance(rope, dict) and rope.get("type", "default") == "default" and rope.get("factor") == 1:
-            del rope["factor"]
-        if isinstance(rope, dict) and rope.get("mscale") == 1:
-            del rope["mscale"]
 
     def _fixed_keys(self, model: dict[str, Any]) -> None:
         family = chosen_class(ModelConfig, model, LlamaConfig())

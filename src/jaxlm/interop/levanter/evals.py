@@ -56,22 +56,22 @@ def _tasks(task_spec: list[Any], refuse: Refuse) -> dict[int | None, list[str]]:
     """Number of few-shot examples -> tasks; None uses the number in the task's own definition."""
     by_fewshot: dict[int | None, list[str]] = {}
     for number, entry in enumerate(task_spec):
-        at = f"eval_harness.task_spec.{number}"
+        path = f"eval_harness.task_spec.{number}"
         task: Any = {"task": entry} if isinstance(entry, str) else entry
         if not isinstance(task, Mapping) or not isinstance(task.get("task"), str):
-            raise refuse(at, f"{entry!r} given; a task name expected, or {{task: NAME, num_fewshot: 5}}")
+            raise refuse(path, f"{entry!r} given; a task name expected, or {{task: NAME, num_fewshot: 5}}")
         for key in task.keys() - {"task", "num_fewshot", "task_alias"}:
             if task[key] is not None:
                 raise refuse(
-                    f"{at}.{key}",
+                    f"{path}.{key}",
                     f"{task[key]!r} given; tasks cannot be modified here. Write a task of your own as a .yaml file, and list"
                     " it under evals: {type: harness, tasks: [...]}",
                 )
         if any(task["task"] in tasks for tasks in by_fewshot.values()):
-            raise refuse(at, f"{task['task']} is listed twice; its metrics would have the same names. Remove one")
+            raise refuse(path, f"{task['task']} is listed twice; its metrics would have the same names. Remove one")
         num_fewshot = task.get("num_fewshot")
         if not (num_fewshot is None or isinstance(num_fewshot, int)):
-            raise refuse(f"{at}.num_fewshot", f"{num_fewshot!r} given; an integer expected")
+            raise refuse(f"{path}.num_fewshot", f"{num_fewshot!r} given; an integer expected")
         by_fewshot.setdefault(num_fewshot, []).append(task["task"])
     return by_fewshot
 

@@ -26,14 +26,14 @@ def with_peft_keys(tree: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
         tree: tree of a run that can be decoded without errors.
         model: config of the adapted model.
     """
-    if not any(_needs_keys(one) for phase in tree.get("phases", []) for one in phase.get("surgery", [])):
+    if not any(_needs_keys(surgery) for phase in tree.get("phases", []) for surgery in phase.get("surgery", [])):
         return tree
 
     def filled(surgery: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**lora_keys(peft_folder(surgery[KEY]), model), **surgery} if _needs_keys(surgery) else surgery
 
     phases = [
-        {**phase, "surgery": [filled(one) for one in phase["surgery"]]} if "surgery" in phase else phase
+        {**phase, "surgery": [filled(surgery) for surgery in phase["surgery"]]} if "surgery" in phase else phase
         for phase in tree["phases"]
     ]
     return {**tree, "phases": phases}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
 import jax
 import numpy as np
 from haliax import NamedArray
@@ -112,23 +111,15 @@ def _owner(adapter: Adapter, owners: dict[str, Tensor]) -> Tensor:
 
 def _tensors(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
-    inputs, outputs = _names(adapter.In), _names(adapter.Out)
-    a = adapter.a.rearrange((*_layers(adapter.a), LORA, *inputs))
-    b = adapter.b.rearrange((*_layers(adapter.b), *outputs, LORA))
+    inputs, outputs = (tuple(axis.name for axis in axes_of(spec)) for spec in (adapter.In, adapter.Out))
+    layers = (LAYERS,) if owner.is_stacked else ()
+    a, b = adapter.a.rearrange((*layers, LORA, *inputs)), adapter.b.rearrange((*layers, *outputs, LORA))
     rank = a.axis_size(LORA)
     a_np, b_np = (np.asarray(whole(x.array)).astype(dtype) for x in (a, b))
     name = PREFIX + owner.name.removesuffix(".weight")
     if not owner.is_stacked:
         a_np, b_np = a_np[None], b_np[None]
-    for layer, (low, high) in enumerate(zip(a_np, b_np, strict=True)):
-        place = name.format(layer=layer)
-        yield f"{place}.lora_A.weight", low.reshape(rank, -1)
-        yield f"{place}.lora_B.weight", high.reshape(-1, rank)
-
-
-def _layers(array: hax.NamedArray) -> tuple[str, ...]:
-    return tuple(axis.name for axis in array.axes if axis.name == LAYERS)
-
-
-def _names(spec: Any) -> tuple[str, ...]:
-    return tuple(axis.name for axis in axes_of(spec))
+    for layer, (a_layer, b_layer) in enumerate(zip(a_np, b_np, strict=True)):
+        module = name.format(layer=layer)
+        yield f"{module}.lora_A.weight", a_layer.reshape(rank, -1)
+        yield f"{module}.lora_B.weight", b_layer.reshape(-1, rank)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.attention.backends.splash import BLOCK as SPLASH_BLOCK
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.attention.selftest import packed_rows_problem, single_document_problem
+from jaxlm.models.attention.selftest import AttentionShape, selftest_cudnn
 
 AUTO = "auto"
 
@@ -68,7 +68,6 @@ def _blockwise_problem(task: AttentionTask) -> str | None:
 
 
 def _fused_kernel_problem(task: AttentionTask) -> str | None:
-    """Why no fused kernel supports the task."""
     if problem := _blockwise_problem(task):
         return problem
     if task.twice_differentiable:
@@ -88,6 +87,10 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 _CUDNN_TILE = 8
 
 
+def _shape(task: AttentionTask) -> AttentionShape:
+    return AttentionShape(jnp.dtype(task.dtype), task.head_size, task.group, task.window is not None)
+
+
 def _cudnn_rows_problem(task: AttentionTask) -> str | None:
     if problem := _fused_kernel_problem(task):
         return problem
@@ -100,7 +103,7 @@ def _cudnn_rows_problem(task: AttentionTask) -> str | None:
         return f"head size {task.head_size} is not a multiple of {_CUDNN_TILE} up to {largest}"
     if task.seq_len % _CUDNN_TILE:
         return f"seq_len {task.seq_len} is not a multiple of {_CUDNN_TILE}"
-    return single_document_problem(jnp.dtype(task.dtype), task.head_size, task.group, task.window is not None)
+    return selftest_cudnn(_shape(task), packed=False)
 
 
 def _cudnn_problem(task: AttentionTask) -> str | None:
@@ -109,29 +112,25 @@ def _cudnn_problem(task: AttentionTask) -> str | None:
     assert task.capability is not None
     if task.capability < _HOPPER:
         return "packed documents need compute capability 9.0 or higher"
-    return packed_rows_problem(jnp.dtype(task.dtype), task.head_size, task.group, task.window is not None)
+    return selftest_cudnn(_shape(task), packed=True)
 
 
-# (name, description, function that says why a task is not supported).
-_Backend = tuple[str, str, Callable[[AttentionTask], str | None]]
-_BLOCKWISE: _Backend = (
-    "blockwise",
-    "blocks of queries against the keys they attend to; no [T, T] array",
-    _blockwise_problem,
-)
-_REFERENCE: _Backend = ("reference", "all scores at once", lambda task: None)
-_SPLASH: _Backend = ("splash", "jax's Pallas kernel; skips fully masked blocks", _splash_problem)
-_CUDNN: _Backend = ("cudnn", "cuDNN's fused kernel, for single and packed documents", _cudnn_problem)
-_CUDNN_ROWS: _Backend = (
-    "cudnn_rows",
-    "cuDNN's fused kernel for rows of a single document, blockwise attention for packed rows",
-    _cudnn_rows_problem,
-)
+# Name -> (description, function that says why a task is not supported).
+_BACKENDS: dict[str, tuple[str, Callable[[AttentionTask], str | None]]] = {
+    "blockwise": ("blocks of queries against the keys they attend to; no [T, T] array", _blockwise_problem),
+    "reference": ("all scores at once", lambda task: None),
+    "splash": ("jax's Pallas kernel; skips fully masked blocks", _splash_problem),
+    "cudnn": ("cuDNN's fused kernel, for single and packed documents", _cudnn_problem),
+    "cudnn_rows": (
+        "cuDNN's fused kernel for rows of a single document, blockwise attention for packed rows",
+        _cudnn_rows_problem,
+    ),
+}
 # Fastest first.
-_BY_PLATFORM: dict[str, tuple[_Backend, ...]] = {
-    "cpu": (_BLOCKWISE, _REFERENCE),
-    "gpu": (_CUDNN, _CUDNN_ROWS, _BLOCKWISE, _REFERENCE),
-    "tpu": (_SPLASH, _BLOCKWISE, _REFERENCE),
+_BY_PLATFORM = {
+    "cpu": ("blockwise", "reference"),
+    "gpu": ("cudnn", "cudnn_rows", "blockwise", "reference"),
+    "tpu": ("splash", "blockwise", "reference"),
 }
 
 
@@ -144,11 +143,11 @@ def choose_attention(task: AttentionTask, backend: str = AUTO) -> AttentionChoic
     Raises:
         ConfigError: the named backend does not support the task, or does not run on this platform.
     """
-    candidates = _BY_PLATFORM[task.platform]
     if backend != AUTO:
-        return AttentionChoice(backend, _check_named(task, backend, candidates))
+        return AttentionChoice(backend, _check_named(task, backend))
     rejected: list[str] = []
-    for name, description, problem_of in candidates:
+    for name in _BY_PLATFORM[task.platform]:
+        description, problem_of = _BACKENDS[name]
         problem = problem_of(task)
         if problem is None:
             return AttentionChoice(name, "; ".join([description, *rejected]), degraded=bool(rejected))
@@ -156,13 +155,13 @@ def choose_attention(task: AttentionTask, backend: str = AUTO) -> AttentionChoic
     raise AssertionError("the reference backend supports every task")
 
 
-def _check_named(task: AttentionTask, backend: str, candidates: tuple[_Backend, ...]) -> str:
-    by_name = {name: (description, problem_of) for name, description, problem_of in candidates}
-    if backend not in by_name:
+def _check_named(task: AttentionTask, backend: str) -> str:
+    allowed = _BY_PLATFORM[task.platform]
+    if backend not in allowed:
         raise ConfigError(
-            f"model.attn_backend: '{backend}' does not run on {task.platform}. Allowed: {', '.join([AUTO, *by_name])}"
+            f"model.attn_backend: '{backend}' does not run on {task.platform}. Allowed: {', '.join([AUTO, *allowed])}"
         )
-    description, problem_of = by_name[backend]
+    description, problem_of = _BACKENDS[backend]
     problem = problem_of(task)
     if problem is not None and task.same_tokens:
         raise ConfigError(f"model.attn_backend: '{backend}' given, but {problem}. Use {AUTO}")

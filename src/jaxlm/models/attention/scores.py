@@ -27,7 +27,6 @@ class ScoreRule:
 
     @property
     def is_identity(self) -> bool:
-        """Whether scores are not modified."""
         return self.soft_cap is None and self.alibi_max is None
 
     def __call__(self, scores_BKGTS: jax.Array, distance_BTS: jax.Array) -> jax.Array:

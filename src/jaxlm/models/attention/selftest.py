@@ -52,28 +52,9 @@ def packed_rows() -> np.ndarray:
     return np.stack([*rows, gaps, np.zeros(_LENGTH, int)]).astype(np.int32)
 
 
-def single_document_problem(dtype: Any, head_size: int, group: int, windowed: bool) -> str | None:
-    """Why cuDNN's attention to rows of a single document cannot be used on this device; None if it can."""
-    shape = AttentionShape(dtype, head_size, group, windowed)
-    return None if is_compiling_for_cuda() else _run_selftest(shape, packed=False)
-
-
-def packed_rows_problem(dtype: Any, head_size: int, group: int, windowed: bool) -> str | None:
-    """Why cuDNN's attention to rows of several documents cannot be used on this device; None if it can."""
-    shape = AttentionShape(dtype, head_size, group, windowed)
-    return None if is_compiling_for_cuda() else _run_selftest(shape, packed=True)
-
-
 @dataclass(frozen=True)
 class AttentionShape:
-    """The variant of a kernel to test.
-
-    Attributes:
-        dtype: of queries, keys and values.
-        head_size: features per head.
-        group: query heads per key/value head.
-        windowed: whether to test with a sliding window.
-    """
+    """The variant of a kernel to test, with `group` query heads per key/value head."""
 
     dtype: Any
     head_size: int
@@ -82,17 +63,24 @@ class AttentionShape:
 
     @property
     def window(self) -> int | None:
-        """The window of the test, in tokens."""
         return _WINDOW if self.windowed else None
 
     @property
     def scale(self) -> float:
-        """1 / sqrt(head_size)."""
         return self.head_size**-0.5
 
 
+def selftest_cudnn(shape: AttentionShape, *, packed: bool) -> str | None:
+    """Why cuDNN's attention cannot be used on this device; None if it can.
+
+    Args:
+        packed: for rows of several documents, not of a single one.
+    """
+    return None if is_compiling_for_cuda() else _run_selftest(shape, packed)
+
+
 @functools.cache
-def _run_selftest(shape: AttentionShape, *, packed: bool) -> str | None:
+def _run_selftest(shape: AttentionShape, packed: bool) -> str | None:
     segment_BT = packed_rows() if packed else single_document_rows()
     return _in_new_thread(lambda: _cudnn_problem(segment_BT, shape, packed=packed))
 
@@ -107,8 +95,8 @@ def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) 
     actual = _value_and_gradients(lambda q, k, v: attend(q, k, v, segments), *inputs)
     exact = (a.astype(jnp.float32) for a in inputs)
     expected = _value_and_gradients(lambda q, k, v: reference_attention(q, k, v, mask, shape.scale, 0.0, None), *exact)
-    for name, got, wanted in zip(_RESULTS, actual, expected, strict=True):
-        worst = _worst_document_error(np.asarray(got, np.float32), np.asarray(wanted, np.float32), segment_BT)
+    for name, result, reference in zip(_RESULTS, actual, expected, strict=True):
+        worst = _worst_document_error(np.asarray(result, np.float32), np.asarray(reference, np.float32), segment_BT)
         if not worst <= TOLERANCE:
             return f"{name} differs from reference attention by {worst:.1%}"
     return None
@@ -131,14 +119,14 @@ def _mask(segment_BT: np.ndarray, window: int | None) -> np.ndarray:
     return near & (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT != 0)[:, :, None]
 
 
-def _worst_document_error(got: np.ndarray, wanted: np.ndarray, segment_BT: np.ndarray) -> float:
+def _worst_document_error(result: np.ndarray, reference: np.ndarray, segment_BT: np.ndarray) -> float:
     """The largest relative error of a document; inf if padding is not 0.
 
     The error is relative to the magnitude of the document or of all documents, whichever is larger.
     """
     square = lambda a: (a**2).reshape(*segment_BT.shape, -1).mean(-1)  # noqa: E731
-    error_BT, size_BT = square(got - wanted), square(wanted)
-    if square(got)[segment_BT == 0].any():
+    error_BT, size_BT = square(result - reference), square(reference)
+    if square(result)[segment_BT == 0].any():
         return np.inf
     if not segment_BT.any():
         return 0.0

@@ -8,17 +8,7 @@ from haliax import Axis
 
 from jaxlm.core.errors import check_at_least, check_positive
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    check_window,
-    decoder_flops,
-    gated_mlp,
-    projections,
-)
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import RotaryConfig, check_rope
@@ -70,8 +60,8 @@ class GemmaConfig(DecoderConfig):
         check_sizes(self)
         for rope in self.rotations:
             check_rope(rope, self.num_heads, self.HeadSize.size)
-        check_window(self.sliding_window)
-        check_at_least("model.sliding_window_pattern", self.sliding_window_pattern, 1)
+        for name in ("sliding_window", "sliding_window_pattern"):
+            check_at_least(f"model.{name}", getattr(self, name), 1)
         for name in ("query_pre_attn_scalar", "attn_soft_cap", "final_soft_cap"):
             if getattr(self, name) is not None:
                 check_positive(f"model.{name}", getattr(self, name))
@@ -98,9 +88,6 @@ class GemmaConfig(DecoderConfig):
             embed_scale=self.hidden_dim**0.5,
             logit_soft_cap=self.final_soft_cap,
         )
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, vocab_size, mlp_matrices=3)
 
 
 def gemma_norm(config: GemmaConfig, Over: Axis) -> RMSNorm:

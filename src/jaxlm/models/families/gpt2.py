@@ -12,23 +12,22 @@ import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
+from jaxlm.core.axes import HEAD_SIZE, MLP
 from jaxlm.core.errors import check_at_least, check_choice, check_divides, check_probability
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.decoder import TransformerConfig
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention, dropout, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm
-from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import LayerKind, Transformer
 
 
 @ModelConfig.register_subclass("gpt2")
 @dataclass(frozen=True)
-class Gpt2Config(ModelConfig):
+class Gpt2Config(TransformerConfig):
     """GPT-2. The defaults are the 124M model.
 
     Attributes:
@@ -61,35 +60,14 @@ class Gpt2Config(ModelConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     upcast_attn: bool = False
     use_bias: bool = True
+    mlp_matrices = 2
 
     @property
-    def Embed(self) -> Axis:
-        """Features of the residual stream."""
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis that stacks the parameters of all blocks."""
-        return Axis(LAYERS, self.num_layers)
-
-    @property
-    def Heads(self) -> Axis:
-        """Query heads."""
-        return Axis(HEADS, self.num_heads)
-
-    @property
-    def KVHeads(self) -> Axis:
-        """Key/value heads, as many as query heads."""
-        return Axis(KV_HEADS, self.num_heads)
-
-    @property
-    def HeadSize(self) -> Axis:
-        """Features of one head."""
-        return Axis(HEAD_SIZE, self.hidden_dim // self.num_heads)
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return (LayerKind(),) * self.num_layers
 
     @property
     def Mlp(self) -> Axis:
-        """Hidden features of the MLP."""
         return Axis(MLP, self.hidden_dim * self.mlp_scale)
 
     def check(self) -> None:
@@ -102,16 +80,15 @@ class Gpt2Config(ModelConfig):
         for name in ("initializer_range", "layer_norm_epsilon"):
             check_at_least(f"model.{name}", getattr(self, name), 0)
 
-    def build(self, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
-        return Gpt2.init(self, Vocab, key=key)
+    def block(self, *, key: jax.Array) -> "Gpt2Block":
+        return Gpt2Block.init(self, key=key)
 
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        attention = 4 * self.hidden_dim * self.hidden_dim
-        mlp = 2 * self.hidden_dim * self.Mlp.size
-        weights = self.num_layers * (attention + mlp) + vocab_size * self.hidden_dim
-        return FlopsPerToken.of(
-            weights=weights, attention_dim=self.hidden_dim, seq_len=self.seq_len, windows=[None] * self.num_layers
-        )
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
+        k_tokens, k_positions, k_layers = jax.random.split(key, 3)
+        final_norm = LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=self.use_bias)
+        body, std = self.transformer(final_norm, key=k_layers), self.initializer_range
+        tokens = embedding(Vocab, self.Embed, std=std, key=k_tokens)
+        return Gpt2(tokens, embedding(self.Pos, self.Embed, std=std / 2, key=k_positions), body, self)
 
 
 class Gpt2Block(eqx.Module):
@@ -172,28 +149,6 @@ class Gpt2(LanguageModel):
     positions: hnn.Embedding
     body: Transformer
     config: Gpt2Config = eqx.field(static=True)
-
-    @staticmethod
-    def init(config: Gpt2Config, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
-        k_tokens, k_positions, k_layers = jax.random.split(key, 3)
-        layers = hnn.Stacked.init(config.Layers, Gpt2Block)(config, key=jax.random.split(k_layers, config.num_layers))
-        body = Transformer(
-            layers,
-            LayerNorm.init(config.Embed, config.layer_norm_epsilon, use_bias=config.use_bias),
-            kinds=(LayerKind(),),
-            HeadSize=config.HeadSize,
-            seq_len=config.seq_len,
-            scan=config.scan_layers,
-            remat_policy=parse_remat(config.gradient_checkpointing),
-            attn_backend=config.attn_backend,
-        )
-        std = config.initializer_range
-        return Gpt2(
-            embedding(Vocab, config.Embed, std=std, key=k_tokens),
-            embedding(config.Pos, config.Embed, std=std / 2, key=k_positions),
-            body,
-            config,
-        )
 
     @property
     def Vocab(self) -> Axis:

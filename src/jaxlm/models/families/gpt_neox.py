@@ -9,16 +9,7 @@ import jax
 from haliax import Axis
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    decoder_flops,
-    plain_mlp,
-    projections,
-)
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
@@ -42,6 +33,7 @@ class GptNeoxConfig(DecoderConfig):
     activation_function: str = "gelu"
     use_parallel_residual: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.25))
+    mlp_matrices = 2
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -62,6 +54,3 @@ class GptNeoxConfig(DecoderConfig):
 
     def _norm(self) -> LayerNorm:
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=True)
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, vocab_size, mlp_matrices=2)

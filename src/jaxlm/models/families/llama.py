@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import jax
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import DecoderBlock, decoder_flops, gated_mlp, pre_norm_block, projections
+from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, projections
 from jaxlm.models.families.pre_norm import UniformConfig
-from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import SelfAttention
 
 
@@ -33,6 +32,3 @@ class LlamaConfig(UniformConfig):
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)
         return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:], use_bias=self.mlp_bias))
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, vocab_size, mlp_matrices=3)

@@ -9,9 +9,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EXPERTS, ROUTES
 from jaxlm.core.errors import check_at_least
-from jaxlm.models.decoder import active_flops, rms_norm
+from jaxlm.models.decoder import rms_norm
 from jaxlm.models.families.pre_norm import PreNormConfig, check_pre_norm
-from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, SelfAttention
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts, RouterStats
@@ -91,8 +90,3 @@ class MoeConfig(PreNormConfig):
             z_weight=self.router_z_loss_coef,
         )
         return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts)
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """FLOPs per training token, counting only the experts that the token is routed to."""
-        chosen = 3 * self.num_experts_per_token * self.hidden_dim * self.intermediate_dim
-        return active_flops(self, vocab_size, mlp_weights=chosen + self.hidden_dim * self.num_experts)

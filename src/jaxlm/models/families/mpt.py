@@ -12,16 +12,7 @@ from haliax import Axis
 from jaxlm.core.errors import check_at_least
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    decoder_flops,
-    plain_mlp,
-    projections,
-)
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import LayerKind
@@ -40,6 +31,7 @@ class MptConfig(DecoderConfig):
     activation_function: str = "gelu"
     tie_word_embeddings: bool = True
     alibi_bias_max: float = 8.0
+    mlp_matrices = 2
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -60,6 +52,3 @@ class MptConfig(DecoderConfig):
 
     def _norm(self) -> LayerNorm:
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=False)
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, vocab_size, mlp_matrices=2)

@@ -9,17 +9,7 @@ import jax
 from haliax import Axis
 
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    DecoderConfig,
-    check_sizes,
-    decoder_flops,
-    gated_mlp,
-    projections,
-    rms_norm,
-)
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections, rms_norm
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
@@ -60,6 +50,3 @@ class Olmo2Config(DecoderConfig):
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, vocab_size, mlp_matrices=3)

@@ -12,14 +12,11 @@ from jaxlm.models.decoder import (
     DecoderBlock,
     DecoderConfig,
     check_sizes,
-    check_window,
-    decoder_flops,
     gated_mlp,
     pre_norm_block,
     projections,
     rms_norm,
 )
-from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
@@ -49,7 +46,8 @@ def check_pre_norm(config: PreNormConfig) -> None:
     """Raises `ConfigError` if the keys of `PreNormConfig` are invalid."""
     check_sizes(config)
     check_rope(config.rope, config.num_heads, config.HeadSize.size)
-    check_window(config.sliding_window)
+    if config.sliding_window is not None:
+        check_at_least("model.sliding_window", config.sliding_window, 1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,6 @@ class DenseConfig(PreNormConfig):
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)
         return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:]))
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, vocab_size, mlp_matrices=3)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, KVCache, LanguageModel
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
@@ -58,14 +58,12 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling options of one token."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def check(self, prompts: Sequence[Sequence[int]], model: LanguageModel) -> None:
         """Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or too many tokens."""
         vocab_size, seq_len = model.Vocab.size, model.Pos.size
-        if self.max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens: {self.max_new_tokens} given, 0 or more expected")
+        check_at_least("max_new_tokens", self.max_new_tokens, 0)
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype: '{self.cache_dtype}' given. Allowed: {', '.join(CACHE_DTYPES)}")
         if self.cache_dtype is not None and model.lm_head() is None:
@@ -156,7 +154,9 @@ def stream_tokens(
     num_new = config.max_new_tokens
     if not prompts or num_new == 0:
         return
-    num_rows, capacity = round_up(len(prompts), _batch_multiple()), padded_length(num_new)
+    layout = current_layout()
+    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    capacity = padded_length(num_new)
     cache, num_cached = (
         (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
     )
@@ -175,7 +175,8 @@ def stream_tokens(
             prefix_cache.clear()
         state = _decode(generator.step_model, state, keys, stop_ids, jnp.int32(end), sampling)
         if prefix_cache is not None:
-            prefix_cache.put(state.cache, [*prompts[0], *_cached_new_tokens(state)])
+            cached = np.asarray(state.written)[0, : int(state.step) - 1].tolist()  # all new tokens but the last
+            prefix_cache.put(state.cache, [*prompts[0], *cached])
         new_tokens = np.asarray(state.written)[: len(prompts), num_yielded:end]
         piece = [row[row != _NO_TOKEN].tolist() for row in new_tokens]
         yield piece
@@ -193,12 +194,6 @@ def stream_tokens(
 def _pad_stop_ids(stop_ids: Sequence[int]) -> list[int]:
     """Pads to one of few lengths, so that few shapes are compiled."""
     return [*stop_ids, *[_NO_TOKEN] * (round_up(max(1, len(stop_ids)), _STOP_IDS_MULTIPLE) - len(stop_ids))]
-
-
-def _batch_multiple() -> int:
-    """Number of shards of the batch axis."""
-    layout = current_layout()
-    return 1 if layout is None else layout.num_shards(BATCH)
 
 
 def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Array:
@@ -237,11 +232,6 @@ def _sample(model: LanguageModel, final: NamedArray, keys: jax.Array, step: jax.
     return sampling.draw(logits.astype(jnp.float32), jax.vmap(jax.random.fold_in, (0, None))(keys, step))
 
 
-def _cached_new_tokens(state: _State) -> list[int]:
-    """The new tokens of the first row that are in the cache: all but the last one."""
-    return np.asarray(state.written)[0, : int(state.step) - 1].tolist()
-
-
 @functools.partial(jax.jit, static_argnums=(5, 6, 7), donate_argnums=2)
 def _prefill(
     model: LanguageModel,
@@ -262,10 +252,9 @@ def _prefill(
     """
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
-    dtype = (
-        next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf)) if dtype is None else dtype
-    )
     if cache is None:
+        if dtype is None:
+            dtype = next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
         cache = model.init_cache(Batch, Width.size + capacity, dtype)
     first = model.hidden(prompt, cache=cache)
     segment_ids = prompt.segment_ids[POSITION, -1].array

@@ -35,7 +35,7 @@ def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSiz
     return KVCache(kv_array, kv_array, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
 
 
-def mask_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:
+def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:
     """The mask of new inputs whose keys are the cached slots followed by the inputs themselves."""
 
     def concatenated(slots: NamedArray, new: NamedArray) -> NamedArray:
@@ -51,13 +51,13 @@ def mask_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:
 def extend_cache(cache: KVCache, inputs: Inputs, keys: NamedArray, values: NamedArray) -> KVCache:
     """Writes the inputs' keys and values, {layers, batch, position, kv_heads, head_size}, to the cache."""
     return KVCache(
-        kv_array_with(cache.keys, keys, cache.length),
-        kv_array_with(cache.values, values, cache.length),
-        *slots_with(cache, inputs),
+        write_kv_array(cache.keys, keys, cache.length),
+        write_kv_array(cache.values, values, cache.length),
+        *extend_slots(cache, inputs),
     )
 
 
-def slots_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:
+def extend_slots(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:
     """Positions, segment ids and length of the cache after the inputs are added."""
     return (
         _update_slots(cache.positions, as_keys(inputs.positions), cache.length),
@@ -66,7 +66,7 @@ def slots_with(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedAr
     )
 
 
-def kv_array_with(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVArray:
+def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVArray:
     """Writes {batch, position, kv_heads, head_size}, optionally with `layers`, to the slots from `start` on."""
     new = as_keys(new).rearrange((..., BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE))
     new = new if kv_array.values.has_axis(BATCH) else by_cache_row(new)

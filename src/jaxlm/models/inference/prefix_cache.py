@@ -44,7 +44,6 @@ class PrefixCache:
             self._cache, self._tokens, self._start = cache, list(tokens), int(cache.length) - len(tokens)
 
     def clear(self) -> None:
-        """Removes the stored cache."""
         self._cache = None
 
     def lookup(
@@ -61,7 +60,8 @@ class PrefixCache:
         cache, self._cache = self._cache, None
         if cache is None or cache.positions.axis_size(BATCH) != rows:
             return None, 0
-        num_cached = _num_reused(self._common_prefix(prompt), len(prompt))
+        common_prefix = sum(takewhile(bool, map(operator.eq, self._tokens, prompt)))
+        num_cached = _num_reused(common_prefix, len(prompt))
         if not num_cached:
             return None, 0
         cache = _stack(cache) if isinstance(cache, UnstackedCache) else cache
@@ -73,10 +73,6 @@ class PrefixCache:
             chunk = left_padded([prompt[num_cached : num_cached + _PREFILL_CHUNK]], rows, num_cached)
             cache, num_cached = _prefill_chunk(model, cache, chunk), num_cached + _PREFILL_CHUNK
         return cache, num_cached
-
-    def _common_prefix(self, prompt: Sequence[int]) -> int:
-        """Length of the common prefix of the prompt and the cached tokens."""
-        return sum(takewhile(bool, map(operator.eq, self._tokens, prompt)))
 
 
 def _num_reused(common_prefix: int, num_prompt: int) -> int:

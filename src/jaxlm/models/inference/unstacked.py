@@ -15,9 +15,10 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CACHE_ROW, KV_HEADS, LAYERS
 from jaxlm.core.sharding import current_layout, current_platform
+from jaxlm.core.tree import is_named
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import Hidden, Inputs, KVArray, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, mask_with, slots_with
+from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend_slots, mask_over_cache
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import LayerNorm, RMSNorm
@@ -38,7 +39,7 @@ class UnstackedTransformer(eqx.Module):
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
         reads it."""
-        contexts = layer_contexts(self.kinds, inputs, mask_with(cache, inputs), AUTO, self.HeadSize, self.seq_len)
+        contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize, self.seq_len)
         layer_caches = []
         for number, block in enumerate(self.layers):
             layer_cache = LayerCache(cache.keys[number], cache.values[number], cache.length)
@@ -46,13 +47,7 @@ class UnstackedTransformer(eqx.Module):
             x, layer_cache, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
             layer_caches.append(layer_cache)
         keys, values = tuple(c.keys for c in layer_caches), tuple(c.values for c in layer_caches)
-        return Hidden(self.final_norm(x), UnstackedCache(keys, values, *slots_with(cache, inputs)))
-
-
-def prefers_unstacked() -> bool:
-    """Whether the current devices decode faster with unstacked layers. A mesh gathers layer by layer, in a loop."""
-    layout = current_layout()
-    return current_platform() == "cpu" and (layout is None or layout.mesh.size == 1)
+        return Hidden(self.final_norm(x), UnstackedCache(keys, values, *extend_slots(cache, inputs)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,10 @@ class Generator:
     @staticmethod
     def of(model: LanguageModel) -> "Generator":
         """Prepares a model for the current devices. If there is a layout, call this inside `layout.use()`."""
-        return Generator(model, _unstacked_copy(model) if prefers_unstacked() else model)
+        layout = current_layout()
+        # A mesh gathers layer by layer, in a loop.
+        unstacks = current_platform() == "cpu" and (layout is None or layout.mesh.size == 1)
+        return Generator(model, _unstacked_copy(model) if unstacks else model)
 
     def in_step_layout(self, cache: T) -> T:
         """Converts every cache in a pytree, as written by `model`, to the layout that `step_model` reads."""
@@ -95,10 +93,7 @@ def stack(cache: UnstackedCache) -> KVCache:
         array = array.reshape(len(layers), Batch.size, -1, *(axis.size for axis in trailing))
         return NamedArray(array, (Axis(LAYERS, len(layers)), Batch, Axis(KV_HEADS, array.shape[2]), *trailing))
 
-    keys, values = (
-        jax.tree.map(joined, *kv_arrays, is_leaf=lambda x: isinstance(x, NamedArray))
-        for kv_arrays in (cache.keys, cache.values)
-    )
+    keys, values = (jax.tree.map(joined, *layers, is_leaf=is_named) for layers in (cache.keys, cache.values))
     return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length)
 
 
@@ -117,8 +112,6 @@ def _as_matrix(part: Any) -> Any:
 
 
 def _unstack_kv_array(stacked: KVArray) -> tuple[KVArray, ...]:
-    flat = jax.tree.map(by_cache_row, stacked, is_leaf=lambda x: isinstance(x, NamedArray))
+    flat = jax.tree.map(by_cache_row, stacked, is_leaf=is_named)
     layers = range(stacked.values.axis_size(LAYERS))
-    return tuple(
-        jax.tree.map(lambda x, i=i: x[LAYERS, i], flat, is_leaf=lambda x: isinstance(x, NamedArray)) for i in layers
-    )
+    return tuple(jax.tree.map(lambda x, i=i: x[LAYERS, i], flat, is_leaf=is_named) for i in layers)

@@ -6,19 +6,19 @@ from typing import Any
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, Json, KeyGroup
 from jaxlm.interop.hf.shared_keys import rope_from_json, rope_to_json
-from jaxlm.interop.hf.shared_weights import qk_norms_per_head
+from jaxlm.interop.hf.shared_weights import qk_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
 
 
 def _ropes_to_ours(theirs: Mapping[str, Any]) -> Json:
     given = theirs.get("rope_parameters") or {}
-    whole = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
-    local = dict(given.get("sliding_attention") or {})
-    whole.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
-    local.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
-    for one in (whole, local):
-        one.setdefault("partial_rotary_factor", 1.0)
-    return {"rope": rope_from_json(whole, theirs), "local_rope": rope_from_json(local, theirs)}
+    full = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
+    sliding = dict(given.get("sliding_attention") or {})
+    full.setdefault("rope_theta", theirs.get("rope_theta", 1e6))
+    sliding.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
+    for rope in (full, sliding):
+        rope.setdefault("partial_rotary_factor", 1.0)
+    return {"rope": rope_from_json(full, theirs), "local_rope": rope_from_json(sliding, theirs)}
 
 
 def _ropes_to_theirs(config: Gemma3Config) -> Json:
@@ -36,5 +36,5 @@ FAMILY = Family(
         *gemma_keys(length=131072, pattern=6, attn_cap=None, final_cap=None, one_way=False),
         KeyGroup(_ROPES, _ropes_to_ours, _ropes_to_theirs),
     ),
-    tensors=lambda config: (*gemma_tensors(config), *qk_norms_per_head()),
+    tensors=lambda config: (*gemma_tensors(config), *qk_norms()),
 )

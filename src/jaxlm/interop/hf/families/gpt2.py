@@ -37,10 +37,10 @@ def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
 
 
 def _scale_from_theirs(theirs: Mapping[str, Any]) -> Json:
-    inner = theirs.get("n_inner")
-    if inner is not None and inner % theirs["n_embd"]:
-        raise ConfigError(f"n_inner: {inner} given, a multiple of n_embd ({theirs['n_embd']}) expected")
-    return {"mlp_scale": 4 if inner is None else inner // theirs["n_embd"]}
+    width = theirs.get("n_inner")
+    if width is not None and width % theirs["n_embd"]:
+        raise ConfigError(f"n_inner: {width} given, a multiple of n_embd ({theirs['n_embd']}) expected")
+    return {"mlp_scale": 4 if width is None else width // theirs["n_embd"]}
 
 
 def _inner_to_theirs(config: Gpt2Config) -> Json:

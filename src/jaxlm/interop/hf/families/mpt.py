@@ -51,10 +51,6 @@ def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
     return {"alibi_bias_max": 8.0}
 
 
-def _attention_to_theirs(config: MptConfig) -> Json:
-    return {"attn_config": {key: allowed[0] for key, allowed in _SUPPORTED.items()}}
-
-
 def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
     ratio = theirs.get("expansion_ratio", _RATIO)
     if ratio != _RATIO:  # transformers ignores the key and always uses 4
@@ -75,15 +71,18 @@ FAMILY = Family(
         JsonKey("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
         JsonKey("initializer_range", "initializer_range", 0.02),
         JsonKey("tie_word_embeddings", "tie_word_embeddings", True),
-        KeyGroup(("attn_config",), _attention_to_ours, _attention_to_theirs),
+        KeyGroup(
+            ("attn_config",),
+            _attention_to_ours,
+            lambda _: {"attn_config": {key: allowed[0] for key, allowed in _SUPPORTED.items()}},
+        ),
         FixedKey("no_bias", True),
         FixedKey("logit_scale", None),
         FixedKey("resid_pdrop", 0.0, others=(0,)),
         FixedKey("emb_pdrop", 0.0, others=(0,)),
         FixedKey("norm_type", "low_precision_layernorm"),
-        FixedKey(
-            "learned_pos_emb", True, others=(False,)
-        ),  # with ALiBi there are no position embeddings in either case
+        # With ALiBi there are no position embeddings in either case.
+        FixedKey("learned_pos_emb", True, others=(False,)),
         FixedKey("embedding_fraction", 1.0),
         FixedKey("init_device", "cpu", others=("meta",)),
         FixedKey("verbose", 0),

@@ -21,7 +21,7 @@ FAMILY = Family(
         *embeddings_and_head(config),
         *block_norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
         *attention(),
-        *qk_norms(),
+        *qk_norms("heads head_size", "kv_heads head_size"),
         *gated_mlp(),
     ),
 )

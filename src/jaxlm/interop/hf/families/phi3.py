@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: config.json keys and weight names. Queries, keys and values are one matrix, as are gate and up."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
@@ -30,10 +30,6 @@ def _original_to_theirs(config: Any) -> Json:
     return {"original_max_position_embeddings": config.rope.original_max_position_embeddings}
 
 
-def _original_to_ours(theirs: Mapping[str, Any]) -> Json:
-    return {}  # `rope` reads this key
-
-
 FAMILY = Family(
     model_types=("phi3",),
     architecture="Phi3ForCausalLM",
@@ -42,7 +38,7 @@ FAMILY = Family(
         *size_keys(length=4096, eps_default=1e-5),
         kv_heads(),
         rope(),
-        KeyGroup(("original_max_position_embeddings",), _original_to_ours, _original_to_theirs),
+        KeyGroup(("original_max_position_embeddings",), lambda _: {}, _original_to_theirs),  # `rope` reads it
         activation("hidden_act", "silu"),
         JsonKey("sliding_window", "sliding_window", None),
         FixedKey("attention_dropout", 0.0),

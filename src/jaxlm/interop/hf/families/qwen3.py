@@ -2,13 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
-from jaxlm.interop.hf.shared_weights import (
-    biased_attention,
-    embeddings_and_head,
-    gated_mlp,
-    pre_norms,
-    qk_norms_per_head,
-)
+from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
 FAMILY = Family(
@@ -29,7 +23,7 @@ FAMILY = Family(
         *embeddings_and_head(config),
         *pre_norms(),
         *biased_attention(config),
-        *qk_norms_per_head(),
+        *qk_norms(),
         *gated_mlp(),
     ),
 )

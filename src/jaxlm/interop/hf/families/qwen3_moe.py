@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, experts, pre_norms, qk_norms_per_head
+from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, experts, pre_norms, qk_norms
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
 
@@ -49,7 +49,7 @@ FAMILY = Family(
         *embeddings_and_head(config),
         *pre_norms(),
         *biased_attention(config),
-        *qk_norms_per_head(),
+        *qk_norms(),
         *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     ),
 )
