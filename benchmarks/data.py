@@ -33,7 +33,7 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences
-from jaxlm.data.sources.files import find_files
+from jaxlm.data.sources.files import open_files, sources_of
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import train_bpe
@@ -124,7 +124,7 @@ def tokenizing(folder: Path, repeats: int, characters: int) -> dict[str, float]:
     texts = _texts(characters)
     tokenizer = train_bpe(texts[:200], VOCABULARY)
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    files = find_files([str(folder / "text.jsonl")], "text", "text")
+    files = _files(str(folder / "text.jsonl"))
     backend = tokenizer._backend  # the same tokenizer, without our wrapper
     contestants: dict[str, Callable[[], int]] = {
         "cache": lambda: _build(folder / "cache", files, tokenizer),
@@ -152,13 +152,18 @@ def tokenizing(folder: Path, repeats: int, characters: int) -> dict[str, float]:
 
 def _texts(characters: int) -> list[str]:
     texts, size = [], 0
-    for file in find_files(["stdlib:train"], "text", "text"):
+    for file in _files("stdlib:train"):
         for text in file.documents():
             if size >= characters:
                 return texts
             texts.append(text)
             size += len(text)
     return texts
+
+
+def _files(url: str) -> list[TextFile]:
+    mirror = Path("unused")
+    return open_files([("text", sources_of(url, "text", mirror, None))], "text", mirror, print)
 
 
 def _build(folder: Path, files: list[TextFile], tokenizer: Tokenizer) -> int:

@@ -10,6 +10,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.sources.files import open_files, sources_of
+from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import train_bpe
 
@@ -73,3 +75,16 @@ def numbered_cache(num_tokens: int, document_length: int = 7) -> TokenCache:
     """Token i is i, in documents of one length."""
     numbers = list(range(num_tokens))
     return cache_of([numbers[at : at + document_length] for at in range(0, num_tokens, document_length)])
+
+
+def find_files(
+    urls: Sequence[str],
+    key: str,
+    text_key: str,
+    mirror: Path = Path("cache/mirror"),
+    log: Callable[[str], None] = print,
+) -> list[TextFile]:
+    """The files of all URLs, as a run lists them."""
+    keys = [f"{key}[{number}]" for number in range(len(urls))]
+    listed = [(key, sources_of(url, key, mirror, None)) for key, url in zip(keys, urls, strict=True)]
+    return open_files(listed, text_key, mirror, log)

@@ -18,8 +18,7 @@ from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_metadata, write_metadata
 from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.sources.files import find_files
-from tests.data.helpers import small_tokenizer, some_text, write_corpus
+from tests.data.helpers import find_files, small_tokenizer, some_text, write_corpus
 
 ROOT = Path(__file__).parents[2]
 FILES = ("tokens.bin", "offsets.bin", "cache.json")

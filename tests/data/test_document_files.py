@@ -13,8 +13,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources import document_files as formats
-from jaxlm.data.sources.files import find_files
-from tests.data.helpers import refused, some_text
+from tests.data.helpers import find_files, refused, some_text
 
 TEXTS = [some_text(seed, 30) for seed in range(40)]
 # One frame with a checksum, as the reference implementation's binding writes it.

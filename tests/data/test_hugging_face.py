@@ -9,8 +9,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.sources.files import find_files, list_sources
-from tests.data.helpers import some_text
+from jaxlm.data.sources.files import sources_of
+from tests.data.helpers import find_files, some_text
 
 TEXTS = [some_text(seed, 20) for seed in range(50)]
 
@@ -88,7 +88,7 @@ class TestHub:
         return asked
 
     def test_is_copied_once(self, asked, tmp_path):
-        [[source]] = list_sources([self.URL], "x", tmp_path)
+        [source] = sources_of(self.URL, "x", tmp_path, None)
         assert asked == [("some/data", {"name": "main"})]
         assert source.num_bytes is None
         assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,8 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import mirror
-from jaxlm.data.sources.files import find_files, list_sources
+from jaxlm.data.sources.files import sources_of
+from tests.data.helpers import find_files
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -66,8 +67,8 @@ def files(*urls, folder: Path, log=lambda _: None):
     return find_files(list(urls), "data.train_urls", "text", folder, log)
 
 
-def listed(*urls):
-    return [(source.name, source.num_bytes) for some in list_sources(list(urls), "data.train_urls") for source in some]
+def listed(url):
+    return [(source.name, source.num_bytes) for source in sources_of(url, "data.train_urls[0]", Path("mirror"), None)]
 
 
 def texts(found):

@@ -18,8 +18,7 @@ from jaxlm.data.cache.ray_workers import RayConfig, join_cluster
 from jaxlm.data.cache.workers import LOCAL_WORKERS
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.sources.files import find_files
-from tests.data.helpers import small_tokenizer, write_corpus
+from tests.data.helpers import find_files, small_tokenizer, write_corpus
 
 
 def test_a_cluster_that_is_not_there(monkeypatch):

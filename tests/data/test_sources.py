@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources.files import find_files
-from tests.data.helpers import refused
+from tests.data.helpers import find_files, refused
 
 
 def names(*urls, text_key="text"):

@@ -5,28 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxlm.models.base import LanguageModel
-
 Log = Callable[[str], None]
 
 
 class DataSource(abc.ABC):
-    """Files of documents that a URL resolves to, local or remote. Name and size are known before anything is copied."""
+    """Files of documents that a URL resolves to, local or remote. The attributes are known before anything is copied.
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """Name used in fingerprints, relative to the URL."""
+    Attributes:
+        name: used in fingerprints; relative to the URL.
+        num_bytes: size of the files; None if the server does not report it.
+        has_records: whether the files hold records, with the text under a key.
+    """
 
-    @property
-    @abc.abstractmethod
-    def num_bytes(self) -> int | None:
-        """Size of the files; None if the server does not report it."""
-
-    @property
-    @abc.abstractmethod
-    def has_records(self) -> bool:
-        """Whether the files hold records, with the text under a key."""
+    name: str
+    num_bytes: int | None
+    has_records: bool
 
     @abc.abstractmethod
     def is_local(self, mirror: Path) -> bool:
@@ -46,11 +39,7 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def __next__(self) -> Any:
-        """The next batch, on the devices. Does not block if the batch has been prefetched.
-
-        Raises:
-            Exception: an exception from the background thread, with its original traceback.
-        """
+        """The next batch, on the devices. Does not block if it is prefetched. Re-raises errors of the background thread."""
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
@@ -67,10 +56,6 @@ class Batches(abc.ABC):
     @abc.abstractmethod
     def read_ahead(self) -> None:
         """Starts prefetching. Called when the step of the newest batch has been dispatched, so it delays nothing."""
-
-    def refresh(self, model: LanguageModel) -> None:
-        """Gives the newest model to a stream that depends on it; most streams ignore it."""
-        del model
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import draccus
 import numpy as np
@@ -70,19 +70,11 @@ class Encoder(abc.ABC):
 class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.formats"):
     """How the records of a source become tokens."""
 
+    adds_special_tokens: ClassVar[bool]  # whether `data.enforce_bos` and `data.enforce_eos` apply
+
     @classmethod
     def default_choice_name(cls) -> str | None:
         return "text"
-
-    @property
-    @abc.abstractmethod
-    def has_loss_mask(self) -> bool:
-        """Whether the loss is computed on some tokens only; the cache then stores a target mask."""
-
-    @property
-    @abc.abstractmethod
-    def adds_special_tokens(self) -> bool:
-        """Whether `data.enforce_bos` and `data.enforce_eos` apply."""
 
     @property
     @abc.abstractmethod
@@ -127,10 +119,6 @@ class MaskedFormat(FormatConfig):
     """
 
     pack: bool = field(default=True, kw_only=True)
-
-    @property
-    def has_loss_mask(self) -> bool:
-        return True
 
     @property
     def documents_per_sequence(self) -> int | None:

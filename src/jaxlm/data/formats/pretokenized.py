@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,14 +24,7 @@ class PretokenizedFormat(FormatConfig):
     """
 
     input_ids_key: str = "input_ids"
-
-    @property
-    def has_loss_mask(self) -> bool:
-        return False
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        return False
+    adds_special_tokens: ClassVar[bool] = False
 
     @property
     def documents_per_sequence(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,14 +22,7 @@ class TextFormat(FormatConfig):
     """
 
     text_key: str | None = None
-
-    @property
-    def has_loss_mask(self) -> bool:
-        return False
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        return True
+    adds_special_tokens: ClassVar[bool] = True
 
     @property
     def documents_per_sequence(self) -> int | None:

@@ -10,12 +10,11 @@ from jaxlm.data.base import DataSource
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.corpus import CorpusConfig, CorpusSource
-from jaxlm.data.sources.files import list_sources
-from jaxlm.data.sources.named_dataset import NamedDataset
+from jaxlm.data.sources.files import sources_of
+from jaxlm.data.sources.named_dataset import dataset_sources
 
 TRAIN, VALIDATION = "train", "validation"
 DEFAULT_TEXT_KEY = "text"
-DEFAULT_SPLITS = {TRAIN: "train", VALIDATION: "validation"}
 
 
 class ListedUrl(NamedTuple):
@@ -64,8 +63,8 @@ class SourceConfig:
     tags: list[str] = field(default_factory=list)
     id: str | None = None
     name: str | None = None
-    split: str = DEFAULT_SPLITS[TRAIN]
-    validation_split: str | None = DEFAULT_SPLITS[VALIDATION]
+    split: str = TRAIN
+    validation_split: str | None = VALIDATION
     stream: bool = False
     source: CorpusConfig | None = None
 
@@ -84,7 +83,8 @@ class SourceConfig:
 
         Args:
             key: config path of this section (`data.configs.wiki`).
-            mirror, cache: see `list_sources`.
+            mirror: folder for copies of remote files.
+            cache: a folder whose files are not text.
 
         Raises:
             ConfigError: nothing matches, or keys contradict each other or have no effect.
@@ -92,17 +92,17 @@ class SourceConfig:
         self._check_keys(key)
         urls = {TRAIN: self.train_urls, VALIDATION: self.validation_urls}[split]
         if urls or not self.has(split):
-            where = f"{key}.{split}_urls"
-            resolved = list_sources(urls, where, mirror, cache)
-            return [ListedUrl(f"{where}[{n}]", *pair) for n, pair in enumerate(zip(urls, resolved, strict=True))]
+            keys = [f"{key}.{split}_urls[{n}]" for n in range(len(urls))]
+            return [ListedUrl(k, url, sources_of(url, k, mirror, cache)) for k, url in zip(keys, urls, strict=True)]
         if self.source is not None:
             where = f"{key}.source"
             return [ListedUrl(where, where, [CorpusSource(self.source, split, where)])]
         assert self.id is not None, "has() is false without an id"
-        dataset_split = {TRAIN: self.split, VALIDATION: self.validation_split or ""}[split]
-        split_key = {TRAIN: f"{key}.split", VALIDATION: f"{key}.validation_split"}[split]
-        dataset = NamedDataset(self.id, self.name, dataset_split, self.stream, key, split_key)
-        sources = dataset.sources(mirror)
+        option = "split" if split == TRAIN else "validation_split"
+        dataset_split = getattr(self, option) or ""
+        sources = dataset_sources(
+            self.id, self.name, dataset_split, self.stream, mirror, key=key, split_key=f"{key}.{option}"
+        )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
 
     def _check_keys(self, key: str) -> None:
@@ -111,9 +111,8 @@ class SourceConfig:
             raise ConfigError(
                 f"{key}.{given[1]}: given together with {key}.{given[0]}. A source has exactly one of them; remove the other"
             )
-        defaults = {"name": None, "split": DEFAULT_SPLITS[TRAIN], "stream": False}
-        for name, default in (defaults | {"validation_split": DEFAULT_SPLITS[VALIDATION]}).items():
-            if self.id is None and getattr(self, name) != default:
+        for name in ("name", "split", "stream", "validation_split"):
+            if self.id is None and getattr(self, name) != getattr(SourceConfig, name):
                 raise ConfigError(
                     f"{key}.{name}: has no effect without {key}.id. Set {key}.id to a dataset, or remove it"
                 )

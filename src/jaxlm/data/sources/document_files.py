@@ -68,30 +68,38 @@ def _text(path: Path, text_key: str) -> Iterator[Document]:
     with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: "while it was read"):
         raw = stream.read()
         end = position()
-    yield Document(decode_utf8(path, raw, ""), end)
+    yield Document(_decode_utf8(path, raw, ""), end)
 
 
-def _json_lines(path: Path, text_key: str) -> Iterator[Document]:
+def _json(path: Path, text_key: str) -> Iterator[Document]:
+    for where, value, position in json_values(path):
+        yield Document(_text_of(path, where, value, text_key), position)
+
+
+def json_values(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """The values in a .jsonl or .json file, each with its place (`line 3`) and the position in the file after it."""
+    return (_json_list if format_of(path.name) == ".json" else _json_lines)(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any, int]]:
     number = 0
     with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: f"line {number + 1}"):
         for line in stream:
             number += 1
-            where = f"line {number}: "
-            text = decode_utf8(path, line, where)
+            where = f"line {number}"
+            text = _decode_utf8(path, line, f"{where}: ")
             if not text.isspace():
-                yield Document(_text_of(path, where, parse_json(path, text, where), text_key), position())
+                yield where, _parse_json(path, text, f"{where}: "), position()
 
 
-def _json(path: Path, text_key: str) -> Iterator[Document]:
+def _json_list(path: Path) -> Iterator[tuple[str, Any, int]]:
     with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: "while it was read"):
-        text = decode_utf8(path, stream.read(), "")
+        text = _decode_utf8(path, stream.read(), "")
         end = position()
-    if not text or text.isspace():
-        return
-    content = parse_json(path, text, "")
+    content = _parse_json(path, text, "") if text.strip() else []
     records = content if isinstance(content, list) else [content]
     for number, record in enumerate(records, start=1):
-        yield Document(_text_of(path, f"record {number}: ", record, text_key), end * number // len(records))
+        yield f"record {number}", record, end * number // len(records)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[Document]:
@@ -117,22 +125,14 @@ def _arrow(path: Path, text_key: str) -> Iterator[Document]:
 
     row = 0
     with damaged_file_errors(path, lambda: f"row {row + 1}", pa.ArrowException), pa.memory_map(str(path)) as source:
-        is_file = is_arrow_file(source)
-        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        _check_column(path, reader.schema, text_key)
-        for batch, position in arrow_batches(reader, source, is_file):
+        schema, batches = open_arrow(source)
+        _check_column(path, schema, text_key)
+        for batch, position in batches:
             column = batch.column(text_key)
             for start in range(0, len(column), _ROWS):
                 for text in _texts(path, column.slice(start, _ROWS), row, text_key):
                     row += 1
                     yield Document(text, position)
-
-
-def is_arrow_file(source: "pa.NativeFile") -> bool:
-    """Whether `source` has Arrow's file format, as opposed to its stream format. Rewinds it."""
-    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-    source.seek(0)
-    return is_file
 
 
 def parquet_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple["pa.RecordBatch", int]]:
@@ -149,14 +149,18 @@ def parquet_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple["pa.Re
                 yield batch, size * row // total
 
 
-def arrow_batches(reader: Any, source: "pa.NativeFile", is_file: bool) -> Iterator[tuple[Any, int]]:
-    """Batches, and the position in the file after each."""
+def open_arrow(source: "pa.NativeFile") -> tuple["pa.Schema", Iterator[tuple["pa.RecordBatch", int]]]:
+    """The schema of an Arrow file, in file or stream format, and its batches, each with the position in the file after it."""
+    import pyarrow as pa
+
+    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+    source.seek(0)
     if not is_file:
-        for batch in reader:
-            yield batch, source.tell()
-        return
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number), source.size() * (number + 1) // reader.num_record_batches
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, ((batch, source.tell()) for batch in stream)
+    file = pa.ipc.open_file(source)
+    total = file.num_record_batches
+    return file.schema, ((file.get_batch(n), source.size() * (n + 1) // total) for n in range(total))
 
 
 def _check_column(path: Path, schema: "pa.Schema", text_key: str) -> None:
@@ -197,8 +201,7 @@ def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> I
         yield text
 
 
-def parse_json(path: Path, text: str, where: str) -> Any:
-    """Parses JSON. Raises `ConfigError` with the file and `where` in it."""
+def _parse_json(path: Path, text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -216,18 +219,19 @@ def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:
     if not isinstance(text, str):
         keys = ", ".join(record) if isinstance(record, dict) else "none"
         given = " (it is null)" if isinstance(record, dict) and text_key in record and text is None else ""
-        raise ConfigError(f"{path}: {where}no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}")
+        raise ConfigError(
+            f"{path}: {where}: no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
         raise ConfigError(
-            f"{path}: {where}the text is not valid Unicode: {text[error.start]!a} at character {error.start}"
+            f"{path}: {where}: the text is not valid Unicode: {text[error.start]!a} at character {error.start}"
         ) from error
     return text
 
 
-def decode_utf8(path: Path, raw: bytes, where: str) -> str:
-    """Decodes UTF-8. Raises `ConfigError` with the file and `where` in it."""
+def _decode_utf8(path: Path, raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -239,7 +243,7 @@ def decode_utf8(path: Path, raw: bytes, where: str) -> str:
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     ".txt": _text,
-    ".jsonl": _json_lines,
+    ".jsonl": _json,
     ".py": _text,
     ".json": _json,
     ".parquet": _parquet,

@@ -10,7 +10,7 @@ import glob
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
@@ -24,7 +24,6 @@ from jaxlm.data.sources.text_file import TextFile
 
 _NAMES_SHOWN = 5
 _CONCURRENT_COPIES = 8
-_DEFAULT_MIRROR = Path("cache/mirror")
 _LOCAL_SCHEMES = ("file://", "local://")  # fsspec's schemes for local files
 
 
@@ -33,16 +32,11 @@ class LocalFile(DataSource):
     """A local file.
 
     Attributes:
-        relative_name: name of the file, relative to its URL.
-        path: local path.
+        name: relative to its URL.
     """
 
-    relative_name: str
+    name: str
     path: Path
-
-    @property
-    def name(self) -> str:
-        return self.relative_name
 
     @property
     def num_bytes(self) -> int | None:
@@ -58,42 +52,7 @@ class LocalFile(DataSource):
 
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
         del mirror, log
-        return [(self.relative_name, self.path)]
-
-
-def list_sources(
-    urls: Sequence[str], key: str, mirror: Path = _DEFAULT_MIRROR, cache: Path | None = None
-) -> list[list[DataSource]]:
-    """The sources of each URL, sorted by name. Copies nothing.
-
-    Args:
-        key: config path of the URLs (`data.train_urls`), for messages.
-        mirror: folder for copies of remote files.
-        cache: a folder whose files are not text; they are left out if it lies inside the folder of a URL.
-
-    Raises:
-        ConfigError: a URL matches nothing, or is the cache folder itself.
-    """
-    return [_sources_of(url, f"{key}[{number}]", mirror, cache) for number, url in enumerate(urls)]
-
-
-def find_files(
-    urls: Sequence[str],
-    key: str,
-    text_key: str,
-    mirror: Path = _DEFAULT_MIRROR,
-    log: Log = print,
-    cache: Path | None = None,
-) -> list[TextFile]:
-    """The files of all URLs without duplicates: in the order of the URLs, and sorted by name within each.
-
-    Remote files are copied into `mirror` first. Files in the folder `cache` are left out, see `list_sources`.
-
-    Raises:
-        ConfigError: as for `list_sources`, or a file cannot be copied.
-    """
-    listed = list_sources(urls, key, mirror, cache)
-    return open_files([(f"{key}[{number}]", sources) for number, sources in enumerate(listed)], text_key, mirror, log)
+        return [(self.name, self.path)]
 
 
 def open_files(
@@ -128,7 +87,16 @@ def _copy(sources: Sequence[DataSource], mirror: Path, log: Log) -> None:
             list(pool.map(lambda source: source.files(mirror, log), remote))
 
 
-def _sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[DataSource]:
+def sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[DataSource]:
+    """The sources of a URL, sorted by name. Copies nothing.
+
+    Args:
+        key: config path of the URL (`data.train_urls[0]`), for messages.
+        cache: a folder whose files are not text; they are left out if it lies inside the folder of the URL.
+
+    Raises:
+        ConfigError: the URL matches nothing, or is the cache folder itself.
+    """
     if url.startswith(stdlib.SCHEME):
         return [LocalFile(*file) for file in stdlib.library_files(url.removeprefix(stdlib.SCHEME), key)]
     if "://" in url:
@@ -150,8 +118,8 @@ def _remote_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
         files = [file for file in files if _path_of(file.url) in text]
     _check_suffixes((file.url.partition("?")[0] for file in files), key)
     _check_some_text([file.num_bytes for file in files], url, key)
-    named = [file.renamed(file.name.partition("?")[0][len(root) :].lstrip("/")) for file in files]
-    return sorted(named, key=lambda file: file.name)
+    renamed = [replace(file, name=file.name.partition("?")[0][len(root) :].lstrip("/")) for file in files]
+    return sorted(renamed, key=lambda file: file.name)
 
 
 def _path_of(url: str) -> Path:
@@ -206,7 +174,7 @@ def _without_cache(paths: Sequence[Path], root: Path, cache: Path, url: str, key
     """
     root, cache = root.resolve(), cache.resolve()
     pattern = os.path.expanduser(url.partition("://")[2] or url)
-    if root == cache and (os.path.isdir(pattern) or any(c in os.path.dirname(pattern) for c in "*?[")):
+    if root == cache and (os.path.isdir(pattern) or glob.has_magic(os.path.dirname(pattern))):
         raise ConfigError(
             f"{key}: '{url}' is the folder data.cache_dir, so the files of the caches would be read as text."
             " Choose another data.cache_dir, or put the text into a folder of its own"

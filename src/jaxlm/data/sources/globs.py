@@ -1,6 +1,7 @@
 """Brace and wildcard patterns in URLs, for both local and remote files."""
 
 import glob
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -42,12 +43,8 @@ def before_wildcards(parts: Sequence[str], has_wildcard=glob.has_magic) -> Seque
 
 def common_folder(folders: Sequence[str]) -> str:
     """The innermost common folder; "" if there is none."""
-    shared = folders[0].rstrip("/").split("/")
-    for folder in folders[1:]:
-        parts = folder.rstrip("/").split("/")
-        same = [a == b for a, b in zip(shared, parts, strict=False)]
-        shared = shared[: (*same, False).index(False)]
-    return "/".join(shared)
+    levels = zip(*(folder.rstrip("/").split("/") for folder in folders), strict=False)
+    return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def _closing(pattern: str, start: int) -> int | None:

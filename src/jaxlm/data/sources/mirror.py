@@ -7,12 +7,13 @@ The version is what the server reports: the size, and an ETag, checksum or time.
 
 import abc
 import functools
+import glob
 import hashlib
 import posixpath
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,17 +38,12 @@ _LOG_INTERVAL_S = 2.0
 class MirroredSource(DataSource):
     """A source that is read through a local copy. Concurrent processes make the copy only once."""
 
-    @property
-    def num_bytes(self) -> int | None:
-        return None
-
-    @property
-    def has_records(self) -> bool:
-        return True
+    num_bytes: int | None = None
+    has_records: bool = True
 
     @abc.abstractmethod
     def _copy_path(self, mirror: Path) -> Path:
-        """Path of the copy, a file or a folder."""
+        """The copy: a file or a folder."""
 
     @abc.abstractmethod
     def _make_copy(self, copy: Path, log: Log) -> None:
@@ -74,22 +70,17 @@ class RemoteFile(MirroredSource):
     """A file that fsspec can read.
 
     Attributes:
-        url: URL of the file.
         key: config path of the URL, for messages.
-        relative_name: name of the file, relative to its URL.
+        name: relative to its URL.
         size: bytes; None if the server does not report it.
         version: changes when the content changes (ETag, checksum or time).
     """
 
     url: str
     key: str
-    relative_name: str
+    name: str
     size: int | None
     version: str
-
-    @property
-    def name(self) -> str:
-        return self.relative_name
 
     @property
     def num_bytes(self) -> int | None:
@@ -97,18 +88,10 @@ class RemoteFile(MirroredSource):
 
     @property
     def has_records(self) -> bool:
-        return has_records(self._basename)
-
-    def renamed(self, name: str) -> "RemoteFile":
-        """The same file under another name."""
-        return replace(self, relative_name=name)
-
-    @property
-    def _basename(self) -> str:
-        return _basename(self.url)
+        return has_records(_basename(self.url))
 
     def _copy_path(self, mirror: Path) -> Path:
-        return mirror / copy_folder_name(f"{self.url} {self.size} {self.version}") / self._basename
+        return mirror / copy_folder_name(f"{self.url} {self.size} {self.version}") / _basename(self.url)
 
     def _make_copy(self, copy: Path, log: Log) -> None:
         fs, path = _filesystem(self.url, self.key)
@@ -127,13 +110,9 @@ class RemoteFile(MirroredSource):
 
 @functools.cache  # one listing per process, so all callers see the same files
 def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
-    """The folder that names are relative to, and the files that a URL (a file, a folder or a glob) matches, sorted by path.
-
-    Raises:
-        ConfigError: nothing matches, the server does not respond, or the URL's scheme has no fsspec implementation.
-    """
+    """The folder that names are relative to, and the files that a URL (file, folder or glob) matches, sorted by path."""
     fs, path = _filesystem(url, key)
-    has_wildcard = _has_wildcard_http if url.startswith("http") else _has_wildcard
+    has_wildcard = _has_wildcard_http if url.startswith("http") else glob.has_magic
     with _read_errors(url, key):
         info = None if has_wildcard(path) or url.endswith("/") else fs.info(path)
         if has_wildcard(path):
@@ -183,10 +162,6 @@ def _version(info: Mapping[str, Any]) -> str:
 
 def _basename(path: str) -> str:
     return posixpath.basename(urlsplit(path).path if path.startswith("http") else path)
-
-
-def _has_wildcard(path: str) -> bool:
-    return any(character in path for character in "*?[")
 
 
 def _has_wildcard_http(path: str) -> bool:

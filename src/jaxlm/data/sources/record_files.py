@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources.compression import damaged_file_errors, open_decompressed
-from jaxlm.data.sources.document_files import (
-    arrow_batches,
-    decode_utf8,
-    format_of,
-    is_arrow_file,
-    parquet_batches,
-    parse_json,
-)
+from jaxlm.data.sources.compression import damaged_file_errors
+from jaxlm.data.sources.document_files import format_of, json_values, open_arrow, parquet_batches
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,33 +41,12 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
     return reader(path, keys)
 
 
-def _json_lines(path: Path, keys: Sequence[str]) -> Iterator[Record]:
-    del keys
-    number = 0
-    with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: f"line {number + 1}"):
-        for line in stream:
-            number += 1
-            where = f"line {number}: "
-            text = decode_utf8(path, line, where)
-            if not text.isspace():
-                yield _record(path, f"line {number}", parse_json(path, text, where), position())
-
-
 def _json(path: Path, keys: Sequence[str]) -> Iterator[Record]:
     del keys
-    with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: "while it was read"):
-        text = decode_utf8(path, stream.read(), "")
-        end = position()
-    content = parse_json(path, text, "") if text.strip() else []
-    records = content if isinstance(content, list) else [content]
-    for number, record in enumerate(records, start=1):
-        yield _record(path, f"record {number}", record, end * number // len(records))
-
-
-def _record(path: Path, where: str, value: Any, position: int) -> Record:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: {where}: expected a record with keys, got {value!r:.80}")
-    return Record(f"{path}: {where}", value, position)
+    for where, value, position in json_values(path):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}: {where}: expected a record with keys, got {value!r:.80}")
+        yield Record(f"{path}: {where}", value, position)
 
 
 def _parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
@@ -88,9 +60,7 @@ def _arrow(path: Path, keys: Sequence[str]) -> Iterator[Record]:
     import pyarrow as pa
 
     with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException), pa.memory_map(str(path)) as source:
-        is_file = is_arrow_file(source)
-        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        yield from _rows(path, keys, arrow_batches(reader, source, is_file))
+        yield from _rows(path, keys, open_arrow(source)[1])
 
 
 def _rows(path: Path, keys: Sequence[str], batches: Iterator[tuple["pa.RecordBatch", int]]) -> Iterator[Record]:
@@ -105,7 +75,7 @@ def _rows(path: Path, keys: Sequence[str], batches: Iterator[tuple["pa.RecordBat
 
 
 _READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Record]]] = {
-    ".jsonl": _json_lines,
+    ".jsonl": _json,
     ".json": _json,
     ".parquet": _parquet,
     ".arrow": _arrow,
