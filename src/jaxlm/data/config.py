@@ -64,12 +64,13 @@ class DataConfig(SourceConfig):
     def sources(self) -> tuple[NamedSource, ...]:
         """The sources under `configs`, or the section itself as the only one."""
         cache_dir = Path(self.cache_dir)
-        if not self.configs:
-            return (self._source("", "data", self, cache_dir),)
-        return tuple(
-            self._source(name, f"data.configs.{name}", config, Path(config.cache_dir or cache_dir / name))
-            for name, config in self.configs.items()
-        )
+        sections = [("", "data", self, cache_dir)]
+        if self.configs:
+            sections = [
+                (name, f"data.configs.{name}", config, Path(config.cache_dir or cache_dir / name))
+                for name, config in self.configs.items()
+            ]
+        return tuple(NamedSource(*args, cache_dir, bos=self.enforce_bos, eos=self.enforce_eos) for args in sections)
 
     def train_source_names(self) -> list[str]:
         """Names of the sources that have training data."""
@@ -188,10 +189,6 @@ class DataConfig(SourceConfig):
     def validation_documents(self) -> Iterator[str]:
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 
-    def _source(self, name: str, key: str, config: SourceConfig, folder: Path) -> NamedSource:
-        cache_dir = Path(self.cache_dir)
-        return NamedSource(name, key, config, folder, cache_dir, bos=self.enforce_bos, eos=self.enforce_eos)
-
     def _weighted_names(self) -> list[str]:
         """Names of the sources with a weight above 0 in some stage."""
         names = self.train_source_names()
@@ -212,11 +209,7 @@ class DataConfig(SourceConfig):
         return itertools.chain.from_iterable(source.documents(TRAIN) for source in self.sources())
 
     def check_mixture(self) -> None:
-        """Checks `configs`, `train_weights` and `mixture_block_size` without reading any file.
-
-        Raises:
-            ConfigError: a value is invalid.
-        """
+        """Checks `configs`, `train_weights` and `mixture_block_size` without reading any file."""
         if self.mixture_block_size < 1:
             raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
         if not self.configs:

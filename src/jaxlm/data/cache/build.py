@@ -56,28 +56,15 @@ def open_or_build(
     """
     building = folder.with_name(f"{folder.name}.building")
     if not folder.exists() or building.exists():
-        with folder_lock(writable_folder(folder.parent), log):
+        with folder_lock(writable_folder(folder.parent), log), disk_full_errors(building):
             if not folder.exists():  # another process may have built it meanwhile
-                _build(folder, building, files, encoder, made_from, log, workers)
+                _prepare_building_folder(building, made_from)
+                _write_shards(building, files, encoder, made_from, log, workers)
+                _check_unchanged(files, made_from)
+                _join_shards(building, files, made_from, log)
+                commit_folder(building / "finished", folder)
             shutil.rmtree(building, ignore_errors=True)
     return open_cache(folder, made_from)
-
-
-def _build(
-    folder: Path,
-    building: Path,
-    files: Sequence[TextFile],
-    encoder: Encoder,
-    made_from: CacheKey,
-    log: Log,
-    workers: Workers,
-) -> None:
-    with disk_full_errors(building):
-        _prepare_building_folder(building, made_from)
-        _write_shards(building, files, encoder, made_from, log, workers)
-        _check_unchanged(files, made_from)
-        _join_shards(building, files, made_from, log)
-        commit_folder(building / "finished", folder)
 
 
 def _prepare_building_folder(building: Path, made_from: CacheKey) -> None:

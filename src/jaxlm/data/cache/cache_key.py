@@ -16,35 +16,27 @@ _NAMES_SHOWN = 5
 
 def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos: bool) -> CacheKey:
     """The part of a token cache's key that does not depend on the format."""
-    made_from = {
+    return {
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "enforce_bos": bos,
         "enforce_eos": eos,
-        "files": file_digests(files),
+        **files_key(files),
     }
-    if any(file.has_records for file in files):
-        made_from["text_key"] = files[0].text_key
-    return made_from
 
 
-def tokenizer_key(files: Sequence[TextFile], vocab_size: int) -> dict[str, Any]:
-    """The key of a tokenizer trained on `files`."""
-    made_from = {"vocab_size": vocab_size, "files": file_digests(files)}
+def files_key(files: Sequence[TextFile]) -> dict[str, Any]:
+    """The part of a key that identifies the text."""
+    key: dict[str, Any] = {"files": file_digests(files)}
     if any(file.has_records for file in files):
-        made_from["text_key"] = files[0].text_key
-    return made_from
+        key["text_key"] = files[0].text_key
+    return key
 
 
 def file_digests(files: Sequence[TextFile]) -> dict[str, str]:
     """File name -> SHA-256 of the file's content."""
     with ThreadPoolExecutor() as pool:
         return dict(zip([f.name for f in files], pool.map(lambda file: file.digest, files), strict=True))
-
-
-def _same(before: CacheKey, now: CacheKey) -> bool:
-    """Whether both keys stand for the same bytes. The order of the files matters."""
-    return before == now and list(before["files"]) == list(now["files"])
 
 
 def check_cache_key(kind: str, folder: Path, before: CacheKey, now: CacheKey) -> None:
@@ -58,7 +50,7 @@ def check_cache_key(kind: str, folder: Path, before: CacheKey, now: CacheKey) ->
     Raises:
         ConfigError: the keys differ. The message lists the changes.
     """
-    if _same(before, now):
+    if before == now and list(before["files"]) == list(now["files"]):  # the order of the files matters
         return
     changes = [
         f"{key}: was {_short(before.get(key))}, is now {_short(now.get(key))}"

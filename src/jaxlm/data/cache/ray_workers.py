@@ -33,21 +33,17 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 _CONNECT_S = 10
 _STOP_S = 20
 _RETRIES = 5  # of a task whose worker dies; more deaths are not by accident
+_BROADCAST_BYTES = 512
 _ADDRESS, _TOKEN = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 # One thread per task, and as many tasks as cores.
 _IN_WORKERS = {"RAYON_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
 class ClusterAddress(NamedTuple):
-    """What a machine needs to join a cluster.
+    """What a machine needs to join a cluster."""
 
-    Attributes:
-        address: `host:port`.
-        token: authentication token of the cluster; empty if the members have it already.
-    """
-
-    address: str
-    token: str
+    address: str  # `host:port`
+    token: str  # for authentication; empty if the members have it already
 
 
 @dataclass(frozen=True)
@@ -128,11 +124,9 @@ def _connection_errors(address: str | None, *kinds: type[Exception]) -> Iterator
     try:
         yield
     except (ImportError, OSError, RuntimeError, ValueError, *kinds) as error:
-        problem = (
-            "trainer.ray: a cluster cannot be started"
-            if address is None
-            else f"trainer.ray.address: '{address}' cannot be reached"
-        )
+        problem = "trainer.ray: a cluster cannot be started"
+        if address is not None:
+            problem = f"trainer.ray.address: '{address}' cannot be reached"
         raise ConfigError(
             f"{problem} ({type(error).__name__}: {error}). Remove trainer.ray to tokenize in this process"
         ) from error
@@ -146,11 +140,7 @@ def _check_reachable(address: str) -> None:
 
 
 class RayWorkers(Workers):
-    """The workers of a cluster that this process is connected to.
-
-    Attributes:
-        cluster_address: what other machines need to join the cluster.
-    """
+    """The workers of a cluster that this process is connected to. Other machines join it at `cluster_address`."""
 
     def __init__(self, cluster_address: ClusterAddress):
         self.cluster_address = cluster_address
@@ -201,9 +191,6 @@ def join_cluster(cluster_address: ClusterAddress) -> Iterator[subprocess.Popen[b
         except subprocess.TimeoutExpired:
             node.kill()
             node.wait()
-
-
-_BROADCAST_BYTES = 512
 
 
 def tokenize_on_ray(

@@ -104,16 +104,16 @@ def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
     metadata = read_metadata(folder)
     if made_from is not None:
         check_cache_key("token cache", folder, metadata["made_from"], made_from)
-    dtype = np.dtype(metadata["dtype"])
+    dtype, crc32 = np.dtype(metadata["dtype"]), metadata["crc32"]
     # As a plain array: slicing a `memmap` is slow.
     tokens = np.asarray(np.memmap(_sized(folder / TOKENS, metadata["num_tokens"] * dtype.itemsize), dtype, mode="r"))
-    _check_sum(folder / TOKENS, tokens, metadata["crc32"][TOKENS])
+    _check_sum(folder / TOKENS, tokens, crc32[TOKENS])
     offsets = np.fromfile(_sized(folder / OFFSETS, (metadata["num_documents"] + 1) * 8), np.int64)
-    _check_sum(folder / OFFSETS, offsets, metadata["crc32"][OFFSETS])
+    _check_sum(folder / OFFSETS, offsets, crc32[OFFSETS])
     target_mask = None
-    if TARGETS in metadata["crc32"]:
+    if TARGETS in crc32:
         target_mask = np.asarray(np.memmap(_sized(folder / TARGETS, metadata["num_tokens"]), np.uint8, mode="r"))
-        _check_sum(folder / TARGETS, target_mask, metadata["crc32"][TARGETS])
+        _check_sum(folder / TARGETS, target_mask, crc32[TARGETS])
     return TokenCache(
         folder,
         tokens,
@@ -121,9 +121,7 @@ def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
         target_mask=target_mask,
         vocab_size=metadata["made_from"]["vocab_size"],
         num_bytes=metadata["num_bytes"],
-        fingerprint="".join(
-            f"{metadata['crc32'][name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in metadata["crc32"]
-        ),
+        fingerprint="".join(f"{crc32[name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in crc32),
         documents_of=dict(zip(metadata["made_from"]["files"], metadata["documents_of_files"], strict=True)),
     )
 

@@ -120,14 +120,10 @@ class ChatTemplate:
             raise ConfigError(
                 f"{where}: the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
             )
-        options = {
-            "messages": messages,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
         try:
-            return self.compiled().render(**options, **self.names)
+            return self.compiled().render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.names
+            )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"{where}: the chat template ({self.origin}) rejects this conversation: {type(error).__name__}: {error}"

@@ -114,8 +114,8 @@ class Tokenizer:
         """Variables of chat templates for special tokens (`bos_token`, ...) -> the text of the token."""
         settings = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._settings.items()}
         named = {k: v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)}
-        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        known = {k: self._backend.id_to_token(i) for k, i in numbers.items() if i is not None}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        known = {k: self._backend.id_to_token(i) for k, i in ids.items() if i is not None}
         return named | {name: token for name, token in known.items() if token is not None}
 
     @property
@@ -151,19 +151,16 @@ class Tokenizer:
         """Writes `tokenizer.json`, `tokenizer_config.json` and the extra files, in the layout of Hugging Face folders."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in {**self._extra_files, **self._own_files({})}.items():
+        for name, content in self.files().items():
             (folder / name).write_bytes(content)
 
-    def files(self, *, max_length: int) -> dict[str, bytes]:
-        """The files that `save` writes, plus the settings that transformers needs to open them."""
+    def files(self, *, max_length: int | None = None) -> dict[str, bytes]:
+        """The files of a Hugging Face folder. `max_length` adds the settings that transformers needs to open them."""
         defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-        return {**self._extra_files, **self._own_files(defaults)}
-
-    def _own_files(self, defaults: Mapping[str, Any]) -> dict[str, bytes]:
-        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        names = {key: None if i is None else self._backend.id_to_token(i) for key, i in numbers.items()}
-        settings = json.dumps({**defaults, **names, **self._settings})
-        return {_SETTINGS: settings.encode(), "tokenizer.json": self._json().encode()}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        names = {key: None if i is None else self._backend.id_to_token(i) for key, i in ids.items()}
+        settings = {**names, **self._settings} if max_length is None else {**defaults, **names, **self._settings}
+        return {**self._extra_files, _SETTINGS: json.dumps(settings).encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)

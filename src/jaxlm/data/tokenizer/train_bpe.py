@@ -8,7 +8,7 @@ from typing import Any
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
-from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, tokenizer_key
+from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, files_key
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
@@ -72,7 +72,7 @@ def load_or_train_tokenizer(
     Raises:
         ConfigError: the existing tokenizer was trained on something else. The message lists the differences.
     """
-    made_from = tokenizer_key(files, vocab_size) | ({"formats": dict(formats)} if formats else {})
+    made_from = {"vocab_size": vocab_size, **files_key(files)} | ({"formats": dict(formats)} if formats else {})
     if not folder.exists():
         with folder_lock(writable_folder(folder.parent), log):
             if not folder.exists():  # another process may have trained it meanwhile
