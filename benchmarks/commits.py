@@ -36,14 +36,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, checked_out(options.before, Path(folder) / "tree") as earlier:
         trees = {options.before: earlier, "now": ROOT}
-        found: dict[str, list[dict]] = {name: [] for name in trees}
+        runs: dict[str, list[dict]] = {name: [] for name in trees}
         for number in range(options.rounds + 1):
             for name, tree in trees.items():
                 answer = run(tree, Path(folder) / name, options.config_path.resolve(), options.steps, number)
                 print(f"round {number}: {name}: {answer}", file=sys.stderr)
                 if number:  # round 0 tokenizes and compiles
-                    found[name].append(answer)
-    report(found)
+                    runs[name].append(answer)
+    report(runs)
 
 
 @contextmanager
@@ -84,12 +84,12 @@ def run(tree: Path, home: Path, config: Path, steps: int, number: int) -> dict[s
     return {"first_step_s": first_step, "step_s": statistics.median(seconds[WARMUP:]), "peak_bytes": peak}
 
 
-def report(found: dict[str, list[dict]]) -> None:
+def report(runs: dict[str, list[dict]]) -> None:
     """Prints a line per quantity with both commits and their ratio, then everything as JSON."""
-    before, now = found.values()
+    before, now = runs.values()
     summary: dict[str, dict] = {}
     for key in ("first_step_s", "step_s", "peak_bytes"):
-        for name, answers in found.items():
+        for name, answers in runs.items():
             summary.setdefault(key, {})[name] = spread([answer[key] for answer in answers])
         ratios = [after[key] / first[key] for first, after in zip(before, now, strict=True)]
         summary[key]["ratio"] = spread(ratios)

@@ -98,8 +98,8 @@ def main() -> None:
         "--only", default="", help="run only peers whose name contains one of these, separated by commas"
     )
     options = parser.parse_args()
-    wanted = options.only.lower().split(",")
-    peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in wanted)]
+    filters = options.only.lower().split(",")
+    peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in filters)]
     for name in dict.fromkeys(peer.environment for peer in peers):
         prepare(name)
     # Installing compiles bytecode for the other peers. An editable installation leaves it to the first import.
@@ -129,7 +129,7 @@ def report(records: dict[str, Record]) -> None:
     reference = next(iter(records.values()))
     base = statistics.median(reference.rates)
     print(f"{'':32} {'tokens/s':>20} {'ratio':>6} {'first step':>11} {'cached':>7} {'memory':>8} {'loss differs':>12}")
-    found = {}
+    summary = {}
     for name, record in records.items():
         rate, low, high = spread(record.rates)
         pairs = zip(record.losses, reference.losses, strict=False)
@@ -141,7 +141,7 @@ def report(records: dict[str, Record]) -> None:
             f"{name:32} {rates:>20} {base / rate:6.2f} {cold:10.1f}s {warm:6.1f}s {memory / 2**20:5,.0f}MiB"
             f" {differs:12.1e}"
         )
-        found[name] = {
+        summary[name] = {
             "tokens_per_second": rate,
             "quartiles": [low, high],
             "first_step_s": cold,
@@ -149,7 +149,7 @@ def report(records: dict[str, Record]) -> None:
             "peak_bytes": memory,
             "loss_differs": differs,
         }
-    print(json.dumps(found))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

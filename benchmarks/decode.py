@@ -33,14 +33,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="layers of the model (default 12)")
     parser.add_argument("--hidden", type=int, default=768, help="width of the model (default 768)")
     options = parser.parse_args()
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(Path(folder), options.layers, options.hidden)
         print(f"{parameters / 1e6:.0f} million parameters", file=sys.stderr)
         for batch in map(int, options.batches.split(",")):
             sizes = [folder, batch, options.prompt, options.new, options.repeats]
-            found[f"batch {batch}"] = measured([str(size) for size in sizes], options.rounds)
-    print(json.dumps({"parameters": parameters, **found}))
+            results[f"batch {batch}"] = measured([str(size) for size in sizes], options.rounds)
+    print(json.dumps({"parameters": parameters, **results}))
 
 
 def write_model(folder: Path, num_layers: int, hidden_dim: int) -> int:
@@ -78,19 +78,19 @@ def measured(sizes: list[str], rounds: int) -> dict[str, dict]:
             rate = statistics.median(answers[name][-1]["tokens_per_second"])
             print(f"round {number + 1}, batch {sizes[1]}: {name}: {rate:.1f} tokens/s", file=sys.stderr)
     reference = [token for row in answers["transformers"][0]["tokens"] for token in row]
-    found = {}
-    for name, given in answers.items():
+    summary = {}
+    for name, runs in answers.items():
         # One process is one measurement: its calls are not independent.
-        rate, low, high = spread([statistics.median(answer["tokens_per_second"]) for answer in given])
-        tokens = [token for row in given[0]["tokens"] for token in row]
+        rate, low, high = spread([statistics.median(answer["tokens_per_second"]) for answer in runs])
+        tokens = [token for row in runs[0]["tokens"] for token in row]
         same = statistics.mean(a == b for a, b in zip(tokens, reference, strict=True))
-        first = statistics.median(answer["first_s"] for answer in given)
+        first = statistics.median(answer["first_s"] for answer in runs)
         print(
             f"batch {sizes[1]:>3}  {name:20} {rate:8.1f} ({low:.1f}-{high:.1f}) tokens/s"
             f"  first call {first:5.1f} s  same tokens {same:.1%}"
         )
-        found[name] = {"tokens_per_second": rate, "quartiles": [low, high], "first_s": first, "same_tokens": same}
-    return found
+        summary[name] = {"tokens_per_second": rate, "quartiles": [low, high], "first_s": first, "same_tokens": same}
+    return summary
 
 
 if __name__ == "__main__":

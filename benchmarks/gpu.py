@@ -57,7 +57,7 @@ class Model:
         return {"data": {"vocab_size": s["vocab"]}, "model": model, "trainer": trainer}
 
 
-def model(name: str, rows: int, family: str, **sizes) -> Model:
+def make_model(name: str, rows: int, family: str, **sizes) -> Model:
     """A model. `mlp`, `kv_heads` and `tied` default to GPT-2's."""
     usual = {"kv_heads": sizes["heads"], "mlp": 4 * sizes["hidden"], "tied": family == "gpt2"}
     return Model(name, rows, {"family": family, **usual, **sizes})
@@ -65,14 +65,14 @@ def model(name: str, rows: int, family: str, **sizes) -> Model:
 
 LONG = {"family": "llama", "hidden": 2048, "seq_len": 4096}
 MODELS = (
-    model("GPT-2 124M, T1024", 128, "gpt2", hidden=768, layers=12, heads=12, seq_len=1024, vocab=50304),
-    model("Llama 1.2B, T4096", 16, **LONG, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256, tied=True),
-    model("Llama 1.4B, head size 128, T4096", 16, **LONG, layers=24, heads=16, mlp=5504, vocab=50304),
+    make_model("GPT-2 124M, T1024", 128, "gpt2", hidden=768, layers=12, heads=12, seq_len=1024, vocab=50304),
+    make_model("Llama 1.2B, T4096", 16, **LONG, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256, tied=True),
+    make_model("Llama 1.4B, head size 128, T4096", 16, **LONG, layers=24, heads=16, mlp=5504, vocab=50304),
 )
 TINY_SIZES = {"hidden": 32, "layers": 1, "seq_len": 32, "vocab": 64}
 TINY = (
-    model("tiny GPT-2", 4, "gpt2", heads=4, **TINY_SIZES),
-    model("tiny Llama", 4, "llama", heads=4, kv_heads=2, mlp=48, **TINY_SIZES),
+    make_model("tiny GPT-2", 4, "gpt2", heads=4, **TINY_SIZES),
+    make_model("tiny Llama", 4, "llama", heads=4, kv_heads=2, mlp=48, **TINY_SIZES),
 )
 DOCUMENTS = (1, 12)
 
@@ -111,25 +111,25 @@ class Run:
     def compare_kernels(self) -> None:
         """Measures attention at every model's shape, with one and with many documents, and the loss."""
         attention, losses = [], []
-        for one in self.models:
-            s = one.shape
-            common = {"rows": one.rows, "length": s["seq_len"], "heads": s["heads"], "kv_heads": s["kv_heads"]}
+        for model in self.models:
+            s = model.shape
+            common = {"rows": model.rows, "length": s["seq_len"], "heads": s["heads"], "kv_heads": s["kv_heads"]}
             size = s["hidden"] // s["heads"]
             attention += [{**common, "head_size": size, "documents": n} for n in DOCUMENTS]
-            losses.append({"tokens": one.rows * s["seq_len"], "embed": s["hidden"], "vocab": s["vocab"]})
+            losses.append({"tokens": model.rows * s["seq_len"], "embed": s["hidden"], "vocab": s["vocab"]})
         request = {"attention": attention, "loss": losses, "repeats": min(10, self.steps)}
         script = str(PEERS / "jaxlm_kernels.py")
         self.kernels = self.answer_or_none("kernels", [self.python["jax"], script, json.dumps(request)]) or {}
 
-    def commands(self, one: Model, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    def commands(self, model: Model, folder: Path) -> Iterator[tuple[str, list[str]]]:
         """Yields (peer, command) for every peer that can run."""
-        path = folder / f"{MODELS.index(one) if one in MODELS else TINY.index(one)}.yaml"
-        path.write_text(json.dumps(one.config))  # JSON is valid YAML
+        path = folder / f"{MODELS.index(model) if model in MODELS else TINY.index(model)}.yaml"
+        path.write_text(json.dumps(model.config))  # JSON is valid YAML
         count = ["--steps", str(self.steps), "--warmup", str(self.warmup)]
         cache = ["--trainer.compilation_cache_dir", str(folder / "programs")]
         yield "jaxlm", [self.python["jax"], "-m", "jaxlm.bench", "--config_path", str(path), *count, *cache]
         if "torch" in self.python:
-            request = {"shape": one.shape, "rows": one.rows, "steps": self.steps, "warmup": self.warmup}
+            request = {"shape": model.shape, "rows": model.rows, "steps": self.steps, "warmup": self.warmup}
             yield "torch.compile", [self.python["torch"], str(PEERS / "torch_decoder.py"), json.dumps(request)]
 
     def take_turns(self, rounds: int) -> None:
@@ -139,13 +139,13 @@ class Run:
             for number in range(rounds):
                 if number == 1:
                     self.compare_kernels()
-                for one in self.models:
-                    for peer, command in self.commands(one, Path(folder)):
-                        answers = self.answers.setdefault(one.name, {}).setdefault(peer, [])
+                for model in self.models:
+                    for peer, command in self.commands(model, Path(folder)):
+                        answers = self.answers.setdefault(model.name, {}).setdefault(peer, [])
                         longest = max((a["process_seconds"] for a in answers), default=0.0)
                         if self.left_s < longest or len(answers) < number:
                             continue  # no time left, or it failed before
-                        answer = self.answer_or_none(f"round {number + 1}, {one.name}, {peer}", command)
+                        answer = self.answer_or_none(f"round {number + 1}, {model.name}, {peer}", command)
                         answers += [answer] if answer else []
 
 
@@ -172,17 +172,17 @@ def main() -> None:
         forecast(options.jax_python, options.forecast)
         return
     ends = time.monotonic() + 60 * options.minutes
-    given = {"jax": options.jax_python, "torch": options.torch_python}
+    pythons = {"jax": options.jax_python, "torch": options.torch_python}
     if options.tiny:
-        run = Run(TINY, 2, 1, given, ends)
+        run = Run(TINY, 2, 1, pythons, ends)
     else:
-        run = Run(MODELS, options.steps, options.warmup, usable(given), ends)
+        run = Run(MODELS, options.steps, options.warmup, usable(pythons), ends)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax's default is 0.75 of the GPU's memory
     run.take_turns(2 if options.tiny else options.rounds)
     text = report(run)
     options.output.with_suffix(".md").write_text(text)
-    found = {"kernels": run.kernels, "models": run.answers, "failures": run.failures}
-    options.output.with_suffix(".json").write_text(json.dumps(found, indent=1))
+    results = {"kernels": run.kernels, "models": run.answers, "failures": run.failures}
+    options.output.with_suffix(".json").write_text(json.dumps(results, indent=1))
     print(text)
     if run.failures:
         raise SystemExit(f"{len(run.failures)} process(es) failed. See {options.output}.json")
@@ -192,44 +192,44 @@ def forecast(python: str, topology: str) -> None:
     """Prints a table of the expected results for the models."""
     print("| model | tokens/s | causal MFU | products and attention | memory-bound | memory per GPU | how |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for one in MODELS:
+    for model in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
-            path.write_text(json.dumps(one.config))
+            path.write_text(json.dumps(model.config))
             try:
-                found = answer_of([python, "-m", "jaxlm.bench", "--config_path", str(path), "--topology", topology])
+                answer = answer_of([python, "-m", "jaxlm.bench", "--config_path", str(path), "--topology", topology])
             except PeerFailedError as error:
                 raise SystemExit(str(error)) from error
-        seconds = f"{found['compute_seconds']:.3f} s | {found['memory_seconds']:.3f} s"
-        rate = f"{found['tokens_per_second']:,.0f} | {found['mfu']:.1%}"
-        how = f"{found['compiled_for']}, recomputation {found['recomputation']}"
-        print(f"| {one.name} | {rate} | {seconds} | {found['memory_bytes'] / 2**30:.1f} GiB | {how} |", flush=True)
+        seconds = f"{answer['compute_seconds']:.3f} s | {answer['memory_seconds']:.3f} s"
+        rate = f"{answer['tokens_per_second']:,.0f} | {answer['mfu']:.1%}"
+        how = f"{answer['compiled_for']}, recomputation {answer['recomputation']}"
+        print(f"| {model.name} | {rate} | {seconds} | {answer['memory_bytes'] / 2**30:.1f} GiB | {how} |", flush=True)
 
 
-def usable(given: dict[str, str]) -> dict[str, str]:
+def usable(pythons: dict[str, str]) -> dict[str, str]:
     """The interpreters whose library finds an NVIDIA GPU.
 
     Raises:
         SystemExit: jax finds none.
     """
-    found = {}
-    for name, python in given.items():
+    usable_pythons = {}
+    for name, python in pythons.items():
         try:
             answer = answer_of([python, "-c", PROBES[name]])
         except (PeerFailedError, OSError) as error:
             answer = {"gpu": False, "is": str(error).strip().splitlines()[-1]}
         if answer["gpu"]:
-            found[name] = python
+            usable_pythons[name] = python
         else:
             print(f"{name} in {python} finds no NVIDIA GPU: {answer['is']}", file=sys.stderr)
-    if "jax" not in found:
+    if "jax" not in usable_pythons:
         raise SystemExit(
             "jax finds no NVIDIA GPU, so there is nothing to measure. Install it with `pip install 'jaxlm[gpu]'`, or use"
             " --tiny to run the same code on a CPU"
         )
-    if "torch" not in found:
+    if "torch" not in usable_pythons:
         print("PyTorch is not measured. Set --torch_python to an interpreter that has it", file=sys.stderr)
-    return found
+    return usable_pythons
 
 
 # --- The report -------------------------------------------------------------------------------------------------------
@@ -250,17 +250,17 @@ def report(run: Run) -> str:
 
 def model_rows(name: str, answers: dict[str, list[dict]]) -> Iterator[list[str]]:
     """One row per peer: tokens/s over its processes, and MFU with jaxlm's FLOP count."""
-    rates = {peer: [a["tokens_per_second"] for a in some] for peer, some in answers.items() if some}
+    rates = {peer: [a["tokens_per_second"] for a in runs] for peer, runs in answers.items() if runs}
     ours, theirs = (rates.get(peer) for peer in ("jaxlm", "torch.compile"))
-    for peer, some in rates.items():
-        last, rate = answers[peer][-1], statistics.median(some)
+    for peer, values in rates.items():
+        last, rate = answers[peer][-1], statistics.median(values)
         mfu = None
         if ours and answers["jaxlm"][-1]["mfu"] is not None:
             first = answers["jaxlm"][-1]
             mfu = first["mfu"] * rate / first["tokens_per_second"]
         ratio = f"{rate / statistics.median(theirs):.2f}" if theirs else "-"
         within = last["step_seconds_spread"] / last["step_seconds"]
-        spread = f"{rate:,.0f} tokens/s ({min(some):,.0f} to {max(some):,.0f}; {len(some)}; {within:.1%})"
+        spread = f"{rate:,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f}; {len(values)}; {within:.1%})"
         peak = last["peak_bytes"]
         memory = "-" if peak is None else f"{peak / 2**30:.1f} GiB"
         yield [name, peer, spread, ratio, "-" if mfu is None else f"{mfu:.1%}", memory, how(peer, last)]
@@ -278,16 +278,16 @@ def how(peer: str, answer: dict) -> str:
 
 def measured(case: dict) -> list[str]:
     """The backends measured in an attention case."""
-    return [name for name, found in case.items() if isinstance(found, dict)]
+    return [name for name, result in case.items() if isinstance(result, dict)]
 
 
 def attention_row(case: dict, name: str) -> list[str]:
     """An attention backend's time and errors."""
     sizes = "{rows} x {length}, {heads}/{kv_heads} heads of {head_size}, {documents} document(s)".format(**case)
-    found = case[name]
-    errors = ", ".join(f"{key} {value:.1e}" for key, value in found["errors"].items())
+    result = case[name]
+    errors = ", ".join(f"{key} {value:.1e}" for key, value in result["errors"].items())
     mark = f"chosen: {case['reason']}; " if name == case["chosen"] else ""
-    return [f"attention, {sizes}", name, milliseconds(found["seconds"]), "-", "-", "-", f"{mark}errors {errors}"]
+    return [f"attention, {sizes}", name, milliseconds(result["seconds"]), "-", "-", "-", f"{mark}errors {errors}"]
 
 
 def loss_rows(case: dict) -> Iterator[list[str]]:

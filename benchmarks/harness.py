@@ -54,10 +54,10 @@ def jaxlm_metrics(options: argparse.Namespace, task: str) -> dict:
     command = [sys.executable, "-m", "jaxlm.evaluate", "--checkpoint", options.checkpoint, "--trainer.mp", "f32"]
     command += ["--tasks", task, "--task_folder", options.tasks, "--limit", options.limit]
     command += ["--batch_size", options.batch_size]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"jaxlm failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])["tasks"][task]
+    process = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"jaxlm failed:\n{process.stderr[-3000:]}")
+    return json.loads(process.stdout.splitlines()[-1])["tasks"][task]
 
 
 def hf_metrics(options: argparse.Namespace, task: str) -> dict:
@@ -68,10 +68,10 @@ def hf_metrics(options: argparse.Namespace, task: str) -> dict:
 
     model = HFLM(pretrained=options.checkpoint, dtype="float32", device="cpu", batch_size=options.batch_size)
     manager = TaskManager(include_path=str(options.tasks))
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=model, tasks=[task], task_manager=manager, limit=options.limit, bootstrap_iters=0
     )
-    return found["results"][task]
+    return results["results"][task]
 
 
 if __name__ == "__main__":

@@ -80,9 +80,9 @@ def log(pairs: Sequence[tuple[float, float]], cpu_s: dict[str, float]) -> None:
     """
     silent, logged = np.asarray(pairs).T
     logs = np.log(logged / silent)
-    drawn = np.random.default_rng(0).choice(logs, (_BOOTSTRAPS, len(logs)))
+    resampled = np.random.default_rng(0).choice(logs, (_BOOTSTRAPS, len(logs)))
     ratio = math.exp(trimmed_mean(logs))
-    low, high = (float(np.exp(np.quantile([trimmed_mean(one) for one in drawn], q))) for q in (0.025, 0.975))
+    low, high = (float(np.exp(np.quantile([trimmed_mean(sample) for sample in resampled], q))) for q in (0.025, 0.975))
     step = statistics.median(silent)
     print(
         f"\nstep without logging {step * 1e3:.2f} ms, with logging {statistics.median(logged) * 1e3:.2f} ms (medians)"
@@ -136,7 +136,7 @@ def measure(
     switch = Switch(listeners)
     workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
     reports = AsyncMetrics("train", workload, [switch])
-    found: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     number = 0
 
     def one_step() -> None:
@@ -159,43 +159,47 @@ def measure(
         seconds = {on: stretch(on) for on in (first, not first)}
         return seconds[False], seconds[True]
 
-    for warming in range(_WARMUP_PAIRS):
-        pair(bool(warming % 2))
+    for warmup in range(_WARMUP_PAIRS):
+        pair(bool(warmup % 2))
     switch.cpu_s, switch.num_steps, before = 0.0, 0, cpu_seconds()
     end = time.monotonic() + enough_s
-    while time.monotonic() < end or len(found) < _FEWEST_PAIRS:
-        found.append(pair(bool(len(found) % 2)))
+    while time.monotonic() < end or len(pairs) < _FEWEST_PAIRS:
+        pairs.append(pair(bool(len(pairs) % 2)))
     spent = {name: (now - before.get(name, 0.0)) / switch.num_steps for name, now in cpu_seconds().items()}
     reports.drain()
     for tracker in trackers:
         tracker.close()
-    return found, {"loop": switch.cpu_s / switch.num_steps} | {name: s for name, s in spent.items() if s > 0}
+    return pairs, {"loop": switch.cpu_s / switch.num_steps} | {name: s for name, s in spent.items() if s > 0}
 
 
 def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
     """Opens the metrics file, TensorBoard and Weights & Biases as a run does."""
-    facts = RunInfo("logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()})
-    foreign = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
-    guarded = [
-        BackgroundTracker(choice_name(type(config)), lambda config=config: config.open(facts), print)
-        for config in foreign
+    run_info = RunInfo(
+        "logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()}
+    )
+    configs = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
+    background = [
+        BackgroundTracker(choice_name(type(config)), lambda config=config: config.open(run_info), print)
+        for config in configs
     ]
-    return [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *guarded]
+    return [JsonlTracker(folder / "metrics.jsonl", resume_step=0), *background]
 
 
 def cpu_seconds() -> dict[str, float]:
     """CPU seconds of every Python thread except this one, and of child processes. Empty without /proc."""
     own, me = Path("/proc/self/task"), threading.get_native_id()
     threads = {t.name: own / str(t.native_id) for t in threading.enumerate() if t.native_id != me}
-    found = {name: seconds for name, path in threads.items() if (seconds := _ran(path)) is not None}
+    seconds = {name: used for name, path in threads.items() if (used := _cpu_seconds_of(path)) is not None}
     for process in Path("/proc").glob("[0-9]*"):
-        tasks = [_ran(task) or 0.0 for task in process.glob("task/*")] if _parent(process) == os.getpid() else []
+        tasks = (
+            [_cpu_seconds_of(task) or 0.0 for task in process.glob("task/*")] if _parent(process) == os.getpid() else []
+        )
         if tasks:
-            found[f"process {(process / 'comm').read_text().strip()}"] = sum(tasks)
-    return found
+            seconds[f"process {(process / 'comm').read_text().strip()}"] = sum(tasks)
+    return seconds
 
 
-def _ran(task: Path) -> float | None:
+def _cpu_seconds_of(task: Path) -> float | None:
     try:
         return int((task / "schedstat").read_text().split()[0]) / 1e9
     except OSError:

@@ -18,12 +18,12 @@ def answer_of(command: Sequence[str | Path], *, timeout_s: float | None = None) 
         PeerFailedError: the process failed or timed out.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise PeerFailedError(f"timed out after {timeout_s:.0f} s") from error
-    if done.returncode:
-        raise PeerFailedError(done.stderr[-3000:] or done.stdout[-3000:])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    if process.returncode:
+        raise PeerFailedError(process.stderr[-3000:] or process.stdout[-3000:])
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -97,7 +97,7 @@ class Case:
         num_steps: total over all phases.
         devices: number of simulated devices.
         cuts: steps whose checkpoints the working tree resumes from.
-        benched: whether to run `jaxlm.bench`, which measures only the first phase.
+        runs_bench: whether to run `jaxlm.bench`, which measures only the first phase.
         adapters: whether to also export the adapters without the model.
     """
 
@@ -106,11 +106,11 @@ class Case:
     num_steps: int = STEPS
     devices: int = 1
     cuts: tuple[int, ...] = ()
-    benched: bool = True
+    runs_bench: bool = True
     adapters: bool = False
 
 
-TWO_PHASES = Case("two phases", COMMON + LLAMA + PHASES, 60, cuts=(25, 50), benched=False, adapters=True)
+TWO_PHASES = Case("two phases", COMMON + LLAMA + PHASES, 60, cuts=(25, 50), runs_bench=False, adapters=True)
 CASES = (
     Case("quickstart", None, cuts=(CUT,)),
     Case("llama fsdp 8", COMMON + LLAMA, devices=8, cuts=(CUT,)),
@@ -154,17 +154,17 @@ class Side:
         command = [sys.executable, "-m", f"jaxlm.{module}", *arguments]
         began = time.perf_counter()
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
             )
         except subprocess.TimeoutExpired as error:
-            raise DifferentError(f"{self.name}: jaxlm.{module} was not done after {TIMEOUT_S} s") from error
+            raise DifferentError(f"{self.name}: jaxlm.{module} did not finish within {TIMEOUT_S} s") from error
         print(f"  {self.name}: jaxlm.{module} {home.name}, {time.perf_counter() - began:.1f} s", file=sys.stderr)
-        if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip())[-3000:]
-            print(said, file=sys.stderr)
-            raise DifferentError(f"{self.name}: jaxlm.{module} failed: {said.splitlines()[-1] if said else ''}")
-        return done.stdout
+        if process.returncode:
+            output = (process.stderr.strip() or process.stdout.strip())[-3000:]
+            print(output, file=sys.stderr)
+            raise DifferentError(f"{self.name}: jaxlm.{module} failed: {output.splitlines()[-1] if output else ''}")
+        return process.stdout
 
     def run_configured(self, case: Case, home: Path, module: str, *arguments: str) -> str:
         """Runs a command on the configuration of a case."""
@@ -201,19 +201,21 @@ def main() -> int:
         parser.error(f"--only: {', '.join(unknown)} given. Allowed: {', '.join(GROUPS)}")
     os.environ["JAX_PLATFORMS"] = "cpu"
     began = time.perf_counter()
-    with contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as stack:
         if options.folder is None:
-            root = Path(closing.enter_context(tempfile.TemporaryDirectory()))
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
             root = options.folder.resolve()
             root.mkdir(parents=True)
-        earlier = closing.enter_context(checked_out(options.before, root / "tree"))
+        earlier = stack.enter_context(checked_out(options.before, root / "tree"))
         sides = Side("before", earlier, root / "before"), Side("now", ROOT, root / "now")
         for side in sides:
             check_is_imported(side.tree)
-        found = {f"{group}, {name}": verdict(group, name, find) for group, name, find in checks(options.only, *sides)}
-    different = {name: text for name, text in found.items() if not text.startswith("same")}
-    about = {"before": options.before, "seconds": round(time.perf_counter() - began, 1), "checks": len(found)}
+        verdicts = {
+            f"{group}, {name}": verdict(group, name, compare) for group, name, compare in checks(options.only, *sides)
+        }
+    different = {name: text for name, text in verdicts.items() if not text.startswith("same")}
+    about = {"before": options.before, "seconds": round(time.perf_counter() - began, 1), "checks": len(verdicts)}
     print(json.dumps({"same": not different, **about, "different": different}))
     return 1 if different else 0
 
@@ -222,22 +224,22 @@ def check_is_imported(tree: Path) -> None:
     """Exits unless PYTHONPATH takes precedence over an installed jaxlm; otherwise both sides could run one tree."""
     command = [sys.executable, "-c", "import jaxlm; print(jaxlm.__path__[0])"]
     environment = os.environ | {"PYTHONPATH": str(tree / "src")}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    if Path(found) != tree / "src" / "jaxlm":
-        raise SystemExit(f"python imports jaxlm from {found}; expected {tree / 'src' / 'jaxlm'}")
+    imported = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    if Path(imported) != tree / "src" / "jaxlm":
+        raise SystemExit(f"python imports jaxlm from {imported}; expected {tree / 'src' / 'jaxlm'}")
 
 
 def checks(groups: list[str], before: Side, now: Side) -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Yields group, name and comparison of each check."""
     for group in (group for group in GROUPS if group in groups):
-        for name, find in GROUPS[group](before, now):
-            yield group, name, find
+        for name, compare in GROUPS[group](before, now):
+            yield group, name, compare
 
 
-def verdict(group: str, name: str, find: Callable[[], str]) -> str:
+def verdict(group: str, name: str, compare: Callable[[], str]) -> str:
     """Runs a comparison and prints its line."""
     try:
-        text = f"same: {find()}"
+        text = f"same: {compare()}"
     except DifferentError as difference:
         text = f"DIFFERS: {difference}"
     print(f"{group:13} {name:26} {text}", flush=True)
@@ -335,7 +337,7 @@ def programs(before: Side, now: Side) -> Iterator[Check]:
     for case in CASES:
         yield f"{case.name}, hlo", functools.partial(compare_texts, case)
     for case in CASES:
-        if case.benched:
+        if case.runs_bench:
             yield f"{case.name}, bench", functools.partial(compare_counts, case)
 
 
@@ -356,8 +358,8 @@ _NAME = re.compile(r"%[\w.\-]+")
 
 def normalized(hlo: str) -> str:
     """HLO without source locations, and with names replaced by numbers in order of appearance."""
-    for pattern, instead in ((_TABLES, ""), (_METADATA, ""), (_MODULE, "HloModule"), (_HEADER, r"\1 {")):
-        hlo = pattern.sub(instead, hlo)
+    for pattern, replacement in ((_TABLES, ""), (_METADATA, ""), (_MODULE, "HloModule"), (_HEADER, r"\1 {")):
+        hlo = pattern.sub(replacement, hlo)
     known: dict[str, int] = {}
     return _NAME.sub(lambda name: f"%{known.setdefault(name[0], len(known))}", hlo)
 
@@ -393,15 +395,15 @@ def continuation(before: Side, now: Side) -> Iterator[Check]:
 def continued(before: Side, now: Side, case: Case, step: int) -> str:
     """Resumes a run of the earlier tree at a step, and compares it with the uninterrupted run."""
     whole, home = trained(before, case), now.folder / f"{case.name} from {step}"
-    kept = Path("checkpoints") / "run" / f"step-{step}"
-    shutil.copytree(whole / kept, home / kept)
+    checkpoint = Path("checkpoints") / "run" / f"step-{step}"
+    shutil.copytree(whole / checkpoint, home / checkpoint)
     metrics_of(home).parent.mkdir(parents=True)
     shutil.copy(metrics_of(whole).with_name("config.yaml"), metrics_of(home).parent)
     lines = metrics_of(whole).read_text().splitlines(keepends=True)
-    done = "".join(line for line in lines if json.loads(line)["step"] <= step)
-    metrics_of(home).write_text(done)
+    earlier = "".join(line for line in lines if json.loads(line)["step"] <= step)
+    metrics_of(home).write_text(earlier)
     now.run_configured(case, home, "train")
-    if not metrics_of(home).read_text().startswith(done):  # repeated steps would have other times
+    if not metrics_of(home).read_text().startswith(earlier):  # repeated steps would have other times
         raise DifferentError(f"the run did not resume at step {step}: it rewrote the metrics of earlier steps")
     same = same_numbers(whole, home, case.num_steps)
     return f"{same}; {same_arrays(last_checkpoint(whole, case), last_checkpoint(home, case))}"
@@ -426,10 +428,10 @@ def arrays(checkpoint: Path) -> dict[str, str]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         paths = reader.metadata(folder).item_metadata.tree
         as_numpy = dict.fromkeys(paths, ocp.RestoreArgs(restore_type=np.ndarray))
-        found = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        restored = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
     return {
         path: f"{array.dtype}{array.shape} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
-        for path, array in found.items()
+        for path, array in restored.items()
     }
 
 
@@ -446,9 +448,9 @@ def files(before: Side, now: Side) -> Iterator[Check]:
 
     def compare_caches() -> str:
         trained(before, TWO_PHASES)
-        apart = replace(now, folder=now.folder / "apart")
-        apart.run_configured(TWO_PHASES, apart.folder / TWO_PHASES.name, "prepare")
-        return same_contents(before.caches, apart.caches)
+        separate = replace(now, folder=now.folder / "apart")
+        separate.run_configured(TWO_PHASES, separate.folder / TWO_PHASES.name, "prepare")
+        return same_contents(before.caches, separate.caches)
 
     for case in CASES:
         yield f"{case.name}, checkpoint", functools.partial(compare_checkpoints, case)
@@ -465,11 +467,11 @@ _VARYING = re.compile(r"state/|checksums\.json$|run/manifest\.json$|run/config\.
 
 def checkpoint_files(checkpoint: Path) -> dict[str, str]:
     """File name -> hash, or an empty string for files that differ between identical runs."""
-    found = {}
+    hashes = {}
     for path in files_in(checkpoint):
         name = _RANDOM_NAME.sub(r"\1*", path.relative_to(checkpoint).as_posix())
-        found[name] = "" if _VARYING.match(name) else hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+        hashes[name] = "" if _VARYING.match(name) else hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 @functools.cache
@@ -489,12 +491,12 @@ def same_contents(before: Path, now: Path) -> str:
 
 def contents(folder: Path) -> dict[str, str]:
     """File -> hash of its bytes."""
-    found = {
+    hashes = {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files_in(folder)
     }
-    if not found:
+    if not hashes:
         raise DifferentError(f"{folder} is empty")
-    return found
+    return hashes
 
 
 GROUPS: dict[str, Callable[[Side, Side], Iterator[Check]]] = {

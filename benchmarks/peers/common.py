@@ -24,7 +24,7 @@ def weights() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     normal = lambda *shape, std=0.02: (rng.standard_normal(shape) * std).astype(np.float32)  # noqa: E731
     residual = 0.02 / (2 * LAYERS) ** 0.5
-    found = {"tokens": normal(VOCAB, HIDDEN), "positions": normal(SEQ_LEN, HIDDEN, std=0.01)}
+    arrays = {"tokens": normal(VOCAB, HIDDEN), "positions": normal(SEQ_LEN, HIDDEN, std=0.01)}
     for i in range(LAYERS):
         for name, shape, std in [
             ("q", (HIDDEN, HIDDEN), 0.02),
@@ -34,8 +34,8 @@ def weights() -> dict[str, np.ndarray]:
             ("up", (HIDDEN, 4 * HIDDEN), 0.02),
             ("down", (4 * HIDDEN, HIDDEN), residual),
         ]:
-            found[f"{i}.{name}"] = normal(*shape, std=std)
-    return found
+            arrays[f"{i}.{name}"] = normal(*shape, std=std)
+    return arrays
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,18 +15,18 @@ def main() -> None:
     """Compiles in a first call, then times the others."""
     folder, *numbers = sys.argv[1:6]
     batch, length, new, repeats = map(int, numbers)
-    named = open_model(folder, {"trainer.mp": "f32"})
-    with named.plan.layout.use():
-        writer = Generator.of(named.for_inference())
+    model = open_model(folder, {"trainer.mp": "f32"})
+    with model.plan.layout.use():
+        generator = Generator.of(model.for_inference())
         prompts = np.random.default_rng(0).integers(0, 1000, size=(batch, length)).tolist()
-        decoding = GenerationConfig(new, temperature=0.0)
+        config = GenerationConfig(new, temperature=0.0)
         began = time.perf_counter()
-        rows = generate_tokens(writer, prompts, decoding)
+        rows = generate_tokens(generator, prompts, config)
         first = time.perf_counter() - began
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
-            rows = generate_tokens(writer, prompts, decoding)
+            rows = generate_tokens(generator, prompts, config)
             times.append(time.perf_counter() - began)
     rates = [batch * new / seconds for seconds in times]
     print(json.dumps({"tokens_per_second": rates, "first_s": first, "tokens": rows}))

@@ -33,7 +33,7 @@ TOKENS_OF_REFERENCE = 4096
 def seconds_of(fun, *args, repeats) -> float | None:
     """Median seconds; None if it does not fit into memory."""
     compiled = jax.jit(fun)
-    found = []
+    times = []
     for _ in range(repeats + 2):
         began = time.perf_counter()
         try:
@@ -42,13 +42,13 @@ def seconds_of(fun, *args, repeats) -> float | None:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[2:])
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
 
 
-def error_of(got, wanted) -> float:
-    got, wanted = (np.asarray(a, np.float64) for a in (got, wanted))
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+def error_of(actual, expected) -> float:
+    actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def attend(backend, q, k, v, segments):
@@ -70,35 +70,35 @@ def both(fun, cotangent):
     return run
 
 
-def compare_attention(asked, repeats) -> dict:
+def compare_attention(case, repeats) -> dict:
     rng = np.random.default_rng(0)
-    rows, length, documents = asked["rows"], asked["length"], asked["documents"]
-    size = lambda heads: (rows, length, heads, asked["head_size"])  # noqa: E731
+    rows, length, documents = case["rows"], case["length"], case["documents"]
+    size = lambda heads: (rows, length, heads, case["head_size"])  # noqa: E731
     random = lambda heads: jnp.asarray(rng.standard_normal(size(heads), np.float32), BFLOAT16)  # noqa: E731
-    numbers = [random(asked[name]) for name in ("heads", "kv_heads", "kv_heads")]
+    numbers = [random(case[name]) for name in ("heads", "kv_heads", "kv_heads")]
     starts = np.sort(rng.choice(np.arange(1, length), (documents - 1,), replace=False))
     segments = np.broadcast_to(1 + np.searchsorted(starts, np.arange(length), side="right"), (rows, length))
-    segments, d_out = jnp.asarray(segments, jnp.int32), random(asked["heads"])
+    segments, d_out = jnp.asarray(segments, jnp.int32), random(case["heads"])
     task = AttentionTask(
         current_platform(),
         BFLOAT16,
         length,
-        head_size=asked["head_size"],
-        group=asked["heads"] // asked["kv_heads"],
+        head_size=case["head_size"],
+        group=case["heads"] // case["kv_heads"],
         capability=cuda_capability(jax.devices()[0]),
     )
     choice = choose_attention(task)
     with jax.default_matmul_precision("highest"):
         exact = [a[:1].astype(jnp.float32) for a in numbers]
         reference = jax.jit(both(lambda *args: attend("reference", *args), d_out[:1]))(*exact, segments[:1])
-    found = {"chosen": choice.name, "reason": choice.reason}
+    results = {"chosen": choice.name, "reason": choice.reason}
     for name in dict.fromkeys((choice.name, "blockwise")):
         run = lambda *args, name=name: attend(name, *args)  # noqa: E731
         one = jax.jit(both(run, d_out[:1]))(*(a[:1] for a in numbers), segments[:1])
         errors = [error_of(*pair) for pair in zip(one, reference, strict=True)]
         whole = seconds_of(both(run, d_out), *numbers, segments, repeats=repeats)
-        found[name] = {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "seconds": whole}
-    return {**asked, **found}
+        results[name] = {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "seconds": whole}
+    return {**case, **results}
 
 
 def whole_loss(x, w, y):
@@ -114,20 +114,20 @@ def chunked_loss(x, w, y):
     return next_token_sums(hidden, head, rows, hax.ones((Batch, Position))).total
 
 
-def compare_loss(asked, repeats) -> dict:
+def compare_loss(case, repeats) -> dict:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((asked["tokens"], asked["embed"]), np.float32), BFLOAT16)
-    w = jnp.asarray(rng.standard_normal((asked["vocab"], asked["embed"]), np.float32) * 0.02, BFLOAT16)
-    y = jnp.asarray(rng.integers(0, asked["vocab"], asked["tokens"]), jnp.int32)
+    x = jnp.asarray(rng.standard_normal((case["tokens"], case["embed"]), np.float32), BFLOAT16)
+    w = jnp.asarray(rng.standard_normal((case["vocab"], case["embed"]), np.float32) * 0.02, BFLOAT16)
+    y = jnp.asarray(rng.integers(0, case["vocab"], case["tokens"]), jnp.int32)
     ours, theirs = (jax.value_and_grad(loss, argnums=(0, 1)) for loss in (chunked_loss, whole_loss))
-    some = slice(min(TOKENS_OF_REFERENCE, asked["tokens"]))
-    got = jax.jit(ours)(x[some], w, y[some])
+    some = slice(min(TOKENS_OF_REFERENCE, case["tokens"]))
+    actual = jax.jit(ours)(x[some], w, y[some])
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(theirs)(x[some].astype(jnp.float32), w.astype(jnp.float32), y[some])
-    errors = [error_of(*pair) for pair in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)]
-    del got, wanted
+        expected = jax.jit(theirs)(x[some].astype(jnp.float32), w.astype(jnp.float32), y[some])
+    errors = [error_of(*pair) for pair in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)]
+    del actual, expected
     return {
-        **asked,
+        **case,
         "errors": dict(zip(("loss", "dx", "dw"), errors, strict=True)),
         "seconds": seconds_of(ours, x, w, y, repeats=repeats),
         "seconds_all_logits": seconds_of(theirs, x, w, y, repeats=repeats),
@@ -135,13 +135,13 @@ def compare_loss(asked, repeats) -> dict:
 
 
 def main():
-    asked = json.loads(sys.argv[1])
-    found = {
-        "attention": [compare_attention(case, asked["repeats"]) for case in asked["attention"]],
-        "loss": [compare_loss(case, asked["repeats"]) for case in asked["loss"]],
+    request = json.loads(sys.argv[1])
+    results = {
+        "attention": [compare_attention(case, request["repeats"]) for case in request["attention"]],
+        "loss": [compare_loss(case, request["repeats"]) for case in request["loss"]],
         "device": jax.devices()[0].device_kind,
     }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 main()

@@ -26,22 +26,22 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 
-def done():
+def synchronize():
     if CUDA:
         torch.cuda.synchronize()
 
 
 def attention_seconds(shape: Shape, rows: int, repeats: int) -> dict[str, float]:
     """Median seconds of forward and backward, by backend. Backends that cannot run are omitted."""
-    found = {}
+    seconds = {}
     for name, backend in BACKENDS.items():
         q, k, v = (heads_of(shape, rows, num) for num in (shape.heads, shape.kv_heads, shape.kv_heads))
         try:
             with sdpa_kernel([backend]):
-                found[name] = statistics.median(attend_once(q, k, v) for _ in range(repeats + 2))
+                seconds[name] = statistics.median(attend_once(q, k, v) for _ in range(repeats + 2))
         except RuntimeError as error:  # no such kernel, or not enough memory
             print(f"{name}: {str(error).splitlines()[0]}", file=sys.stderr)
-    return found
+    return seconds
 
 
 def heads_of(shape: Shape, rows: int, num: int) -> torch.Tensor:
@@ -50,11 +50,11 @@ def heads_of(shape: Shape, rows: int, num: int) -> torch.Tensor:
 
 
 def attend_once(q, k, v) -> float:
-    done()
+    synchronize()
     began = time.perf_counter()
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    done()
+    synchronize()
     return time.perf_counter() - began
 
 
@@ -67,7 +67,7 @@ def train(shape: Shape, rows: int, num_micro: int, steps: int) -> list[float]:
     batches = [torch.randint(shape.vocab, (rows, shape.seq_len + 1), device=DEVICE) for _ in range(4)]
     seconds = []
     for number in range(steps):
-        done()
+        synchronize()
         began = time.perf_counter()
         for part in batches[number % 4].chunk(num_micro):
             with torch.autocast(DEVICE, torch.bfloat16):
@@ -76,7 +76,7 @@ def train(shape: Shape, rows: int, num_micro: int, steps: int) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        done()
+        synchronize()
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -96,13 +96,13 @@ def train_in_memory(shape: Shape, rows: int, steps: int) -> tuple[list[float], i
 
 
 def main():
-    asked = json.loads(sys.argv[1])
-    shape, rows, warmup = Shape(**asked["shape"]), asked["rows"], asked["warmup"]
+    request = json.loads(sys.argv[1])
+    shape, rows, warmup = Shape(**request["shape"]), request["rows"], request["warmup"]
     torch.set_float32_matmul_precision("high")
-    kernels = attention_seconds(shape, rows, asked["steps"])
+    kernels = attention_seconds(shape, rows, request["steps"])
     best = min(kernels, key=lambda name: kernels[name])
     with sdpa_kernel([BACKENDS[best]]):
-        seconds, num_micro = train_in_memory(shape, rows, warmup + asked["steps"])
+        seconds, num_micro = train_in_memory(shape, rows, warmup + request["steps"])
     measured = seconds[warmup:]
     step = statistics.median(measured)
     quartiles = statistics.quantiles(measured, n=4) if len(measured) > 1 else [step] * 3

@@ -28,11 +28,11 @@ def test_a_cluster_that_is_not_there(monkeypatch):
     ):
         pass
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert RayConfig().is_wanted
-    assert not RayConfig(auto_start_cluster=False).is_wanted  # the guide's way of doing without Ray
-    assert RayConfig(address="host:1", auto_start_cluster=False).is_wanted
+    assert RayConfig().uses_cluster
+    assert not RayConfig(auto_start_cluster=False).uses_cluster  # the guide's way of doing without Ray
+    assert RayConfig(address="host:1", auto_start_cluster=False).uses_cluster
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert RayConfig(auto_start_cluster=False).is_wanted
+    assert RayConfig(auto_start_cluster=False).uses_cluster
     with (
         pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1' cannot be reached.*Remove trainer\.ray to tokenize"),
         RayConfig().cluster(print, shared=False),

@@ -70,11 +70,11 @@ def _fill(
     make: Callable[[int], T],
     depth: int,
 ) -> None:
-    def is_wanted() -> bool:
+    def should_run() -> bool:
         return not closed.is_set() and owner() is not None and threading.main_thread().is_alive()
 
     number = 0
-    while is_wanted():
+    while should_run():
         wake.clear()  # before checking the queue, so an item taken in between is not missed
         if ready.qsize() >= depth:
             wake.wait(_POLL_S)

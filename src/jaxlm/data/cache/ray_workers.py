@@ -32,7 +32,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _CONNECT_S = 10
 _STOP_S = 20
-_RETRIES = 5  # of a task whose worker dies; more deaths are not by accident
+_RETRIES = 5  # of a task whose worker dies; more failures are no accident
 _BROADCAST_BYTES = 512
 _ADDRESS, _TOKEN = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 # One thread per task, and as many tasks as cores.
@@ -62,7 +62,7 @@ class RayConfig:
     auto_start_cluster: bool = True
 
     @property
-    def is_wanted(self) -> bool:
+    def uses_cluster(self) -> bool:
         """Whether to tokenize on a cluster, running or to be started."""
         return self._running_address is not None or self.auto_start_cluster
 
@@ -165,8 +165,8 @@ class RayWorkers(Workers):
                     f" {type(error).__name__}: {error}. Start again, or remove trainer.ray; finished shards are kept"
                 ) from error
 
-        with ThreadPoolExecutor(max_in_flight) as waiting:
-            yield EncodingPool(lambda contents: waiting.submit(run_task, contents), max_in_flight)
+        with ThreadPoolExecutor(max_in_flight) as pool:
+            yield EncodingPool(lambda contents: pool.submit(run_task, contents), max_in_flight)
 
 
 def _encode(encoder: Encoder, contents: Sequence[Any]) -> list[TokenizedText | None]:
@@ -201,7 +201,7 @@ def tokenize_on_ray(
     Raises:
         ConfigError: the cluster cannot be reached or started, or the data cannot be tokenized.
     """
-    if ray is None or not ray.is_wanted:
+    if ray is None or not ray.uses_cluster:
         return
     if all_processes(not is_main_process() or all(section.is_tokenized() for section in sections)):
         return

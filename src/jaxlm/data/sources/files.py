@@ -29,11 +29,7 @@ _LOCAL_SCHEMES = ("file://", "local://")  # fsspec's schemes for local files
 
 @dataclass(frozen=True)
 class LocalFile(DataSource):
-    """A local file.
-
-    Attributes:
-        name: relative to its URL.
-    """
+    """A local file. `name` is relative to its URL."""
 
     name: str
     path: Path
@@ -110,14 +106,14 @@ def sources_of(url: str, key: str, mirror: Path, cache: Path | None) -> list[Dat
 
 def _remote_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
     with ThreadPoolExecutor(_CONCURRENT_COPIES) as pool:
-        listed = list(pool.map(lambda one: list_remote(one, key), expand_braces(url, key)))
+        listed = list(pool.map(lambda pattern: list_remote(pattern, key), expand_braces(url, key)))
     root = common_folder([folder for folder, _ in listed])
     files = list({file.url: file for _, group in listed for file in group}.values())
     if cache is not None and url.startswith(_LOCAL_SCHEMES):
-        text = set(_without_cache([_path_of(file.url) for file in files], Path(root), cache, url, key))
-        files = [file for file in files if _path_of(file.url) in text]
+        outside = set(_without_cache([_path_of(file.url) for file in files], Path(root), cache, url, key))
+        files = [file for file in files if _path_of(file.url) in outside]
     _check_suffixes((file.url.partition("?")[0] for file in files), key)
-    _check_some_text([file.num_bytes for file in files], url, key)
+    _check_not_empty([file.num_bytes for file in files], url, key)
     renamed = [replace(file, name=file.name.partition("?")[0][len(root) :].lstrip("/")) for file in files]
     return sorted(renamed, key=lambda file: file.name)
 
@@ -141,7 +137,7 @@ def _local_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
     for path in paths:
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{key}: '{path}' is not readable. Change its permissions, or remove it from the URLs")
-    _check_some_text([path.stat().st_size for path in paths], url, key)
+    _check_not_empty([path.stat().st_size for path in paths], url, key)
     return [LocalFile(*file) for file in sorted((path.relative_to(root).as_posix(), path) for path in paths)]
 
 
@@ -149,7 +145,7 @@ def _matches(url: str, key: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and the files that match one pattern."""
     path = Path(url).expanduser()
     if path.is_dir():
-        paths = _below(path, key)
+        paths = _files_below(path, key)
         if not paths:
             raise ConfigError(
                 f"{key}: the folder '{url}' contains no file with one of the suffixes {allowed_suffixes()}"
@@ -181,12 +177,12 @@ def _without_cache(paths: Sequence[Path], root: Path, cache: Path, url: str, key
         )
     if root not in cache.parents:
         return list(paths)
-    text = [path for path in paths if cache not in path.resolve().parents]
-    if not text:
+    outside = [path for path in paths if cache not in path.resolve().parents]
+    if not outside:
         raise ConfigError(
             f"{key}: '{url}' contains no files outside data.cache_dir ({cache}), which is not read as text"
         )
-    return text
+    return outside
 
 
 def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:
@@ -196,12 +192,12 @@ def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:
             raise ConfigError(f"{key}: '{path}' has the suffix '{ending}'. Allowed: {allowed_suffixes()}")
 
 
-def _check_some_text(sizes: Sequence[int | None], url: str, key: str) -> None:
+def _check_not_empty(sizes: Sequence[int | None], url: str, key: str) -> None:
     if all(size == 0 for size in sizes):
         raise ConfigError(f"{key}: '{url}' contains no text: {len(sizes)} file(s), all empty")
 
 
-def _below(folder: Path, key: str) -> list[Path]:
+def _files_below(folder: Path, key: str) -> list[Path]:
     """All readable files of a folder and its subfolders, except hidden ones."""
     paths = []
     for parent, folders, names in os.walk(folder):

@@ -60,10 +60,10 @@ def write_rows(tables: Iterable["pa.Table"], folder: Path) -> int:
 
     folder.mkdir()
     name, num_rows, writer = "data-00000-of-00001.arrow", 0, None
-    with contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as stack:
         for table in tables:
             if writer is None:
-                writer = closing.enter_context(pa.ipc.new_stream(str(folder / name), table.schema))
+                writer = stack.enter_context(pa.ipc.new_stream(str(folder / name), table.schema))
             writer.write_table(table)
             num_rows += table.num_rows
     (folder / _STATE).write_text(json.dumps({"_data_files": [{"filename": name}] if num_rows else []}))

@@ -60,7 +60,7 @@ class NamedSource:
                 other options.
         """
         splits = {
-            split: [source for one in self._listed(split) for source in one.sources] for split in (TRAIN, VALIDATION)
+            split: [source for item in self._listed(split) for source in item.sources] for split in (TRAIN, VALIDATION)
         }
         self._check_records([source for sources in splits.values() for source in sources])
         for split, sources in splits.items():
@@ -112,14 +112,14 @@ class NamedSource:
         Raises:
             ConfigError: the data cannot be tokenized, or the existing cache was built from something else.
         """
-        named_log = (lambda line: log(f"{self.name} {line}")) if self.name else log
+        source_log = (lambda line: log(f"{self.name} {line}")) if self.name else log
         record_format = self.config.format
         encoder, files = self.encoder(tokenizer), self.files(split, log)
         made_from = cache_key(files, tokenizer, bos=self.bos, eos=self.eos)
         made_from = {**made_from, **record_format.cache_key(), **encoder.cache_key()}
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
-        cache = open_or_build(folder / split, files, encoder, made_from, named_log, workers)
+        cache = open_or_build(folder / split, files, encoder, made_from, source_log, workers)
         max_documents = record_format.documents_per_sequence
         if max_documents is None:
             return PackedSequences(cache, seq_len)
@@ -129,25 +129,25 @@ class NamedSource:
                 f"{self.key}: no document has a token to compute the loss on within model.seq_len ({seq_len}). Raise"
                 " model.seq_len"
             )
-        named_log(f"{split}: {describe_packing(sequences)}")
+        source_log(f"{split}: {describe_packing(sequences)}")
         return sequences
 
     def provenance(self, split: str, sequences: PackedSequences) -> Provenance:
         """Which URL of the split each token of an open cache came from."""
-        listed = list({one.url: one for one in reversed(self._listed(split))}.values())[::-1]
+        listed = list({item.url: item for item in reversed(self._listed(split))}.values())[::-1]
         files_until = [len(self._files(listed[: n + 1], print)) for n in range(len(listed))]
-        return make_provenance(sequences.cache, [one.url for one in listed], files_until)
+        return make_provenance(sequences.cache, [item.url for item in listed], files_until)
 
     def _listed(self, split: str) -> list[ListedUrl]:
         return self.config.list_urls(split, self.key, self.mirror, self.cache_dir)
 
     def _files(self, listed: list[ListedUrl], log: Log) -> list[TextFile]:
-        return open_files([(one.key, one.sources) for one in listed], self._text_key, self.mirror, log)
+        return open_files([(item.key, item.sources) for item in listed], self._text_key, self.mirror, log)
 
     @property
     def _text_key(self) -> str:
-        own = self.config.format.text_key if isinstance(self.config.format, TextFormat) else None
-        return own or self.config.text_key
+        format_key = self.config.format.text_key if isinstance(self.config.format, TextFormat) else None
+        return format_key or self.config.text_key
 
     def _check_records(self, sources: list[DataSource]) -> None:
         record_format = self.config.format

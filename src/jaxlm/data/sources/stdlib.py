@@ -47,12 +47,12 @@ def _distinct_files(root: Path) -> tuple[str, ...]:
 
 
 def _python_files(root: Path) -> list[str]:
-    found: list[str] = []
+    python_files: list[str] = []
     for parent, folders, names in os.walk(root):
         folders[:] = [folder for folder in folders if folder not in _NOT_LIBRARY]
         paths = [Path(parent, name) for name in names if name.endswith(".py")]
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return found
+        python_files += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return python_files
 
 
 def _is_utf8(content: bytes) -> bool:
