@@ -133,7 +133,7 @@ class Run:
             yield "torch.compile", [self.python["torch"], str(PEERS / "torch_decoder.py"), json.dumps(request)]
 
     def take_turns(self, rounds: int) -> None:
-        """Runs every peer on every model, round after round. Starts no process that would not end in time. Measures the
+        """Runs every peer on every model, round after round. Skips processes that would not finish in time. Measures the
         kernels after the first round."""
         with tempfile.TemporaryDirectory() as folder:
             for number in range(rounds):

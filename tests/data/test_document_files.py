@@ -135,11 +135,11 @@ def test_truncated_and_damaged_compression(tmp_path, compression):
     path = tmp_path / f"x.jsonl{compression}"
     for cut in (1, 4, 20, len(whole) // 2, len(whole) - 3):
         path.write_bytes(whole[:-cut])
-        with pytest.raises(ConfigError, match=rf"x\.jsonl\{compression}: line \d+: the file is truncated, damaged"):
+        with pytest.raises(ConfigError, match=rf"x\.jsonl\{compression}: line \d+: the file is truncated or damaged"):
             read(path)
     path.write_bytes(b"this was never compressed")
     with pytest.raises(
-        ConfigError, match=r"line 1: the file is truncated, damaged, or not of the type that its name says"
+        ConfigError, match=r"line 1: the file is truncated or damaged, or its content does not match its suffix"
     ):
         read(path)
     path = tmp_path / f"x.txt{compression}"
@@ -154,7 +154,7 @@ def test_truncated_tables(tmp_path, how):
     whole = path.read_bytes()
     for size in (len(whole) // 3, len(whole) - 300, 5):
         path.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"x\.\w+: row \d+: the file is truncated, damaged"):
+        with pytest.raises(ConfigError, match=r"x\.\w+: row \d+: the file is truncated or damaged"):
             read(path)
 
 

@@ -14,7 +14,7 @@ from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids, load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import MIN_VOCAB_SIZE, load_or_train_tokenizer
 from jaxlm.data.tokens import StopStrategy, TokenData, ValidationData
 from jaxlm.data.train_weights import block_counts, weight_stages
@@ -245,10 +245,8 @@ class DataConfig(SourceConfig):
     def _check_tokenizer(self) -> None:
         if self.tokenizer != TRAIN_BPE:
             tokenizer = self.load_tokenizer(log=lambda _: None)
-            if any(source.config.format.adds_special_tokens for source in self.sources()):
-                boundary_ids(tokenizer, bos=self.enforce_bos, eos=self.enforce_eos)
             for source in self.sources():
-                source.encoder(tokenizer)
+                source.encoder(tokenizer)  # raises if the tokenizer lacks something the format needs
         elif self.vocab_size is not None and self.vocab_size < MIN_VOCAB_SIZE:
             raise ConfigError(
                 f"data.vocab_size: {self.vocab_size} given, at least {MIN_VOCAB_SIZE} expected: one token for each byte and"

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import draccus
 import numpy as np
@@ -69,8 +69,6 @@ class Encoder(abc.ABC):
 @dataclass(frozen=True)
 class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.formats"):
     """How the records of a source become tokens."""
-
-    adds_special_tokens: ClassVar[bool]  # whether `data.enforce_bos` and `data.enforce_eos` apply
 
     @classmethod
     def default_choice_name(cls) -> str | None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -34,7 +34,6 @@ class ChatFormat(MaskedFormat):
     messages_field: str = "messages"
     chat_template: str | None = None
     mask_user_turns: bool = True
-    adds_special_tokens: ClassVar[bool] = False
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         del bos, eos

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ class PretokenizedFormat(FormatConfig):
     """
 
     input_ids_key: str = "input_ids"
-    adds_special_tokens: ClassVar[bool] = False
 
     @property
     def documents_per_sequence(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ class SupervisedFormat(MaskedFormat):
     output_field: str = "response"
     separate_with: str | None = None
     mask_inputs: bool = True
-    adds_special_tokens: ClassVar[bool] = True
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         return SupervisedEncoder(self, key, tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))

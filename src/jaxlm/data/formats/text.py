@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ class TextFormat(FormatConfig):
     """
 
     text_key: str | None = None
-    adds_special_tokens: ClassVar[bool] = True
 
     @property
     def documents_per_sequence(self) -> int | None:

@@ -30,7 +30,7 @@ def damaged_file_errors(path: Path, position: Callable[[], str], *kinds: type[Ex
         kinds: further exceptions that the file's format raises for damage.
 
     Raises:
-        ConfigError: the file is truncated, damaged, or not of the type that its name says.
+        ConfigError: the file is truncated or damaged, or its content does not match its suffix.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def damaged_file_errors(path: Path, position: Callable[[], str], *kinds: type[Ex
         if isinstance(error, ConfigError) or getattr(error, "errno", None) is not None:
             raise  # an error of the operating system; the file itself may be fine
         raise ConfigError(
-            f"{path}: {position()}: the file is truncated, damaged, or not of the type that its name says: {error}."
+            f"{path}: {position()}: the file is truncated or damaged, or its content does not match its suffix: {error}."
             " Replace the file, or remove it from the URLs"
         ) from error
 
