@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from processes import spread
 
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
@@ -179,7 +179,7 @@ def _num_tokens(encodings: list[tokenizers.Encoding]) -> int:
 
 
 def _summary(values: list[float]) -> dict[str, float]:
-    first, median, third = statistics.quantiles(values, n=4)
+    median, first, third = spread(values)
     return {"median": median, "first_quartile": first, "third_quartile": third}
 
 
