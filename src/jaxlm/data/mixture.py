@@ -23,24 +23,14 @@ _CACHED_BLOCKS = 64
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """A range of examples with fixed proportions.
+    """A range of examples with fixed proportions."""
 
-    Attributes:
-        start: first example of the stage.
-        counts: examples per block, for each source.
-    """
-
-    start: int
-    counts: tuple[int, ...]
+    start: int  # first example of the stage
+    counts: tuple[int, ...]  # examples per block, for each source
 
 
 class Mixture:
-    """An endless stream of examples. Each source's sequences have an order of their own, epoch after epoch.
-
-    Attributes:
-        names: names of the sources.
-        seq_len: tokens per example.
-    """
+    """An endless stream of examples. Each source's sequences have an order of their own, epoch after epoch."""
 
     def __init__(
         self, sources: Mapping[str, PackedSequences], stages: Sequence[MixtureStage], *, seed: int, shuffle: Shuffle

@@ -72,11 +72,7 @@ def describe_packing(sequences: "PackedSequences") -> str:
 
 
 class PackedSequences:
-    """The sequences of a token cache.
-
-    Attributes:
-        packed: the sequences of whole documents; None if documents are split at sequence boundaries.
-    """
+    """The sequences of a token cache. `packed` is None if documents are split at sequence boundaries."""
 
     def __init__(self, cache: TokenCache, seq_len: int, packed: PackedDocuments | None = None):
         self.cache = cache

@@ -46,13 +46,7 @@ class CorpusConfig(draccus.ChoiceRegistry, abc.ABC):
 
 @dataclass(frozen=True)
 class CorpusSource(MirroredSource):
-    """A split of a `CorpusConfig`.
-
-    Attributes:
-        corpus: generates the records.
-        split: `train` or `validation`.
-        key: config path of the corpus, for messages.
-    """
+    """A split (`train` or `validation`) of a `CorpusConfig`. `key` is its config path, for messages."""
 
     corpus: CorpusConfig
     split: str

@@ -96,9 +96,7 @@ class HubDataset(MirroredSource):
     """A dataset on the Hub.
 
     Attributes:
-        url: the URL as configured.
         key: config path of the URL, for messages.
-        id: id of the dataset on the Hub.
         options: `name` (configuration), `split`, `revision`.
         stream: whether to stream rows into the mirror, without a copy in the cache of the library `datasets`.
     """
@@ -179,11 +177,7 @@ class HubDataset(MirroredSource):
 
 
 def parse_hub_url(url: str, key: str) -> HubDataset:
-    """Parses a URL that starts with `hf:`.
-
-    Raises:
-        ConfigError: the id is missing, or an option is unknown.
-    """
+    """Parses a URL that starts with `hf:`."""
     name, _, query = url.removeprefix(SCHEME).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = [option for option in options if option not in _OPTIONS]

@@ -72,7 +72,6 @@ class RemoteFile(MirroredSource):
     Attributes:
         key: config path of the URL, for messages.
         name: relative to its URL.
-        size: bytes; None if the server does not report it.
         version: changes when the content changes (ETag, checksum or time).
     """
 
