@@ -40,11 +40,7 @@ class Cursor:
 
 
 def is_temporary(read: Callable[[], bytes]) -> bool:
-    """Whether a checkpoint is temporary. False if its cursor cannot be read, so that it is never deleted.
-
-    Args:
-        read: returns the checkpoint's saved cursor.
-    """
+    """Whether a checkpoint is temporary. False if `read` cannot return its saved cursor, so that it is never deleted."""
     try:
         return Cursor.from_json(read()).temporary
     except (OSError, ValueError, TypeError):
@@ -89,11 +85,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
-    """Finished checkpoints: `path` itself, or those in it, fewest steps first.
-
-    Args:
-        of_runs: whether to include those in subfolders of `path`, which may be runs.
-    """
+    """Finished checkpoints: `path` itself, or those in it and, with `of_runs`, in its subfolders; fewest steps first."""
     if (path / "run" / "cursor.json").is_file():
         return [path]
     runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]

@@ -28,13 +28,7 @@ def is_url(path: str) -> bool:
 
 
 class RemoteFolder:
-    """A folder of checkpoints at a URL.
-
-    Methods raise whatever the store raises.
-
-    Attributes:
-        url: the folder's URL.
-    """
+    """A folder of checkpoints at a URL. Methods raise whatever the store raises."""
 
     def __init__(self, url: str):
         """Raises: ConfigError: fsspec has no implementation for the URL; the message says what to install."""
@@ -99,10 +93,9 @@ class RemoteFolder:
         self._check_size(path, len(content))
 
     def set_aside(self, name: str) -> str:
-        """Hides a complete checkpoint without deleting it. `clear` deletes it when a checkpoint of this name is saved again.
+        """Hides a complete checkpoint without deleting it, and returns the path of the renamed `checksums.json`.
 
-        Returns:
-            The path of the renamed `checksums.json`.
+        `clear` deletes it when a checkpoint of this name is saved again.
         """
         self.write(name, _DAMAGED, self.read(name, CHECKSUMS))
         self._fs.rm_file(self._marker(name))
@@ -135,11 +128,7 @@ class RemoteFolder:
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def download(self, name: str, folder: Path) -> Path:
-        """Downloads a checkpoint to `folder` and verifies it there.
-
-        Raises:
-            DamagedError: its files are not what was saved.
-        """
+        """Downloads a checkpoint to `folder`. Raises `DamagedError` if its files are not what was saved."""
         unfinished = folder / f"{name}{UNFINISHED}"
         shutil.rmtree(unfinished, ignore_errors=True)
         root = f"{self._root}/{name}"
@@ -181,8 +170,7 @@ class RemoteFolder:
 def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, str]]:
     """Complete checkpoints at a URL, fewest steps first, each as (run's folder, name).
 
-    Args:
-        of_runs: whether the URL may also name a folder of runs, instead of only a checkpoint or a run's folder.
+    The URL may be that of a checkpoint, a run's folder or, with `of_runs`, a folder of runs.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     if CheckpointName.parse(last) and last in RemoteFolder(parent).names():
