@@ -81,11 +81,7 @@ class OpenTasks:
     manager: Any
 
     def run(self, model: LanguageModel, tokenizer: Any) -> dict[str, dict[str, Any]]:
-        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`.
-
-        Args:
-            tokenizer: `jaxlm.data.tokenizer.tokenizer.Tokenizer`.
-        """
+        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`."""
         results = self.evaluate(
             model=_backend(model, tokenizer, self.config.batch_size),
             tasks=list(self.config.tasks),
@@ -113,7 +109,8 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
             raise ConfigError(f"{_NAME}: {name}: {value} given, must be at least {least}")
     evaluate, manager_type = _harness()
     manager = manager_type(include_path=config.task_folder)
-    unknown = [task for task in config.tasks if not (task in manager.all_tasks or _is_task_file(task))]
+    is_file = lambda name: name.endswith(".yaml") and Path(name).expanduser().is_file()  # noqa: E731
+    unknown = [task for task in config.tasks if not (task in manager.all_tasks or is_file(task))]
     if unknown:
         advice = f" They are not in {config.task_folder} either" if config.task_folder else " Do you need task_folder?"
         raise ConfigError(f"{_NAME} has no tasks named {', '.join(unknown)}.{advice}")
@@ -124,10 +121,6 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     for name, task in loaded.items():
         _check_supported(name, task, seq_len)
     return OpenTasks(config, evaluate, manager)
-
-
-def _is_task_file(name: str) -> bool:
-    return name.endswith(".yaml") and Path(name).expanduser().is_file()
 
 
 def _check_supported(name: str, task: Any, seq_len: int) -> None:

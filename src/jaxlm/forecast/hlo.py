@@ -244,8 +244,8 @@ def operations(hlo: str) -> dict[str, Operation]:
     by_name: dict[str, Operation] = {}
     for computation in program.computations.values():
         for name, instruction in computation.items():
-            named = _SOURCE.search(instruction.line)
-            source = named[1] if named else ""
+            metadata = _SOURCE.search(instruction.line)
+            source = metadata[1] if metadata else ""
             by_name[name] = Operation(_kind(_opcodes(instruction, program), source, instruction.library_call), source)
     return by_name
 

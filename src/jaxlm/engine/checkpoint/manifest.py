@@ -80,8 +80,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints in `folder`, oldest first, recognized by their names only."""
     if not folder.is_dir():
         return []
-    names = [CheckpointName.parse(path.name) for path in folder.iterdir() if path.is_dir()]
-    return [folder / name.text for name in sorted(name for name in names if name is not None)]
+    names = (CheckpointName.parse(path.name) for path in folder.iterdir() if path.is_dir())
+    return [folder / name.text for name in sorted(filter(None, names))]
 
 
 def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
@@ -89,5 +89,5 @@ def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
     if (path / "run" / "cursor.json").is_file():
         return [path]
     runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]
-    named = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
-    return [path for name, path in sorted((name, path) for name, path in named if name is not None)]
+    by_name = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
+    return [path for name, path in sorted((name, path) for name, path in by_name if name is not None)]

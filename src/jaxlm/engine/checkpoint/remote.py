@@ -53,7 +53,7 @@ class RemoteFolder:
 
     def checkpoints(self) -> list[CheckpointName]:
         """The complete checkpoints, oldest first."""
-        return [name for name in self._named() if self._fs.exists(self._marker(name.text))]
+        return [name for name in self._checkpoint_names() if self._fs.exists(self._marker(name.text))]
 
     def names(self) -> list[str]:
         """The names of the complete checkpoints, oldest first."""
@@ -103,7 +103,7 @@ class RemoteFolder:
 
     def remove_unfinished(self) -> None:
         """Deletes checkpoints that were only partly uploaded or partly deleted."""
-        for name in set(self._named()) - set(self.checkpoints()):
+        for name in set(self._checkpoint_names()) - set(self.checkpoints()):
             if not self._fs.exists(f"{self._root}/{name.text}/{_DAMAGED}"):
                 self._fs.rm(f"{self._root}/{name.text}", recursive=True)
 
@@ -152,8 +152,8 @@ class RemoteFolder:
         if uploaded != size:
             raise OSError(f"{remote}: only {uploaded} of {size} bytes were uploaded")
 
-    def _named(self) -> list[CheckpointName]:
-        return sorted(name for name in map(CheckpointName.parse, self._children()) if name is not None)
+    def _checkpoint_names(self) -> list[CheckpointName]:
+        return sorted(filter(None, map(CheckpointName.parse, self._children())))
 
     def _children(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -176,5 +176,6 @@ def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, s
     if CheckpointName.parse(last) and last in RemoteFolder(parent).names():
         return [(RemoteFolder(parent), last)]
     folder = RemoteFolder(url)
-    named = [(name, run) for run in (folder, *(folder.folders() if of_runs else [])) for name in run.checkpoints()]
-    return [(run, name.text) for name, run in sorted(named, key=operator.itemgetter(0))]
+    runs = [folder, *(folder.folders() if of_runs else [])]
+    checkpoints = [(name, run) for run in runs for name in run.checkpoints()]
+    return [(run, name.text) for name, run in sorted(checkpoints, key=operator.itemgetter(0))]
