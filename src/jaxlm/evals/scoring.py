@@ -53,11 +53,11 @@ def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
     # Longest first, so that running out of memory shows at once.
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
     for start in range(0, len(order), rows):
-        numbers = order[start : start + rows]
-        columns = _columns([pairs[i] for i in numbers], rows, model.Pos.size)
+        batch = order[start : start + rows]
+        columns = _columns([pairs[i] for i in batch], rows, model.Pos.size)
         sums, greedy = (np.asarray(a) for a in _sums(model, *map(jnp.asarray, columns)))
-        for row, number in enumerate(numbers):
-            scores[number] = Scored(float(sums[row]), bool(greedy[row]))
+        for row, i in enumerate(batch):
+            scores[i] = Scored(float(sums[row]), bool(greedy[row]))
     return [scored for scored in scores if scored is not None]
 
 

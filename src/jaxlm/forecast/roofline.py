@@ -90,7 +90,10 @@ def roofline(hlo: str, speed: Speed) -> Seconds:
 
 
 def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -> float:
-    """Seconds for which collectives, which take `seconds` each, run concurrently with kernels in the compiler's schedule."""
+    """Seconds for which collectives run concurrently with kernels, in the compiler's schedule.
+
+    `seconds` returns the run time of a collective.
+    """
     program = Program.parse(hlo)
     estimate = _Roofline(program, speed)
     return sum((count * estimate.overlapped(name, seconds) for name, count in program.executed()), 0.0)

@@ -126,4 +126,5 @@ class EvalHook:
         return metrics
 
     def _evaluate(self, prefix: str, model: LanguageModel) -> dict[str, float]:
-        return {f"{prefix}/{name}": value for run in self._evals for name, value in run.run(model).items()}
+        results = (evaluation.run(model) for evaluation in self._evals)
+        return {f"{prefix}/{name}": value for metrics in results for name, value in metrics.items()}

@@ -10,6 +10,7 @@ Dropout on the input of A in training, as in the released code (microsoft/LoRA, 
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -110,11 +111,11 @@ class LoraConfig(SurgeryConfig):
             raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
         check_probability("surgery lora: dropout", self.dropout)
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-        number = iter(range(1_000_000))
+        indices = itertools.count()
 
         def adapt(layer: Linear) -> LoraLinear:
-            key_of_layer = jax.random.fold_in(key, next(number))
-            return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=key_of_layer)
+            layer_key = jax.random.fold_in(key, next(indices))
+            return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=layer_key)
 
         adapted = tree.map_modules(model, Linear, self.target, adapt)
         self._check_no_adapters(model)

@@ -41,7 +41,7 @@ def verify(folder: Path, below: str = "") -> None:
 def compare(
     read_sums: Callable[[], bytes], existing: Collection[str], digest: Callable[[str, str], str], below: str = ""
 ) -> None:
-    """Compares local or remote files with their `checksums.json`: a SHA-256 or `md5:` and an MD5 of each, in hexadecimal.
+    """Compares files with their saved `checksums.json`, which has a SHA-256, or `md5:` and an MD5, for each of them.
 
     Args:
         read_sums: returns the content of `checksums.json`. Only FileNotFoundError counts as damage; other errors of this and
