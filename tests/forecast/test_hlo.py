@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.forecast.hlo import Collective, collectives, collectives_per_run, has_compiler_remat, kernels
+from jaxlm.forecast.hlo import Collective, collectives_per_run, has_compiler_remat, kernels
+from tests.forecast.helpers import collectives
 
 
 def program(turns: int) -> str:
@@ -53,13 +54,16 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 
 def test_asynchronous_collectives_count_what_comes_out():
-    lines = """
+    text = """HloModule m
+
+ENTRY %main (x: f32[8]) -> f32[64] {
   %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}
   %r = (f32[1000]{0}, f32[3000]{0}) all-reduce-start(%x, %y), to_apply=%add
   %s = ((f32[80]{0}, bf16[16,8]{1,0}), (f32[10]{0}, bf16[2,8]{1,0})) reduce-scatter-start(%x, %y), to_apply=%add
   %p = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+}
 """
-    assert collectives(lines) == {
+    assert collectives(text) == {
         Collective("all-gather", "f32", (16, 8)): 1,
         Collective("all-reduce", "f32", (1000,)): 1,
         Collective("all-reduce", "f32", (3000,)): 1,

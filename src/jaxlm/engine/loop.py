@@ -45,7 +45,6 @@ class Hook(Protocol):
 
     def run(self, step: int, state: RunState) -> None:
         """Runs after `step`. All steps up to this one have been logged."""
-        ...
 
 
 PAUSE = "jaxlm.pause"
@@ -68,11 +67,7 @@ def run_phase(
     flag_sync: FlagSync,
     stop: StopRequest,
 ) -> tuple[RunState, Outcome]:
-    """Trains from the state's step to the end of the phase.
-
-    Returns:
-        The state, and `Done`, or `Interrupted` after the state was saved.
-    """
+    """Trains from the state's step to the end of the phase, or until the state was saved after a signal."""
     step = int(state.step)
     first = True
     while step < phase.end:

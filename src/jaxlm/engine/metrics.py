@@ -94,9 +94,7 @@ class _PendingStep:
     loading_s: float
     seconds: float | None = None
 
-    @property
     def is_done(self) -> bool:
-        """Whether fetching its report would not block."""
         return self.report.flags.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -131,11 +129,7 @@ class AsyncMetrics:
         self._hooks_s = 0.0
 
     def push(self, step: int, report: StepReport, loading_s: float) -> None:
-        """Adds a step that was just dispatched; blocks on the oldest if too many are pending.
-
-        Args:
-            loading_s: seconds that the host waited for the step's batch.
-        """
+        """Adds a step that was just dispatched, after waiting `loading_s` for its batch. Blocks if too many are pending."""
         for array in jax.tree.leaves(report):
             array.copy_to_host_async()
         self._pending.append(_PendingStep(step, report, loading_s))
@@ -175,12 +169,11 @@ class AsyncMetrics:
     def _wait_for(self, pending: _PendingStep) -> float:
         """Blocks until a step is done and returns its duration.
 
-        If later steps are done by then, all of them share the elapsed time equally, since the time at which each finished
-        is unknown.
+        Later steps that are done by then share the elapsed time equally, because it is unknown when each one finished.
         """
         jax.block_until_ready(pending.report)
         now = self._clock()
-        done = [pending, *itertools.takewhile(lambda other: other.is_done, self._pending)]
+        done = [pending, *itertools.takewhile(_PendingStep.is_done, self._pending)]
         seconds = (now - self._last_done) / len(done)
         for step in done:
             step.seconds = seconds

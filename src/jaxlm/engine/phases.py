@@ -20,7 +20,7 @@ from jaxlm.core import tree
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.state import RunState, build_state, initial_update_counts
+from jaxlm.engine.state import RunState, UpdateCounts, build_state
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -135,7 +135,7 @@ class StateBuilder:
             key=self._key(_STEPS),
             model=model,
             opt_state=phase.transformation(model).init(trainable),
-            guard=eqx.tree_at(lambda g: g.skipped, initial_update_counts(), jnp.asarray(skipped, jnp.int32)),
+            guard=UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.asarray(skipped, jnp.int32)),
             slots=slots,
         )
 
@@ -144,13 +144,11 @@ class StateBuilder:
 
         Cached per phase, because a start needs it several times.
         """
-        if phase.index not in self._abstract:
-            previous_model = (
-                self.abstract_state(self.phases[phase.index - 1]).model if phase.index else self.abstract_initial_model
-            )
-            enter = functools.partial(self.entry_state, phase=phase)
-            self._abstract[phase.index] = jax.eval_shape(enter, previous_model)
-        return self._abstract[phase.index]
+        index = phase.index
+        if index not in self._abstract:
+            previous = self.abstract_state(self.phases[index - 1]).model if index else self.abstract_initial_model
+            self._abstract[index] = jax.eval_shape(functools.partial(self.entry_state, phase=phase), previous)
+        return self._abstract[index]
 
     def entry_state(
         self,
@@ -160,12 +158,7 @@ class StateBuilder:
         *,
         phase: Phase,
     ) -> RunState:
-        """The state at the start of a phase, for the model at the end of the previous one. Traceable.
-
-        Args:
-            skipped: number of skipped steps so far.
-            initial_leaves: values that replace leaves made by the phase's surgeries.
-        """
+        """The state at the start of a phase, for the model at the end of the previous one. Traceable."""
         model = self.apply_surgeries(model, phase)
         if initial_leaves:
             model = tree.map_leaves(lambda path, leaf: initial_leaves.get(path, leaf), model)
@@ -198,7 +191,6 @@ def enter_phase(
     Args:
         previous: the state at the end of the previous phase; None builds the model from the run's seed.
         weights: the model to start the first phase with, instead of one built from the seed.
-        initial_leaves: values that replace leaves made by the phase's surgeries.
     """
     abstract, leaves = state_builder.abstract_state(phase), dict(initial_leaves or {})
     if previous is None and weights is None:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
 
 from jaxlm.core.sharding import Layout
 from jaxlm.models.base import LanguageModel
@@ -66,10 +65,7 @@ def shardings(tree: Any, layout: Layout) -> Any:
 def place_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any) -> T:
     """Runs `make(*args)` under jit so that every array is created with its sharding, never whole on one device.
 
-    The buffers of `args` are donated.
-
-    Args:
-        abstract: shapes and dtypes of the result.
+    `abstract` has the shapes and dtypes of the result. The buffers of `args` are donated.
     """
     return build_state(make, abstract, layout, *args)()
 
@@ -87,8 +83,3 @@ def build_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any)
     compiled = thread.submit(program.lower(*args).compile)
     thread.shutdown(wait=False)
     return lambda: compiled.result()(*args)
-
-
-def initial_update_counts() -> UpdateCounts:
-    """Zero counts. Traceable, so that they are created on the mesh with the rest of the state."""
-    return UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))

@@ -7,6 +7,7 @@ Losses stay sums until the end, so the result does not depend on how the batch i
 devices (up to the order of float additions).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -63,9 +64,7 @@ def make_train_step(
     If the objective or gradient norm is not finite, or a guard rejects the step, only `step`, `guard.skipped` and the
     guards' slots change. The program itself makes this choice, because the donated input state is gone afterwards.
 
-    Args:
-        abstract: the state's shapes and dtypes (`StateBuilder.abstract_state`).
-        watch: what to measure in addition to the metrics. Parameters and optimizer state are those before the update.
+    `watch` sees the parameters and the optimizer state before the update.
     """
     optimizer = phase.transformation(abstract.model)
     schedule = phase.optimizer.schedule(phase.num_steps)
@@ -117,26 +116,19 @@ def _apply_guards(guards: Sequence[StepGuard], slots: dict[str, Any], stats: Ste
 
 
 def _apply_update(
-    phase: Phase,
-    optimizer: optax.GradientTransformationExtraArgs,
-    state: RunState,
-    sums: _Sums,
-    curvature: Curvature,
+    phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums, curvature: Curvature
 ) -> tuple[RunState, Any]:
     """The state with the batch's update applied unconditionally, and the update."""
     trainable, frozen = phase.split(state.model)
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, curvature=curvature)
     trainable = optax.apply_updates(trainable, updates)
-    averages = {
-        name: average.update(state.slots[name], trainable, state.guard.updates)
-        for name, average in phase.averages.items()
-    }
-    after = RunState(
-        step=state.step,
-        key=state.key,
+    count = state.guard.updates
+    averages = {name: average.update(state.slots[name], trainable, count) for name, average in phase.averages.items()}
+    after = dataclasses.replace(
+        state,
         model=eqx.combine(trainable, frozen, is_leaf=is_named),
         opt_state=opt_state,
-        guard=UpdateCounts(updates=state.guard.updates + 1, skipped=state.guard.skipped),
+        guard=UpdateCounts(updates=count + 1, skipped=state.guard.skipped),
         slots=sums.slots | averages,
     )
     return after, updates
@@ -151,9 +143,7 @@ def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunSt
     denominators = _denominators(objective, batch)
     key = step_key(state)
 
-    def loss_fn(
-        compute: Any, microbatch: Any, slot: Any, number: jax.Array
-    ) -> tuple[jax.Array, tuple[Any, Metrics, Any]]:
+    def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
         model = eqx.combine(compute, frozen, is_leaf=is_named)
         terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
         total = _total(terms, denominators)

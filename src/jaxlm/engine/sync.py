@@ -49,9 +49,7 @@ class FlagSync:
     def agreed(self, flags: SyncFlags, reduced: np.ndarray | None) -> SyncFlags:
         """The flags that every process acts on after this step.
 
-        Args:
-            flags: this process's flags, used directly if there is only one process.
-            reduced: newest fetched result of `reduce_flags`; None before the first.
+        A single process acts on its own `flags`, several on the newest fetched result of `reduce_flags`, if there is one.
         """
         if self._single_process:
             return flags

@@ -61,9 +61,7 @@ class WatchConfig:
     def measure(self, step: jax.Array, trees: Mapping[str, Any], batch: Any) -> Numbers:
         """Measurements by metric name, scalars or one per layer; zeros if this step is not due. Traceable.
 
-        Args:
-            step: number of this step, counted from 1.
-            trees: target -> pytree of arrays.
+        `step` counts from 1. `trees` maps each target to its arrays.
         """
         targets = {name: trees[name] for name in self.watch_targets if name != "batch"}
 

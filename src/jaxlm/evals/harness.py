@@ -81,11 +81,7 @@ class OpenTasks:
     manager: Any
 
     def run(self, model: LanguageModel, tokenizer: Any) -> dict[str, dict[str, Any]]:
-        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`.
-
-        Args:
-            tokenizer: `jaxlm.data.tokenizer.tokenizer.Tokenizer`.
-        """
+        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`."""
         results = self.evaluate(
             model=_backend(model, tokenizer, self.config.batch_size),
             tasks=list(self.config.tasks),
@@ -113,7 +109,8 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
             raise ConfigError(f"{_NAME}: {name}: {value} given, must be at least {least}")
     evaluate, manager_type = _harness()
     manager = manager_type(include_path=config.task_folder)
-    unknown = [task for task in config.tasks if not (task in manager.all_tasks or _is_task_file(task))]
+    is_file = lambda name: name.endswith(".yaml") and Path(name).expanduser().is_file()  # noqa: E731
+    unknown = [task for task in config.tasks if not (task in manager.all_tasks or is_file(task))]
     if unknown:
         advice = f" They are not in {config.task_folder} either" if config.task_folder else " Do you need task_folder?"
         raise ConfigError(f"{_NAME} has no tasks named {', '.join(unknown)}.{advice}")
@@ -124,10 +121,6 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     for name, task in loaded.items():
         _check_supported(name, task, seq_len)
     return OpenTasks(config, evaluate, manager)
-
-
-def _is_task_file(name: str) -> bool:
-    return name.endswith(".yaml") and Path(name).expanduser().is_file()
 
 
 def _check_supported(name: str, task: Any, seq_len: int) -> None:
@@ -190,31 +183,31 @@ class _BackendMethods:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        return [(one.log_likelihood, one.is_greedy) for one in score(self._model, pairs, self._batch_size)]
+        return [(scored.log_likelihood, scored.is_greedy) for scored in score(self._model, pairs, self._batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text. Texts longer than the model's sequence length are split into disjoint windows."""
-        windows = [(number, window) for number, request in enumerate(requests) for window in self._windows(request)]
+        windows = [(i, window) for i, request in enumerate(requests) for window in self._windows(request)]
         sums = [0.0] * len(requests)
-        scored = score(self._model, [window for _, window in windows], self._batch_size)
-        for (number, _), one in zip(windows, scored, strict=True):
-            sums[number] += one.log_likelihood
+        scores = score(self._model, [window for _, window in windows], self._batch_size)
+        for (i, _), scored in zip(windows, scores, strict=True):
+            sums[i] += scored.log_likelihood
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to the first stop string."""
-        numbers_by_options: dict[str, list[int]] = {}
-        for number in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
-            numbers_by_options.setdefault(repr(requests[number].args[1]), []).append(number)
+        indices_by_options: dict[str, list[int]] = {}
+        for i in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
+            indices_by_options.setdefault(repr(requests[i].args[1]), []).append(i)
         texts, generator = [""] * len(requests), Generator.of(self._model)
-        for numbers in numbers_by_options.values():
-            first = requests[numbers[0]]
+        for indices in indices_by_options.values():
+            first = requests[indices[0]]
             request = _GenerationRequest.of(first.args[1], self._model.Pos.size, first.task_name)
-            for start in range(0, len(numbers), self._batch_size):
-                batch = numbers[start : start + self._batch_size]
+            for start in range(0, len(indices), self._batch_size):
+                batch = indices[start : start + self._batch_size]
                 continuations = self._generate(generator, [requests[i].args[0] for i in batch], request)
-                for number, text in zip(batch, continuations, strict=True):
-                    texts[number] = text
+                for i, text in zip(batch, continuations, strict=True):
+                    texts[i] = text
         return texts
 
     def _windows(self, request: Any) -> Iterator[tuple[list[int], list[int]]]:

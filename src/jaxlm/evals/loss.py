@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -70,9 +69,7 @@ NOTHING = EvalLoss(0.0, 0.0, 0.0, 0.0)
 def by_group(sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> dict[str, EvalLoss]:
     """The sums of each source, and of each tag over all sources with that tag; every token has the same weight.
 
-    Args:
-        sums: source -> its sums.
-        tags: source -> its tags. A tag with the same name as a source is merged with it.
+    Both arguments are by source. A tag with the same name as a source is merged with it.
     """
     groups: dict[str, EvalLoss] = {}
     for name, part in sums.items():
@@ -89,13 +86,6 @@ def macro(sums: Iterable[EvalLoss]) -> dict[str, float]:
         "macro_loss": math.fsum(part.loss for part in parts) / len(parts) if parts else math.nan,
         "macro_bpb": math.fsum(bits) / len(bits) if bits else math.nan,
     }
-
-
-class _Totals(eqx.Module):
-    nats: jax.Array
-    tokens: jax.Array
-    text_nats: jax.Array
-    text_bytes: jax.Array
 
 
 class LossMeter:
@@ -121,17 +111,18 @@ class LossMeter:
                 are in the first group.
         """
         model = self._cast(model)
-        pending: list[_Totals] = []
+        pending: list[tuple[jax.Array, ...]] = []
         sums = np.zeros((4, self._num_groups))
         for batch, groups in batches:
             pending.append(self._totals(model, batch, groups))
             if len(pending) >= _MAX_IN_FLIGHT:
-                sums += _fetch(pending.pop(0))
+                sums += np.array(jax.device_get(pending.pop(0)), np.float64)
         for totals in pending:
-            sums += _fetch(totals)
+            sums += np.array(jax.device_get(totals), np.float64)
         return tuple(EvalLoss(*map(float, column)) for column in sums.T)
 
-    def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> _Totals:
+    def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> tuple[jax.Array, ...]:
+        """The fields of `EvalLoss`, each as float32 [group]."""
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
         losses = token_losses(hidden.final, model.lm_head(), batch.targets, soft_cap=model.logit_soft_cap)
         nats = losses * batch.loss_mask
@@ -148,7 +139,7 @@ class LossMeter:
             in_group = groups[..., None] == jnp.arange(self._num_groups)
             return jnp.sum(jnp.where(in_group, values[..., None], 0.0), axis=(0, 1))
 
-        return _Totals(add(nats), add(batch.loss_mask), add(nats * is_text), add(num_bytes))
+        return add(nats), add(batch.loss_mask), add(nats * is_text), add(num_bytes)
 
 
 class LossEval(Eval):
@@ -175,7 +166,3 @@ class LossEval(Eval):
 
 def _metrics(prefix: str, sums: EvalLoss) -> dict[str, float]:
     return {f"{prefix}loss": sums.loss, f"{prefix}bpb": sums.bits_per_byte}
-
-
-def _fetch(totals: _Totals) -> np.ndarray:
-    return np.array(jax.device_get(jax.tree.leaves(totals)), np.float64)

@@ -15,9 +15,8 @@ from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 
 _MIN_LENGTH = 32
-_LOGIT_CHUNK = (
-    64  # positions per row for which logits are computed at once, so that [position, vocab] never exists in full
-)
+# Positions per row for which logits are computed at once, so that [position, vocab] never exists in full.
+_LOGIT_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,6 @@ def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
     Args:
         pairs: token ids of context (at least one token) and continuation.
         batch_size: rows per batch; rounded up to a multiple of the number of devices that share a batch.
-
-    Raises:
-        ConfigError: a continuation alone is longer than the model's sequence length.
     """
     longest = max((len(continuation) for _, continuation in pairs), default=0)
     if longest > model.Pos.size:
@@ -57,11 +53,11 @@ def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
     # Longest first, so that running out of memory shows at once.
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
     for start in range(0, len(order), rows):
-        numbers = order[start : start + rows]
-        columns = _columns([pairs[i] for i in numbers], rows, model.Pos.size)
+        batch = order[start : start + rows]
+        columns = _columns([pairs[i] for i in batch], rows, model.Pos.size)
         sums, greedy = (np.asarray(a) for a in _sums(model, *map(jnp.asarray, columns)))
-        for row, number in enumerate(numbers):
-            scores[number] = Scored(float(sums[row]), bool(greedy[row]))
+        for row, i in enumerate(batch):
+            scores[i] = Scored(float(sums[row]), bool(greedy[row]))
     return [scored for scored in scores if scored is not None]
 
 
@@ -106,8 +102,8 @@ def _sums(
         number = start + jnp.arange(chunk)
         at_BC = jnp.minimum(firsts_B[:, None] + number, length - 1)
         hidden = jnp.take_along_axis(final.array, at_BC[..., None], axis=1)
-        named = NamedArray(hidden, (axes[0], Axis(POSITION, chunk), *final.axes[2:]))
-        logits = model.logits(named).rearrange((BATCH, POSITION, model.Vocab)).array.astype(jnp.float32)
+        hidden = NamedArray(hidden, (axes[0], Axis(POSITION, chunk), *final.axes[2:]))
+        logits = model.logits(hidden).rearrange((BATCH, POSITION, model.Vocab)).array.astype(jnp.float32)
         target = jax.lax.dynamic_slice_in_dim(targets_BC, start, chunk, axis=1)
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), target[..., None], axis=-1)[..., 0]
         is_target = number < counts_B[:, None]

@@ -6,26 +6,12 @@ No device needs to be attached. TPUs need `libtpu`; GPUs need jax's CUDA plugin 
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.forecast.topologies import Cuda, Topology
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-
-
-@dataclass(frozen=True)
-class AotDevices:
-    """Devices that programs can be compiled for, but not run on.
-
-    Attributes:
-        devices: jax devices, as many as the topology has.
-        compiler: description of the compiler.
-    """
-
-    devices: Sequence[Any]
-    compiler: str
 
 
 def has_compiler(topology: Topology) -> bool:
@@ -35,11 +21,10 @@ def has_compiler(topology: Topology) -> bool:
     return topology.chip.cuda is not None and any(map(is_installed, CUDA_PLUGINS))
 
 
-def aot_devices(topology: Topology) -> AotDevices:
-    """Creates the devices of a topology. Its compiler must be installed.
+def aot_devices(topology: Topology) -> tuple[Sequence[Any], str]:
+    """Devices that programs can be compiled for, but not run on, and the name of their compiler.
 
-    Raises:
-        ConfigError: the compiler does not start, or does not support these devices.
+    The compiler must be installed. Raises `ConfigError` if it does not start, or does not support these devices.
     """
     from jax.experimental import topologies
 
@@ -58,7 +43,7 @@ def aot_devices(topology: Topology) -> AotDevices:
             f"--topology {topology.name}: the compiler for it is installed but does not start ({reason})."
             " Repair the installation, or uninstall it to use simulated devices"
         ) from error
-    return AotDevices(description.devices, f"{name}, ahead of time")
+    return description.devices, f"{name}, ahead of time"
 
 
 def is_installed(module: str) -> bool:

@@ -15,8 +15,8 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -96,8 +96,7 @@ class Forecast:
 
 
 def simulate_devices(topologies: Sequence[Topology]) -> None:
-    """Makes jax simulate as many CPU devices as the largest topology without a compiler has. Call this before using
-    jax."""
+    """Makes jax simulate the CPU devices of the largest topology that has no compiler. Call this before using jax."""
     count = max([1, *(topology.num_chips for topology in topologies if not has_compiler(topology))])
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
@@ -115,25 +114,27 @@ def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Con
 
 def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecast:
     """Compiles the step of the first phase for the topology and estimates its time."""
-    target = _target(topology)
-    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], target.devices)
-    with plan.layout.use(), target.tracing:
+    has_real_compiler = has_compiler(topology)
+    cuda = topology.chip.cuda if has_real_compiler else None
+    devices, compiled_for = aot_devices(topology) if has_real_compiler else _simulated_devices(topology)
+    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
+    with plan.layout.use(), compiling_for_cuda(cuda.capability) if cuda else nullcontext():
         step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
     hlo = step.call.as_text() or ""
     speed = _speed(topology, plan.precision.compute)
     full_remat = step.remat_policy == FULL
-    time = roofline(hlo, speed) if target.is_cuda else _analytic_seconds(plan, topology, full_remat=full_remat)
+    time = roofline(hlo, speed) if cuda else _analytic_seconds(plan, topology, full_remat=full_remat)
     collective_seconds = functools.partial(_collective_seconds, plan=plan, topology=topology)
     communication = sum(n * collective_seconds(collective) for collective, n in collectives_per_run(hlo).items())
     seconds, exposed = max(time.total, communication), time.total + communication
-    scheduled = exposed - overlapped(hlo, speed, collective_seconds) if target.is_cuda else None
+    scheduled = exposed - overlapped(hlo, speed, collective_seconds) if cuda else None
     model = plan.state_builder.abstract_state(plan.phases[0]).model
     flops = config.model.flops_per_token(plan.state_builder.Vocab.size)
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
         chips=topology.num_chips,
-        compiled_for=target.description,
+        compiled_for=compiled_for,
         parameters=tree.num_parameters(model),
         active_parameters=num_active(model),
         tokens_per_step=plan.tokens_per_step,
@@ -151,31 +152,12 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
-        kernels=dict(kernels(hlo)) if target.is_cuda else {},
+        kernels=dict(kernels(hlo)) if cuda else {},
     )
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What a step is compiled for.
-
-    Attributes:
-        description: the devices and the compiler.
-        is_cuda: NVIDIA GPUs with their real compiler.
-        tracing: context manager to trace the step in.
-    """
-
-    devices: Sequence[Any]
-    description: str
-    is_cuda: bool = False
-    tracing: AbstractContextManager[None] = field(default_factory=nullcontext)
-
-
-def _target(topology: Topology) -> _Target:
-    if has_compiler(topology):
-        aot, cuda = aot_devices(topology), topology.chip.cuda
-        tracing = nullcontext() if cuda is None else compiling_for_cuda(cuda.capability)
-        return _Target(aot.devices, aot.compiler, cuda is not None, tracing)
+def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
+    """CPU devices, as many as the topology has, and a description of them."""
     hint = _COMPILER_HINTS[topology.chip.platform]
     if topology.num_chips > _MAX_SIMULATED:
         raise ConfigError(
@@ -189,7 +171,7 @@ def _target(topology: Topology) -> _Target:
             f" {len(devices)}. Call simulate_devices before you use jax"
         )
     description = f"{topology.num_chips} simulated CPU devices, whose collectives are float32 ({hint})"
-    return _Target(devices[: topology.num_chips], description)
+    return devices[: topology.num_chips], description
 
 
 def _speed(topology: Topology, dtype: Any) -> Speed:

@@ -1,18 +1,21 @@
-"""Reads compiled programs (HLO text): operations by kind, collectives with their bytes, library kernels."""
+"""Reads compiled programs (HLO text): instructions, collectives with their bytes, library kernels, operations by kind."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-"""Bytes per element; dtypes that are not listed have one."""
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_COLLECTIVE = re.compile(rf"= (?P<shapes>\(.*?\)|\S+) (?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\(")
-_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
-LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
+# Bytes per element; dtypes that are not listed have one.
+_DTYPE_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(
+    r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)"
+)
+_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
@@ -43,47 +46,146 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the output array."""
-        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+        return _num_bytes(self.dtype, self.shape)
 
 
-def collectives(hlo: str) -> Counter[Collective]:
-    """Counts each collective in the text of a compiled program. Loop bodies count once."""
-    counts: Counter[Collective] = Counter()
-    for line in hlo.splitlines():
-        counts.update(collectives_of(line))
-    return counts
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction of a compiled program.
+
+    Attributes:
+        type: dtype and shape of the output, or of each output.
+        operands: names of the instructions that it reads.
+        line: its text, with all attributes.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+    is_root: bool
+
+    @property
+    def outputs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """dtype and shape of each output."""
+        return [(shape["dtype"], integers(shape["dims"])) for shape in _SHAPE.finditer(self.type)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first output."""
+        return self.outputs[0][1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all outputs."""
+        return sum(_num_bytes(dtype, shape) for dtype, shape in self.outputs)
+
+    @property
+    def library_call(self) -> str:
+        """The library kernel that it calls, or an annotation for the compiler; empty if it calls none."""
+        target = _LIBRARY_CALL.search(self.line)
+        return target["name"] if target else ""
+
+    def collectives(self) -> list[Collective]:
+        """The output arrays, if it is a collective or the start of one."""
+        kind, outputs = self.opcode.removesuffix("-start"), self.outputs
+        if kind not in COLLECTIVES:
+            return []
+        if kind != self.opcode and self.type.startswith("("):
+            # An asynchronous collective returns operands, then results; an all-reduce returns them once.
+            if kind in ("all-gather", "reduce-scatter"):
+                outputs = outputs[len(outputs) // 2 :]
+            elif kind == "collective-permute":
+                outputs = outputs[1:2]
+        return [Collective(kind, dtype, shape) for dtype, shape in outputs]
+
+
+Computation = dict[str, Instruction]
+"""The instructions of a computation by name, in order."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: its computations by name.
+        entry: name of the computation that runs first.
+    """
+
+    computations: dict[str, Computation]
+    entry: str | None
+
+    @staticmethod
+    def parse(hlo: str) -> "Program":
+        computations: dict[str, Computation] = {}
+        current: Computation = {}
+        entry = None
+        for line in hlo.splitlines():
+            if not line.startswith(" ") and (header := _COMPUTATION.match(line)):
+                current = computations[header["name"]] = {}
+                entry = header["name"] if header["entry"] else entry
+            elif m := _INSTRUCTION.match(line):
+                operands = tuple(_OPERAND.findall(m["operands"]))
+                current[m["name"]] = Instruction(
+                    m["name"], m["type"], m["opcode"], operands, line, is_root=m["root"] is not None
+                )
+        return Program(computations, entry)
+
+    def called_by(self, instruction: Instruction) -> list[str]:
+        """The computations that an instruction calls: the body of a loop or fusion, or the branches of a conditional."""
+        branches = _BRANCHES.search(instruction.line)
+        names = _CALLED.findall(instruction.line) + (branches[1].split(",") if branches else [])
+        return [name for name in (name.strip(" %") for name in names) if name in self.computations]
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """The trip count of a loop: the compiler's annotation, else the limit of its counter, else None."""
+        if annotation := _TRIPS.search(loop.line):
+            return int(annotation[1])
+        condition = _CONDITION.search(loop.line)
+        lines = [i.line for i in self.computations.get(condition[1], {}).values()] if condition else []
+        limits = [int(limit[1]) for line in lines if (limit := _LIMIT.search(line))]
+        return limits[0] if len(limits) == 1 and any("direction=LT" in line for line in lines) else None
+
+    def executed(self) -> Iterator[tuple[str, int]]:
+        """Yields each executed computation, once per call site, with the number of executions from there.
+
+        Loops with unknown trip counts count once.
+        """
+        pending = [(self.entry, 1)] if self.entry else []
+        while pending:
+            name, count = pending.pop()
+            yield name, count
+            for instruction in self.computations[name].values():
+                trips = (self.trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                pending += [(called, count * trips) for called in self.called_by(instruction)]
 
 
 def collectives_per_run(hlo: str) -> Counter[Collective]:
-    """Counts how often each collective is executed in one run of the program.
-
-    Loops with unknown trip counts count once.
-    """
+    """Counts how often each collective is executed in one run of the program, as far as trip counts are known."""
     counts: Counter[Collective] = Counter()
-    bodies, entry = computations(hlo)
-    for name, count in executed(bodies, entry):
-        lines = bodies[name]
+    program = Program.parse(hlo)
+    for name, count in program.executed():
+        instructions = program.computations[name].values()
         if name.startswith(_REDUCE_SCATTER_FUSION):
-            root = next(_SHAPE.search(line) for line in lines if line.lstrip().startswith("ROOT"))
-            assert root is not None
-            counts[Collective("reduce-scatter", root["dtype"], _dims(root))] += count
+            root = next(instruction for instruction in instructions if instruction.is_root)
+            counts[Collective("reduce-scatter", *root.outputs[0])] += count
             continue
-        for line in lines:
-            for collective in collectives_of(line):
+        for instruction in instructions:
+            for collective in instruction.collectives():
                 counts[collective] += count
     return counts
 
 
 def kernels(hlo: str) -> Counter[str]:
-    """Counts the calls of each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) in one run of the
-    program."""
+    """Counts the calls of each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) in one run of the program."""
     counts: Counter[str] = Counter()
-    bodies, entry = computations(hlo)
-    for name, count in executed(bodies, entry):
-        for line in bodies[name]:
-            if (kernel := LIBRARY_CALL.search(line)) and kernel["name"] not in _NO_KERNELS:
-                counts[kernel["name"]] += count
+    program = Program.parse(hlo)
+    for name, count in program.executed():
+        for instruction in program.computations[name].values():
+            if (kernel := instruction.library_call) and kernel not in _NO_KERNELS:
+                counts[kernel] += count
     return counts
 
 
@@ -92,70 +194,13 @@ def has_compiler_remat(hlo: str) -> bool:
     return _COMPILER_REMAT.search(hlo) is not None
 
 
-def collectives_of(line: str) -> Iterator[Collective]:
-    """Yields the output arrays of an instruction if it is a collective or the start of one."""
-    instruction = _COLLECTIVE.search(line)
-    if instruction is None:
-        return
-    shapes = list(_SHAPE.finditer(instruction["shapes"]))
-    if instruction["start"] and instruction["shapes"].startswith("("):
-        # An asynchronous collective returns operands, then results; an all-reduce returns them once.
-        if instruction["kind"] in ("all-gather", "reduce-scatter"):
-            shapes = shapes[len(shapes) // 2 :]
-        elif instruction["kind"] == "collective-permute":
-            shapes = shapes[1:2]
-    for shape in shapes:
-        yield Collective(instruction["kind"], shape["dtype"], _dims(shape))
+def integers(text: str) -> tuple[int, ...]:
+    """All integers in a text, such as a shape's dimensions."""
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _dims(shape: re.Match[str]) -> tuple[int, ...]:
-    return tuple(int(d) for d in shape["dims"].split(",") if d)
-
-
-def executed(bodies: dict[str, list[str]], entry: str | None) -> Iterator[tuple[str, int]]:
-    """Yields each executed computation, once per call site, with the number of executions from there."""
-    pending = [(entry, 1)] if entry else []
-    while pending:
-        name, count = pending.pop()
-        yield name, count
-        for line in bodies[name]:
-            inner_count = count * (trip_count(line, bodies) or 1) if " while(" in line else count
-            pending += [(called, inner_count) for called in called_by(line) if called in bodies]
-
-
-def trip_count(line: str, bodies: dict[str, list[str]]) -> int | None:
-    """The trip count of a loop: the compiler's annotation, else the limit of its counter, else None.
-
-    Args:
-        line: the loop instruction.
-        bodies: from `computations`.
-    """
-    if annotation := _TRIPS.search(line):
-        return int(annotation[1])
-    condition = _CONDITION.search(line)
-    lines = bodies.get(condition[1], []) if condition else []
-    limits = [int(limit[1]) for text in lines if (limit := _LIMIT.search(text))]
-    return limits[0] if len(limits) == 1 and any("direction=LT" in text for text in lines) else None
-
-
-def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
-    """The instructions of each computation, and the name of the entry computation."""
-    bodies: dict[str, list[str]] = {}
-    current: list[str] = []
-    entry = None
-    for line in hlo.splitlines():
-        if not line.startswith(" ") and (header := _COMPUTATION.match(line)):
-            current = bodies[header["name"]] = []
-            entry = header["name"] if header["entry"] else entry
-        else:
-            current.append(line)
-    return bodies, entry
-
-
-def called_by(line: str) -> list[str]:
-    """The computations that an instruction calls: the body of a loop or fusion, or the branches of a conditional."""
-    branches = _BRANCHES.search(line)
-    return _CALLED.findall(line) + ([name.strip(" %") for name in branches[1].split(",")] if branches else [])
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * _DTYPE_BYTES.get(dtype, 1)
 
 
 MATRIX = "matrix products"
@@ -169,8 +214,6 @@ KINDS = (MATRIX, ATTENTION, FUSION, COLLECTIVE, COPY, OTHER)
 # Control flow: the operations inside are counted instead.
 CONTAINERS = re.compile(r"(while|conditional|call)([.\d]*)$")
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .+? (?P<opcode>[a-z][\w\-]*)\(")
-_CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 _COLLECTIVES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective|ncclDevKernel|^send\b|^recv\b")
 _PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
@@ -197,16 +240,13 @@ class Operation:
 
 def operations(hlo: str) -> dict[str, Operation]:
     """All operations in the text of a compiled program, by name. The kind of a fusion is that of its contents."""
-    bodies, _ = computations(hlo)
+    program = Program.parse(hlo)
     by_name: dict[str, Operation] = {}
-    for lines in bodies.values():
-        for line in lines:
-            if instruction := _INSTRUCTION.match(line):
-                source = _SOURCE.search(line)
-                opcodes = _opcodes(line, instruction["opcode"], bodies)
-                target = LIBRARY_CALL.search(line)
-                kind = _kind(opcodes, source[1] if source else "", target[1] if target else "")
-                by_name[instruction["name"]] = Operation(kind, source[1] if source else "")
+    for computation in program.computations.values():
+        for name, instruction in computation.items():
+            metadata = _SOURCE.search(instruction.line)
+            source = metadata[1] if metadata else ""
+            by_name[name] = Operation(_kind(_opcodes(instruction, program), source, instruction.library_call), source)
     return by_name
 
 
@@ -224,24 +264,21 @@ def operation_by_name(name: str) -> Operation:
 
 
 def _kind(opcodes: frozenset[str], source: str, target: str) -> str:
-    if any(_COLLECTIVES.search(opcode) for opcode in opcodes):
+    if any(map(_COLLECTIVES.search, opcodes)):
         return COLLECTIVE
     if _ATTENTION.search(source) or _ATTENTION.search(target):
         return ATTENTION
-    if any(_PRODUCTS.search(opcode) for opcode in opcodes) or _PRODUCTS.search(target):
+    if any(map(_PRODUCTS.search, opcodes)) or _PRODUCTS.search(target):
         return MATRIX
-    if all(_MOVES.match(opcode) for opcode in opcodes):
+    if all(map(_MOVES.match, opcodes)):
         return COPY
-    return OTHER if any(_NOT_FUSED.search(opcode) for opcode in opcodes) else FUSION
+    return OTHER if any(map(_NOT_FUSED.search, opcodes)) else FUSION
 
 
-def _opcodes(line: str, opcode: str, bodies: Mapping[str, list[str]]) -> frozenset[str]:
+def _opcodes(instruction: Instruction, program: Program) -> frozenset[str]:
     """The opcode of an instruction, or those of the computation that it fuses."""
-    called = _CALLS.search(line) if opcode == "fusion" else None
-    if called is None:
-        return frozenset([opcode])
-    opcodes: frozenset[str] = frozenset()
-    for inner in bodies.get(called[1], ()):
-        if instruction := _INSTRUCTION.match(inner):
-            opcodes |= _opcodes(inner, instruction["opcode"], bodies)
-    return opcodes
+    called = program.called_by(instruction) if instruction.opcode == "fusion" else []
+    if not called:
+        return frozenset([instruction.opcode])
+    fused = (inner for name in called for inner in program.computations[name].values())
+    return frozenset(opcode for inner in fused for opcode in _opcodes(inner, program))

@@ -133,11 +133,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parses `v5p-512` (number of cores, as the vendor counts), `v5e-256` or `h100-64` (number of chips).
-
-    Raises:
-        ConfigError: the chip is unknown, or the number is invalid for it.
-    """
+    """Parses `v5p-512` (number of cores, as the vendor counts), `v5e-256` or `h100-64` (number of chips)."""
     match = re.fullmatch(r"([a-z0-9]+)-(\d+)", text)
     if match is None or match[1] not in CHIPS:
         raise ConfigError(
@@ -151,11 +147,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def torus(num_chips: int, dimensions: int) -> tuple[int, ...]:
-    """The side lengths of the most even torus. Sides above 4 are multiples of 4.
-
-    Raises:
-        ConfigError: there is no torus with this number of chips.
-    """
+    """The side lengths of the most even torus. Sides above 4 are multiples of 4. Raises `ConfigError` if there is none."""
 
     def shapes(chips: int, num_sides: int, minimum: int) -> list[tuple[int, ...]]:
         """All torus shapes with increasing sides of at least `minimum`."""

@@ -35,7 +35,8 @@ class Console:
             print("\r\x1b[2K", end="", file=self._stream)
             self._showing_progress = False
         print(text, file=self._stream, flush=True)
-        self._write_log(text)
+        if self._log_file is not None:
+            print(text, file=self._log_file, flush=True)
 
     def progress(self, text: str, *, last: bool = False) -> None:
         """Replaces the progress line on a terminal; otherwise prints a line every 10 s."""
@@ -54,17 +55,11 @@ class Console:
             self._log_file.close()
             self._log_file = None
 
-    def _write_log(self, text: str) -> None:
-        if self._log_file is not None:
-            self._log_file.write(text + "\n")
-            self._log_file.flush()
-
 
 def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     """Formats rows of name and value as two aligned columns under a title."""
     width = max(len(name) for name, _ in rows)
-    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([title, *lines])
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def duration(seconds: float) -> str:

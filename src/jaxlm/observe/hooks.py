@@ -30,16 +30,9 @@ class TrackerListener:
 
 
 class _StepTime(NamedTuple):
-    """Tokens and duration of a step.
-
-    Attributes:
-        seconds: duration of the step.
-        hook_seconds: duration of evaluations and saves before it.
-    """
-
     tokens: float
     seconds: float
-    hook_seconds: float
+    hook_seconds: float  # duration of evaluations and saves before the step
 
 
 class ProgressListener:
@@ -65,8 +58,7 @@ class ProgressListener:
         seconds = info.metrics["throughput/duration"]
         tokens = info.metrics["throughput/tokens_per_second"] * seconds
         self._recent.append(_StepTime(tokens, seconds, info.metrics["throughput/hook_time"]))
-        text = "  ".join(self._parts(info))
-        self._console.progress(text, last=info.step == self._phase.end)
+        self._console.progress("  ".join(self._parts(info)), last=info.step == self._phase.end)
 
     def _parts(self, info: StepInfo) -> list[str]:
         metrics = info.metrics
@@ -134,4 +126,5 @@ class EvalHook:
         return metrics
 
     def _evaluate(self, prefix: str, model: LanguageModel) -> dict[str, float]:
-        return {f"{prefix}/{name}": value for run in self._evals for name, value in run.run(model).items()}
+        results = (evaluation.run(model) for evaluation in self._evals)
+        return {f"{prefix}/{name}": value for metrics in results for name, value in metrics.items()}

@@ -26,12 +26,8 @@ def loss_curve(records: Records, path: Path, title: str) -> None:
         if width > 1:
             axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, per step")
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        axes.plot(
-            steps[width - 1 :],
-            smooth,
-            color="tab:blue",
-            label=f"training, mean of {width}" if width > 1 else "training",
-        )
+        label = f"training, mean of {width}" if width > 1 else "training"
+        axes.plot(steps[width - 1 :], smooth, color="tab:blue", label=label)
     steps, losses = _series(records, "eval/loss")
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
@@ -46,15 +42,11 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
     for phase in phases:
         schedule = phase.optimizer.schedule(phase.num_steps)
         steps = np.unique(np.linspace(0, phase.num_steps, _MAX_POINTS).round())
-        axes.plot(
-            phase.start + steps,
-            schedule(steps),
-            color=f"C{phase.index % 10}",
-            label=phase.name,
-        )
+        color = f"C{phase.index % 10}"
+        axes.plot(phase.start + steps, schedule(steps), color=color, label=phase.name)
         corners = schedule.corner_points()
         for step, rate, name in corners if len(corners) <= _MAX_LABELS else []:
-            axes.plot(phase.start + step, rate, "o", color=f"C{phase.index % 10}", markersize=4)
+            axes.plot(phase.start + step, rate, "o", color=color, markersize=4)
             point, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
             axes.annotate(text, point, (4, 4), textcoords="offset points", fontsize=7)
     axes.set(title=title, xlabel="step", ylabel="learning rate")
@@ -65,11 +57,7 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Step durations of a run.
-
-    Attributes:
-        durations_ms: duration of each step in ms, in step order.
-    """
+    """Duration of each step of a run."""
 
     durations_ms: np.ndarray
 
@@ -83,10 +71,9 @@ class StepTimes:
 
 
 def step_times(records: Records, exclude: Collection[int]) -> StepTimes | None:
-    """The step durations in a run's records, in ms; None if there are none.
+    """The step durations in a run's records; None if there are none.
 
-    Args:
-        exclude: steps to exclude, such as the first step of each phase, which includes warm-up.
+    `exclude` contains the first step of each phase, which includes warm-up.
     """
     steps, seconds = _series(records, "throughput/duration")
     included = seconds[~np.isin(steps, list(exclude))] if len(steps) else seconds

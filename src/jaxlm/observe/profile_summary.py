@@ -72,12 +72,7 @@ def newest_trace(folder: Path) -> Path | None:
 
 
 def read_profile(trace: Path, program: str, operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
-    """Summarizes a trace; None if it contains no operations of the program.
-
-    Args:
-        program: name of the compiled program; operations of other programs are ignored.
-        operations: the program's operations by name.
-    """
+    """Summarizes a trace; None if it contains no operations of the compiled program with the name `program`."""
     from jax.profiler import ProfileData
 
     planes = list(ProfileData.from_file(str(trace)).planes)
@@ -92,10 +87,8 @@ def summarize(
 ) -> Profile | None:
     """Sums the events by operation; None if there are none.
 
-    An operation counts without the operations nested in it. Loops and branches do not count.
-
-    Args:
-        pauses: start and end in nanoseconds of each pause of the loop.
+    An operation counts without the operations nested in it. Loops and branches do not count. `pauses` are the start and
+    end in nanoseconds of each pause of the training loop.
     """
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)

@@ -71,8 +71,7 @@ class ProfileHook:
             )
         elif self._end < min(self._begin + config.num_steps, phase.end):
             log(
-                f"profiler: recording only steps {self._begin + 1} to {self._end}, because the batch size changes after"
-                " them"
+                f"profiler: recording only steps {self._begin + 1} to {self._end}, because the batch size changes after them"
             )
 
     def due(self, step: int) -> bool:
@@ -118,7 +117,7 @@ class ProfileHook:
         profile = trace and read_profile(trace, name, operations(text), num_steps)
         if not profile:
             self._log(
-                f"profiler: the trace in {self._folder} contains no operation of the training step; no summary written"
+                f"profiler: the trace in {self._folder} has no operation of the training step; no summary written"
             )
             return
         title = f"Profile of phase '{self._phase.name}', steps {self._begin + 1} to {self._end}"

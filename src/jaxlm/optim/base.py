@@ -26,8 +26,6 @@ class ParameterGroup:
     """Parameters that are updated in the same way.
 
     Attributes:
-        name: description of the group.
-        paths: paths of the leaves.
         num_parameters: total number of elements.
         weight_decay: decoupled decay, before multiplication by the learning rate.
         as_matrices: whether the optimizer applies its update rule for matrices to them.
@@ -172,11 +170,7 @@ def _decays_by_default(path: str) -> bool:
 def decay_mask(groups: Sequence[ParameterGroup]):
     """The mask for `optax.add_decayed_weights`: maps params to True at every leaf of a group that decays."""
     decaying = {path for group in groups if group.weight_decay for path in group.paths}
-
-    def mask(params: Any) -> Any:
-        return tree.map_leaves(lambda path, _: path in decaying, params)
-
-    return mask
+    return lambda params: tree.map_leaves(lambda path, _: path in decaying, params)
 
 
 def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) -> optax.GradientTransformation:
@@ -185,11 +179,7 @@ def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) 
 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:
-    """Scales gradients with a larger global norm down to `max_norm`; None disables clipping.
-
-    Raises:
-        ConfigError: `max_norm` is not above 0.
-    """
+    """Scales gradients with a larger global norm down to `max_norm`; None disables clipping."""
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"optimizer.max_grad_norm: {max_norm} given, null (no clipping) or a number above 0 expected")
     return optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)

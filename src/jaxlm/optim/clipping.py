@@ -20,9 +20,6 @@ def clip_by_rms(max_rms: float) -> optax.GradientTransformation:
     """Scales each parameter's update in each layer down to a root mean square of at most `max_rms`.
 
     Source: Shazeer and Stern 2018, Adafactor (arXiv:1804.04235), section 6; applied to the update including momentum.
-
-    Raises:
-        ConfigError: `max_rms` is not above 0.
     """
     if not max_rms > 0:
         raise ConfigError(f"optimizer.update_rms_clipping: {max_rms} given, null or a number above 0 expected")

@@ -40,9 +40,6 @@ class Curvature:
 
         Source: Hutchinson 1990, A stochastic estimator of the trace of the influence matrix for Laplacian smoothing
         splines; as Liu et al. 2023 (arXiv:2305.14342), algorithm 1. Costs about three gradients.
-
-        Args:
-            seed: selects the random direction, together with the step's key.
         """
         u = self.direction(params, seed)
         _, along_u = jax.jvp(self.gradient, (params,), (u,))

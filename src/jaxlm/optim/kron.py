@@ -88,9 +88,8 @@ class KronConfig(OptimizerConfig):
 
     def _whitened(self) -> optax.GradientTransformation:
         def init_fn(params: Any) -> Any:
-            return _State(
-                jnp.zeros((), jnp.int32), {path: self._first(view) for path, view in matrices(params).items()}
-            )
+            memories = {path: self._first(view) for path, view in matrices(params).items()}
+            return _State(jnp.zeros((), jnp.int32), memories)
 
         def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             count, directions, memories = state.count + 1, {}, {}
@@ -106,11 +105,7 @@ class KronConfig(OptimizerConfig):
         return _Memory(hax.zeros(view.weight.axes, jnp.float32), *sides)
 
     def _step(self, view: MatrixView, memory: "_Memory", count: jax.Array) -> tuple[NamedArray, "_Memory"]:
-        """The whitened momentum of all matrices in one weight, and their new state.
-
-        Args:
-            count: number of steps, including this one.
-        """
+        """The whitened momentum of all matrices in one weight, and their new state. `count` includes this step."""
         mean = self.beta1 * memory.mean + (1 - self.beta1) * view.weight.astype(jnp.float32)
         unbiased = view.of(mean) / (1 - self.beta1**count)
         white, left, right = precondition(

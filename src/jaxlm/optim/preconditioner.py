@@ -31,8 +31,8 @@ class Factor(eqx.Module):
         steepness: [..], bound on the curvature of the criterion near Q. The step size is divided by it.
     """
 
-    root: eqx.AbstractVar[NamedArray]
-    steepness: eqx.AbstractVar[jax.Array]
+    root: NamedArray
+    steepness: jax.Array
 
     @abc.abstractmethod
     def apply(self, matrix: jax.Array) -> jax.Array:
@@ -60,12 +60,12 @@ class Factor(eqx.Module):
         """[..], the largest element of Q, which for a symmetric positive definite matrix is on the diagonal."""
         return jnp.max(self.root.array.reshape((*self.steepness.shape, -1)), -1)
 
+    def _named(self, flat: jax.Array) -> NamedArray:
+        return hax.named(flat.reshape(self.root.array.shape), self.root.axes)
+
 
 class DenseFactor(Factor):
     """A factor with all m x m elements."""
-
-    root: NamedArray
-    steepness: jax.Array
 
     def apply(self, matrix: jax.Array) -> jax.Array:
         return self._square() @ matrix
@@ -91,15 +91,9 @@ class DenseFactor(Factor):
     def _square(self) -> jax.Array:
         return self._flat() @ self._flat()
 
-    def _named(self, flat: jax.Array) -> NamedArray:
-        return hax.named(flat.reshape(self.root.array.shape), self.root.axes)
-
 
 class DiagonalFactor(Factor):
     """A diagonal factor, for sides that are too long for a dense one."""
-
-    root: NamedArray
-    steepness: jax.Array
 
     def apply(self, matrix: jax.Array) -> jax.Array:
         return jnp.square(self._flat())[..., None] * matrix
@@ -120,9 +114,6 @@ class DiagonalFactor(Factor):
     def _flat(self) -> jax.Array:
         return self.root.array.reshape((*self.steepness.shape, -1))
 
-    def _named(self, flat: jax.Array) -> NamedArray:
-        return hax.named(flat.reshape(self.root.array.shape), self.root.axes)
-
 
 def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: float, max_dense_size: int) -> Factor:
     """`scale` times the identity, for one side of each stacked matrix. It is diagonal if the side is too long."""
@@ -140,14 +131,11 @@ def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: flo
 def precondition(
     matrix: jax.Array, left: Factor, right: Factor, *, rate: float, damping: float
 ) -> tuple[jax.Array, Factor, Factor]:
-    """Whitens a matrix [.., m, n] with both factors, and fits the factors to it by one step.
+    """Whitens a matrix [.., m, n] with both factors, and returns it with the factors after fitting them to it by one step.
 
     Args:
         rate: step size of the fit, at most 1.
         damping: assumed standard deviation of the noise in every element of the matrix.
-
-    Returns:
-        The whitened matrix, and the new left and right factors.
     """
     white = right.apply(left.apply(matrix).mT).mT
     fitted_left = left.fitted(white, damping**2 * right.gain(), rate)

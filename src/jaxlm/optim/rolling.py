@@ -4,6 +4,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+_STD_PER_MAD = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
+
 
 class RollingWindow(eqx.Module):
     """A ring buffer of float32 values.
@@ -56,7 +58,3 @@ class RollingWindow(eqx.Module):
 
     def _is_set(self) -> jax.Array:
         return jnp.arange(self.values.shape[0]) < self.count
-
-
-# Ratio of standard deviation to median absolute deviation for a normal distribution.
-_STD_PER_MAD = 1.4826

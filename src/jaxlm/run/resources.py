@@ -177,7 +177,7 @@ def open_run(
     identity = json.dumps(data_identity(plan))
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **_tokenizer_files(tokenizer)}
     writer = CheckpointWriter(plan.checkpoints, files)
-    writer.prepare()
+    plan.checkpoints.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:
         trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()

@@ -10,6 +10,7 @@ Dropout on the input of A in training, as in the released code (microsoft/LoRA, 
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -105,21 +106,16 @@ class LoraConfig(SurgeryConfig):
     def apply(
         self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
     ) -> LanguageModel:
-        """Adds a new adapter to every matching layer. The weights of `from_peft` are loaded into them later.
-
-        Raises:
-            ConfigError: no linear layer matches, a matching layer already has an adapter, the rank is not positive, or
-                dropout would have no effect on a layer.
-        """
+        """Adds a new adapter to every matching layer. The weights of `from_peft` are loaded into them later."""
         if self.rank < 1:
             raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
         check_probability("surgery lora: dropout", self.dropout)
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-        number = iter(range(1_000_000))
+        indices = itertools.count()
 
         def adapt(layer: Linear) -> LoraLinear:
-            key_of_layer = jax.random.fold_in(key, next(number))
-            return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=key_of_layer)
+            layer_key = jax.random.fold_in(key, next(indices))
+            return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=layer_key)
 
         adapted = tree.map_modules(model, Linear, self.target, adapt)
         self._check_no_adapters(model)
@@ -128,24 +124,18 @@ class LoraConfig(SurgeryConfig):
 
     def _check_no_adapters(self, model: LanguageModel) -> None:
         """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
-        matched = [
-            path
-            for path, _ in tree.modules_by_path(model, LoraLinear)
-            if re.search(self.target, path) or re.search(self.target, f"{path}.base")
-        ]
-        if matched:
+        paths = [path for path, _ in tree.modules_by_path(model, LoraLinear)]
+        matches = [p for p in paths if re.search(self.target, p) or re.search(self.target, f"{p}.base")]
+        if matches:
             raise ConfigError(
-                f"surgery lora: target '{self.target}' matches {', '.join(matched)}, which already has an adapter. Change"
+                f"surgery lora: target '{self.target}' matches {', '.join(matches)}, which already has an adapter. Change"
                 " target to match other layers. To continue training existing adapters, remove the surgery"
             )
 
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
-        heads = [
-            path
-            for path, layer in tree.modules_by_path(model, LoraLinear)
-            if layer.dropout and not layer.base.weight.has_axis(LAYERS)
-        ]
+        adapters = tree.modules_by_path(model, LoraLinear)
+        heads = [path for path, layer in adapters if layer.dropout and not layer.base.weight.has_axis(LAYERS)]
         if heads:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"

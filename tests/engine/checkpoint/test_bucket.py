@@ -228,7 +228,7 @@ def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
     folder = resolve_folder(f"gs://{BUCKET}/runs", "x", tmp_path)
     folder.open(said.append)
     writer = CheckpointWriter(folder, {"config.yaml": b"{}"})
-    writer.prepare()
+    folder.prepare()
     states = [state(seed, where) for seed in range(2)]
     for step, temporary in enumerate((False, True)):
         writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})

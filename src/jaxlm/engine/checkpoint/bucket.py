@@ -75,12 +75,8 @@ class BucketFolder(CheckpointFolder):
 
     def __init__(self, url: str, *, delete_temporary: bool = True):
         """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
-        self._url = url
+        self.location: str = url
         self._delete_temporary = delete_temporary
-
-    @property
-    def location(self) -> str:
-        return self._url
 
     @property
     def write_errors(self) -> tuple[type[Exception], ...]:
@@ -90,25 +86,22 @@ class BucketFolder(CheckpointFolder):
 
         return (OSError, ValueError, aiohttp.ClientError, HttpError, GoogleAuthError)
 
-    def __str__(self) -> str:
-        return self._url
-
     @functools.cached_property
     def _remote(self) -> RemoteFolder:
-        return RemoteFolder(self._url)  # created on first use, because a dry run needs no store
+        return RemoteFolder(self.location)  # created on first use, because a dry run needs no store
 
     def open(self, log: Callable[[str], None]) -> None:
         """Checks that every process can write and delete objects with fsspec and with TensorStore."""
         main_first(self._probe)
 
     def checkpoints(self) -> Sequence[BucketCheckpoint]:
-        with _read_errors(self._url):
+        with _read_errors(self.location):
             return [BucketCheckpoint(self._remote, name) for name in self._remote.names()]
 
     def set_aside(self, name: str) -> str:
         """Renames `checksums.json` of the checkpoint."""
         with storage_errors(
-            lambda reason: ConfigError(f"{self._url}/{name} is damaged, but it cannot be set aside ({reason})")
+            lambda reason: ConfigError(f"{self.location}/{name} is damaged, but it cannot be set aside ({reason})")
         ):
             return self._remote.set_aside(name)
 
@@ -117,18 +110,18 @@ class BucketFolder(CheckpointFolder):
         main_only(self._prepare)
 
     def _prepare(self) -> None:
-        with storage_errors(lambda reason: SaveError(f"cannot write to {self._url} ({reason})")):
+        with storage_errors(lambda reason: SaveError(f"cannot write to {self.location} ({reason})")):
             self._remote.remove_unfinished()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes the files under the final name. The checkpoint is invisible until `commit`."""
-        with storage_errors(lambda reason: SaveError(f"cannot save a checkpoint to {self._url} ({reason})")):
+        with storage_errors(lambda reason: SaveError(f"cannot save a checkpoint to {self.location} ({reason})")):
             self._remote.clear(name)
             for file, content in files.items():
                 self._remote.write(name, file, content)
 
     def arrays(self, name: str) -> str:
-        return f"{self._url}/{name}/{ARRAYS}"
+        return f"{self.location}/{name}/{ARRAYS}"
 
     def commit(self, name: str) -> None:
         """Writes `checksums.json` from the checksums that the store keeps, without reading the files again."""
@@ -145,25 +138,18 @@ class BucketFolder(CheckpointFolder):
         name = f"probe-{jax.process_index()}"
         with storage_errors(self._unusable):
             self._remote.probe(name)
-            _probe_tensorstore(f"{self._url}/{name}.arrays")
+            _probe_tensorstore(f"{self.location}/{name}.arrays")
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer.base_path: cannot use {self._url} ({reason}). Check the network, that the bucket exists,"
-            " and that your credentials (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or the"
-            " machine's service account) allow writing and deleting objects"
+            f"trainer.checkpointer.base_path: cannot use {self.location} ({reason}). Check the network, that the bucket"
+            " exists, and that your credentials (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login` or"
+            " the machine's service account) allow writing and deleting objects"
         )
 
 
 def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoint]:
-    """Complete checkpoints at a URL, fewest steps first.
-
-    Args:
-        of_runs: whether the URL may also name a folder of runs.
-
-    Raises:
-        ConfigError: the bucket cannot be read.
-    """
+    """Complete checkpoints at a URL, fewest steps first. See `find_remote`."""
     with _read_errors(url):
         return [BucketCheckpoint(folder, name) for folder, name in find_remote(url, of_runs=of_runs)]
 
@@ -171,9 +157,8 @@ def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoi
 def _read_errors(location: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
     """Raises `ConfigError` if the store cannot be read. That alone must never count as a damaged checkpoint."""
     advice = "Check the network and your credentials"
-    return storage_errors(
-        lambda reason: ConfigError(f"cannot read {location} ({reason}). {advice}"), passthrough=passthrough
-    )
+    error = lambda reason: ConfigError(f"cannot read {location} ({reason}). {advice}")  # noqa: E731
+    return storage_errors(error, passthrough=passthrough)
 
 
 def _probe_tensorstore(url: str) -> None:

@@ -26,31 +26,22 @@ def seal(folder: Path) -> None:
     """
     names = _files(folder)
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(lambda name: _digest_on_disk(folder / name), names))
-    sums = dict(zip(names, digests, strict=True))
+        digests = pool.map(lambda name: _digest(folder / name, sync=True), names)
+        sums = dict(zip(names, digests, strict=True))
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     for path in (folder / CHECKSUMS, folder):
         fsync(path)
 
 
 def verify(folder: Path, below: str = "") -> None:
-    """Reads every file below `folder` and compares it with `checksums.json`.
-
-    Args:
-        below: check only files whose relative path starts with this.
-
-    Raises:
-        DamagedError: a file is missing, extra or different.
-    """
+    """Reads every file below `folder` and compares it with `checksums.json`. For `below` and errors, see `compare`."""
     compare(lambda: (folder / CHECKSUMS).read_bytes(), _files(folder), lambda n, k: _digest(folder / n, k), below)
 
 
 def compare(
     read_sums: Callable[[], bytes], existing: Collection[str], digest: Callable[[str, str], str], below: str = ""
 ) -> None:
-    """Compares local or remote files with the `checksums.json` that was saved for them.
-
-    Its values are a SHA-256, or `md5:` followed by an MD5, both in hexadecimal.
+    """Compares files with their saved `checksums.json`, which has a SHA-256, or `md5:` and an MD5, for each of them.
 
     Args:
         read_sums: returns the content of `checksums.json`. Only FileNotFoundError counts as damage; other errors of this and
@@ -97,12 +88,9 @@ def _files(folder: Path) -> list[str]:
     return sorted(name for name in names if name != CHECKSUMS)
 
 
-def _digest(path: Path, kind: str = SHA256) -> str:
+def _digest(path: Path, kind: str = SHA256, *, sync: bool = False) -> str:
     with open(path, "rb") as file:
-        return digest_of(file, kind)
-
-
-def _digest_on_disk(path: Path) -> str:
-    digest = _digest(path)
-    fsync(path)
+        digest = digest_of(file, kind)
+    if sync:
+        fsync(path)
     return digest

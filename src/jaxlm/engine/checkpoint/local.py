@@ -24,11 +24,7 @@ _VISIBLE_AFTER_S = 10.0  # a network file system may show changes to other machi
 
 @dataclass(frozen=True)
 class LocalCheckpoint(Checkpoint):
-    """A finished checkpoint on a disk.
-
-    Attributes:
-        path: its folder.
-    """
+    """A finished checkpoint on a disk."""
 
     path: Path
 
@@ -59,20 +55,13 @@ class LocalFolder(CheckpointFolder):
         delete_temporary: whether a new checkpoint replaces the temporary ones.
         key: the key of `trainer.checkpointer` that sets the folder.
         """
-        self._path = path
+        self.location: Path = path
         self._key = key
         self._delete_temporary = delete_temporary
 
     @property
-    def location(self) -> Path:
-        return self._path
-
-    @property
     def write_errors(self) -> tuple[type[Exception], ...]:
         return (OSError, ValueError)  # TensorStore raises ValueError if the disk is full
-
-    def __str__(self) -> str:
-        return str(self._path)
 
     def open(self, log: Callable[[str], None]) -> None:
         """Checks that all processes see the same checkpoints. `prepare` checks that they also see new files."""
@@ -83,15 +72,15 @@ class LocalFolder(CheckpointFolder):
         raise self._not_shared()
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
-        return [LocalCheckpoint(path) for path in find_checkpoints(self._path)]
+        return [LocalCheckpoint(path) for path in find_checkpoints(self.location)]
 
     def set_aside(self, name: str) -> str:
         """Renames the checkpoint to `<name>.damaged`, or `<name>.damaged.N`."""
         for number in range(1, 1_000_000):
-            target = self._path / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
+            target = self.location / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
             if not target.exists():
                 break
-        os.rename(self._path / name, target)
+        os.rename(self.location / name, target)
         return target.name
 
     def prepare(self) -> None:
@@ -118,7 +107,7 @@ class LocalFolder(CheckpointFolder):
         seal(self._unfinished(name))
         others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name != name]
         superseded = [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]
-        final = self._path / name
+        final = self.location / name
         if final.exists():
             self._remove(final)
         os.rename(self._unfinished(name), final)
@@ -127,27 +116,27 @@ class LocalFolder(CheckpointFolder):
 
     def _prepare(self, token: bytes) -> None:
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            for path in self._path.glob(f"*{UNFINISHED}"):
+            self.location.mkdir(parents=True, exist_ok=True)
+            for path in self.location.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
         except OSError as error:
             raise SaveError(
-                f"cannot write to the checkpoint folder {self._path.absolute()}: {error}."
+                f"cannot write to the checkpoint folder {self.location.absolute()}: {error}."
                 " Set trainer.checkpointer.base_path to a writable folder"
             ) from error
 
     def _check_shared(self, token: bytes) -> None:
         """Raises `ConfigError` if a process sees another disk: checkpoints would lack its arrays."""
         deadline = time.monotonic() + _VISIBLE_AFTER_S
-        while not (seen := self._sees(token)) and time.monotonic() < deadline:
+        while not (is_visible := self._sees(token)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not all_processes(seen):
+        if not all_processes(is_visible):
             raise self._not_shared()
 
     def _not_shared(self) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer.{self._key}: the folder {self._path.absolute()} is not the same on all processes, but"
+            f"trainer.checkpointer.{self._key}: the folder {self.location.absolute()} is not the same on all processes, but"
             " every process writes its part of a checkpoint there. Use a folder on a disk that all processes share, or set"
             " base_path to a gs:// URL, which needs no shared disk"
         )
@@ -160,10 +149,10 @@ class LocalFolder(CheckpointFolder):
 
     @property
     def _probe(self) -> Path:
-        return self._path / f"probe{UNFINISHED}"
+        return self.location / f"probe{UNFINISHED}"
 
     def _unfinished(self, name: str) -> Path:
-        return self._path / f"{name}{UNFINISHED}"
+        return self.location / f"{name}{UNFINISHED}"
 
     def _remove(self, path: Path) -> None:
         """Deletes a checkpoint. It is renamed first, so that a partly deleted one is never visible."""

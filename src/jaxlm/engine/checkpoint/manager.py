@@ -33,10 +33,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one run in the background."""
 
     def __init__(self, folder: CheckpointFolder, run_files: Mapping[str, bytes]):
-        """Args:
-        folder: where the run's checkpoints go.
-        run_files: relative path -> content of the files to put into `run/` of every checkpoint (resolved config, tokenizer).
-        """
+        """Args: run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer)."""
         import orbax.checkpoint as ocp
 
         self._folder = folder
@@ -47,20 +44,11 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def prepare(self) -> None:
-        """Calls `CheckpointFolder.prepare`."""
-        self._folder.prepare()
-
     def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
         """Copies the state off the devices and returns; the rest happens in the background.
 
-        All processes must call this at the same step. It first waits for a save that is still running.
-
-        Args:
-            position: data position, from `Batches.state()`.
-
-        Raises:
-            SaveError: this save or the previous one failed.
+        All processes must call this at the same step. It first waits for a save that is still running. `position` is the
+        data position, from `Batches.state()`. Raises `SaveError` if this save or the previous one failed.
         """
         self.wait()
         name = cursor.folder_name
@@ -132,11 +120,7 @@ class Saver:
         return is_permanent(self._policy.keep, step)
 
     def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
-        """Starts saving the state after `step`, unless that was just done.
-
-        Args:
-            forced: whether the phase or the run ends here; at the end of the phase, the checkpoint is permanent.
-        """
+        """Starts saving the state after `step`, unless that was just done. `forced`: the phase or the run ends here."""
         if step == self._last_saved:
             return
         permanent = self.due_by_step(step) or (forced and step == self._phase.end)

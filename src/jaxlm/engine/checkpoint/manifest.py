@@ -40,11 +40,7 @@ class Cursor:
 
 
 def is_temporary(read: Callable[[], bytes]) -> bool:
-    """Whether a checkpoint is temporary. False if its cursor cannot be read, so that it is never deleted.
-
-    Args:
-        read: returns the checkpoint's saved cursor.
-    """
+    """Whether a checkpoint is temporary. False if `read` cannot return its saved cursor, so that it is never deleted."""
     try:
         return Cursor.from_json(read()).temporary
     except (OSError, ValueError, TypeError):
@@ -84,18 +80,14 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints in `folder`, oldest first, recognized by their names only."""
     if not folder.is_dir():
         return []
-    names = [CheckpointName.parse(path.name) for path in folder.iterdir() if path.is_dir()]
-    return [folder / name.text for name in sorted(name for name in names if name is not None)]
+    names = (CheckpointName.parse(path.name) for path in folder.iterdir() if path.is_dir())
+    return [folder / name.text for name in sorted(filter(None, names))]
 
 
 def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
-    """Finished checkpoints: `path` itself, or those in it, fewest steps first.
-
-    Args:
-        of_runs: whether to include those in subfolders of `path`, which may be runs.
-    """
+    """Finished checkpoints: `path` itself, or those in it and, with `of_runs`, in its subfolders; fewest steps first."""
     if (path / "run" / "cursor.json").is_file():
         return [path]
     runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]
-    named = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
-    return [path for name, path in sorted((name, path) for name, path in named if name is not None)]
+    by_name = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
+    return [path for name, path in sorted((name, path) for name, path in by_name if name is not None)]

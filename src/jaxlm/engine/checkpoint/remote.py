@@ -28,13 +28,7 @@ def is_url(path: str) -> bool:
 
 
 class RemoteFolder:
-    """A folder of checkpoints at a URL.
-
-    Methods raise whatever the store raises.
-
-    Attributes:
-        url: the folder's URL.
-    """
+    """A folder of checkpoints at a URL. Methods raise whatever the store raises."""
 
     def __init__(self, url: str):
         """Raises: ConfigError: fsspec has no implementation for the URL; the message says what to install."""
@@ -59,7 +53,7 @@ class RemoteFolder:
 
     def checkpoints(self) -> list[CheckpointName]:
         """The complete checkpoints, oldest first."""
-        return [name for name in self._named() if self._fs.exists(self._marker(name.text))]
+        return [name for name in self._checkpoint_names() if self._fs.exists(self._marker(name.text))]
 
     def names(self) -> list[str]:
         """The names of the complete checkpoints, oldest first."""
@@ -99,10 +93,9 @@ class RemoteFolder:
         self._check_size(path, len(content))
 
     def set_aside(self, name: str) -> str:
-        """Hides a complete checkpoint without deleting it. `clear` deletes it when a checkpoint of this name is saved again.
+        """Hides a complete checkpoint without deleting it, and returns the path of the renamed `checksums.json`.
 
-        Returns:
-            The path of the renamed `checksums.json`.
+        `clear` deletes it when a checkpoint of this name is saved again.
         """
         self.write(name, _DAMAGED, self.read(name, CHECKSUMS))
         self._fs.rm_file(self._marker(name))
@@ -110,7 +103,7 @@ class RemoteFolder:
 
     def remove_unfinished(self) -> None:
         """Deletes checkpoints that were only partly uploaded or partly deleted."""
-        for name in set(self._named()) - set(self.checkpoints()):
+        for name in set(self._checkpoint_names()) - set(self.checkpoints()):
             if not self._fs.exists(f"{self._root}/{name.text}/{_DAMAGED}"):
                 self._fs.rm(f"{self._root}/{name.text}", recursive=True)
 
@@ -135,11 +128,7 @@ class RemoteFolder:
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def download(self, name: str, folder: Path) -> Path:
-        """Downloads a checkpoint to `folder` and verifies it there.
-
-        Raises:
-            DamagedError: its files are not what was saved.
-        """
+        """Downloads a checkpoint to `folder`. Raises `DamagedError` if its files are not what was saved."""
         unfinished = folder / f"{name}{UNFINISHED}"
         shutil.rmtree(unfinished, ignore_errors=True)
         root = f"{self._root}/{name}"
@@ -163,8 +152,8 @@ class RemoteFolder:
         if uploaded != size:
             raise OSError(f"{remote}: only {uploaded} of {size} bytes were uploaded")
 
-    def _named(self) -> list[CheckpointName]:
-        return sorted(name for name in map(CheckpointName.parse, self._children()) if name is not None)
+    def _checkpoint_names(self) -> list[CheckpointName]:
+        return sorted(filter(None, map(CheckpointName.parse, self._children())))
 
     def _children(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -181,12 +170,12 @@ class RemoteFolder:
 def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, str]]:
     """Complete checkpoints at a URL, fewest steps first, each as (run's folder, name).
 
-    Args:
-        of_runs: whether the URL may also name a folder of runs, instead of only a checkpoint or a run's folder.
+    The URL may be that of a checkpoint, a run's folder or, with `of_runs`, a folder of runs.
     """
     parent, _, last = url.rstrip("/").rpartition("/")
     if CheckpointName.parse(last) and last in RemoteFolder(parent).names():
         return [(RemoteFolder(parent), last)]
     folder = RemoteFolder(url)
-    named = [(name, run) for run in (folder, *(folder.folders() if of_runs else [])) for name in run.checkpoints()]
-    return [(run, name.text) for name, run in sorted(named, key=operator.itemgetter(0))]
+    runs = [folder, *(folder.folders() if of_runs else [])]
+    checkpoints = [(name, run) for run in runs for name in run.checkpoints()]
+    return [(run, name.text) for name, run in sorted(checkpoints, key=operator.itemgetter(0))]

@@ -14,11 +14,9 @@ from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 def resolve_folder(
     base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True
 ) -> CheckpointFolder:
-    """The folder of a run's checkpoints. Does not access it.
+    """The folder of a run's checkpoints: `run_id` below the path or URL `base`, or `base` itself. Does not access it.
 
     Args:
-        base: a path or a URL.
-        run_id: name of the folder below `base`; None means `base` itself.
         staging_dir: where checkpoints are staged for URLs that Orbax cannot write to.
         delete_temporary: whether a new checkpoint replaces the temporary ones.
     """
@@ -31,15 +29,10 @@ def resolve_folder(
 
 
 def resolve_checkpoints(location: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
-    """Checkpoints at a path or URL of a checkpoint or a run's folder, fewest steps first.
+    """Checkpoints at a path or URL of a checkpoint, a run's folder or (with `of_runs`) a folder of runs, fewest steps first.
 
-    For URLs that are staged, this downloads the newest checkpoint and returns only that.
-
-    Args:
-        of_runs: whether `location` may also be a folder of runs.
-
-    Raises:
-        ConfigError: the store cannot be read, or the staging folder cannot be written.
+    For URLs that are staged, this downloads the newest checkpoint and returns only that. Raises `ConfigError` if the store
+    cannot be read, or the staging folder cannot be written.
     """
     if location.startswith(SCHEME):
         return bucket_checkpoints(location, of_runs=of_runs)

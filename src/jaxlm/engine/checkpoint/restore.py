@@ -1,7 +1,7 @@
 """Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose files have been verified.
-
-    Attributes:
-        checkpoint: the checkpoint.
-        cursor: step and phase at which it was saved.
-    """
+    """A checkpoint whose files have been verified, and the step and phase at which it was saved."""
 
     checkpoint: Checkpoint
     cursor: Cursor
@@ -52,10 +47,8 @@ class NoUsableCheckpointError(Exception):
 def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> VerifiedCheckpoint | None:
     """The newest undamaged checkpoint of a run; sets damaged newer ones aside. None if there are no checkpoints.
 
-    All processes must call this and get the same result. Process 0 reads the files.
-
-    Raises:
-        NoUsableCheckpointError: all checkpoints are damaged.
+    All processes must call this and get the same result. Process 0 reads the files. Raises `NoUsableCheckpointError` if all
+    checkpoints are damaged.
     """
     num_damaged = 0
     while checkpoints := main_first(folder.checkpoints):
@@ -91,13 +84,7 @@ def _is_undamaged(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], N
 
 
 def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callable[[str], None]) -> VerifiedCheckpoint:
-    """The newest undamaged checkpoint of another run. Changes nothing in that run's folder.
-
-    All processes must call this and get the same result. Process 0 reads the files.
-
-    Raises:
-        NoUsableCheckpointError: all checkpoints are damaged.
-    """
+    """Like `latest_valid` for another run, without changing anything in that run's folder."""
     for candidate in reversed(candidates):
         path = candidate.location
         if _is_undamaged(
@@ -182,7 +169,7 @@ def _log_partial(location: Path | str, missing: list[str], ignored: list[str], l
 def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     differences = [
         f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, this model {_describe(expected.get(leaf))}"
-        for leaf in _union(saved, expected)
+        for leaf in sorted({*saved, *expected})
         if saved.get(leaf) != expected.get(leaf)
     ]
     if differences:
@@ -194,10 +181,6 @@ def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[s
             + "\nConfigure the model that the checkpoint was saved with (run/config.yaml in the checkpoint), or set another"
             " trainer.id. To ignore arrays that only one side has, set trainer.allow_partial_checkpoint: true"
         )
-
-
-def _union(a: Iterable[str], b: Iterable[str]) -> list[str]:
-    return sorted({*a, *b})
 
 
 def _describe(leaf: Mapping[str, Any] | None) -> str:

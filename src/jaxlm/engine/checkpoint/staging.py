@@ -27,25 +27,21 @@ class StagedFolder(CheckpointFolder):
 
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
         """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
-        self._url = url
+        self.location: str = url
         self._staging = staging_folder(staging_dir, url)
         self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
         self._delete_temporary = delete_temporary
-
-    @property
-    def location(self) -> str:
-        return self._url
 
     @property
     def write_errors(self) -> tuple[type[Exception], ...]:
         return self._local.write_errors
 
     def __str__(self) -> str:
-        return f"{self._url} (staged in {self._staging})"
+        return f"{self.location} (staged in {self._staging})"
 
     @functools.cached_property
     def _remote(self) -> RemoteFolder:
-        return RemoteFolder(self._url)  # created on first use, because a dry run needs no store
+        return RemoteFolder(self.location)  # created on first use, because a dry run needs no store
 
     def open(self, log: Log) -> None:
         """Checks that the store can be written to, and downloads its newest undamaged checkpoint."""
@@ -106,7 +102,7 @@ class StagedFolder(CheckpointFolder):
             try:
                 return [download_checkpoint(self._remote, name, self._staging).name]
             except DamagedError as damage:
-                log(f"checkpoint {self._url}/{name} is damaged: {damage}. Using the previous one")
+                log(f"checkpoint {self.location}/{name} is damaged: {damage}. Using the previous one")
         return []
 
     def _keep_only(self, names: Collection[str]) -> None:
@@ -119,7 +115,7 @@ class StagedFolder(CheckpointFolder):
 
     @property
     def _base_path(self) -> str:
-        return f"trainer.checkpointer.base_path: {self._url}"
+        return f"trainer.checkpointer.base_path: {self.location}"
 
 
 def staging_folder(staging_dir: Path, url: str) -> Path:
@@ -131,8 +127,7 @@ def staging_folder(staging_dir: Path, url: str) -> Path:
 def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
     """The local copy of a checkpoint, downloaded if it is missing, damaged or a copy of another checkpoint.
 
-    Raises:
-        DamagedError: the remote files are not what was saved.
+    Raises `DamagedError` if the remote files are not what was saved.
     """
     local = folder / name
     if (local / CHECKSUMS).is_file() and (local / CHECKSUMS).read_bytes() == remote.read(name, CHECKSUMS):
@@ -143,13 +138,9 @@ def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
 
 
 def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
-    """A local copy of the newest complete checkpoint at a URL; empty if there is none.
+    """A local copy of the newest complete checkpoint at a URL (see `find_remote`); empty if there is none.
 
-    Args:
-        of_runs: whether the URL may also name a folder of runs.
-
-    Raises:
-        ConfigError: the store cannot be read, the staging folder cannot be written, or the checkpoint is damaged.
+    Raises `ConfigError` if the store cannot be read, the staging folder cannot be written, or the checkpoint is damaged.
     """
     with copy_errors(url, staging_dir):
         checkpoints = find_remote(url, of_runs=of_runs)
@@ -166,16 +157,11 @@ def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> 
 
 @contextlib.contextmanager
 def copy_errors(store: str, folder: Path) -> Iterator[None]:
-    """Wraps code that copies between a store and its staging folder.
-
-    Raises:
-        ConfigError: the store or the folder failed; the message says which.
-    """
+    """Wraps code that copies between a store and its staging folder. The `ConfigError` says which of the two failed."""
     advice = "Check the address, the network and your credentials"
+    inaccessible = lambda reason: ConfigError(f"{store} is not accessible ({reason}). {advice}")  # noqa: E731
     try:
-        with storage_errors(
-            lambda reason: ConfigError(f"{store} is not accessible ({reason}). {advice}"), local=folder
-        ):
+        with storage_errors(inaccessible, local=folder):
             yield
     except OSError as error:  # of the local folder
         raise ConfigError(

@@ -59,10 +59,7 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def verify(self, below: str = "") -> None:
-        """Compares its files with the saved checksums.
-
-        Args:
-            below: check only files whose relative path starts with this.
+        """Compares its files with the saved checksums. `below` limits this to files whose relative path starts with it.
 
         Raises:
             DamagedError: a file is missing, extra or different.
@@ -82,29 +79,26 @@ class CheckpointFolder(abc.ABC):
 
     All processes must call `open`, `prepare` and `checkpoints`. Only process 0 calls the methods that create, hide and
     delete checkpoints. `str(folder)` is the path or URL as shown to the user.
+
+    Attributes:
+        location: its path or URL.
     """
 
-    @property
-    @abc.abstractmethod
-    def location(self) -> Path | str:
-        """Its path or URL."""
+    location: Path | str
 
     @property
     @abc.abstractmethod
     def write_errors(self) -> tuple[type[Exception], ...]:
         """The exceptions that Orbax raises if it cannot write arrays there."""
 
-    @abc.abstractmethod
-    def __str__(self) -> str: ...
+    def __str__(self) -> str:
+        return str(self.location)
 
     @abc.abstractmethod
     def open(self, log: Callable[[str], None]) -> None:
         """Checks that the folder can be used, without changing the run's checkpoints.
 
-        For a URL, this may create and delete local copies.
-
-        Raises:
-            ConfigError: the folder cannot be used.
+        For a URL, this may create and delete local copies. Raises `ConfigError` if the folder cannot be used.
         """
 
     @abc.abstractmethod

@@ -11,27 +11,21 @@ from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
 
-DEFAULT_TYPE = "wandb"
-
 
 class Tracker(Protocol):
     """Receives metrics by step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs one record. A step may have several records with different metrics."""
-        ...
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Logs histograms by name. Called only if `trainer.watch.include_histograms` is set."""
-        ...
 
     def flush(self) -> None:
         """Blocks until everything logged so far would survive a crash of this process."""
-        ...
 
     def close(self) -> None:
         """Writes what is left and ends the tracker."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
 
     @classmethod
     def default_choice_name(cls) -> str:
-        return DEFAULT_TYPE
+        return "wandb"
 
     @abc.abstractmethod
     def check(self) -> None:

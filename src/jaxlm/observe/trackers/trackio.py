@@ -36,28 +36,20 @@ class TrackioConfig(TrackerConfig):
             raise ConfigError("trainer.tracker (trackio): project: must not be empty. Set it to a project name")
 
     def open(self, run: RunInfo) -> Tracker:
-        """Starts a new run, or resumes the newest run of this name if there is a checkpoint.
-
-        Raises:
-            MissingLibraryError: trackio is not installed.
-        """
+        """Starts a new run, or resumes the newest run of this name if there is a checkpoint."""
         try:
             import trackio  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise MissingLibraryError(
                 "trackio is not installed. Install it with pip install 'jaxlm[trackio]' (or trackio)"
             ) from error
+        facts = {"packages": list(environment.packages()), "summary": dict(run.summary)}
         handle = trackio.init(
             project=self.project,
             name=self.name or run.run_id,
             group=self.group,
             space_id=self.space_id,
-            config={
-                **run.config,
-                "git_commit": environment.commit(),
-                "packages": list(environment.packages()),
-                "summary": dict(run.summary),
-            },
+            config={**run.config, "git_commit": environment.commit(), **facts},
             resume="never" if run.is_new else "allow",
             embed=False,
             auto_log_cpu=False,
@@ -70,7 +62,6 @@ class TrackioTracker:
     """Passes metrics to Trackio, which writes them in a thread of its own."""
 
     def __init__(self, handle: Any):
-        """Args: handle: an open trackio run."""
         self._handle = handle
         self._first_new_step = handle._next_step  # Trackio has no public name for it
 
