@@ -1,7 +1,7 @@
 """Links from pages to the code: ``[`name`](../../src/jaxlm/file.py#L12)``, where `name` is a class or function of the file.
 
-In a checkout, such a link opens the file. For the site, MkDocs calls the two hooks below: each linked file becomes a page with
-the linked code. `generate_reference.py` updates the line numbers.
+In a checkout, such a link opens the file. For the site, MkDocs calls the two hooks below: each linked file becomes a page
+with the linked code. `generate_reference.py` updates the line numbers.
 """
 
 import ast
@@ -22,9 +22,7 @@ def with_line_numbers(text: str) -> str:
     def link(match: re.Match[str]) -> str:
         found = definitions(match["file"])
         if match["name"] not in found:
-            raise KeyError(
-                f"a page links to {match['name']}, but {match['file']} defines only {', '.join(found)}"
-            )
+            raise KeyError(f"a page links to {match['name']}, but {match['file']} defines only {', '.join(found)}")
         line = found[match["name"]][0]
         return f"[`{match['name']}{match['rest']}`]({match['up']}{match['file']}#L{line})"
 

@@ -41,5 +41,5 @@ def test_field(base, path):
 
 
 @pytest.mark.parametrize("test", sorted({entry.test for entry in ENTRIES.values() if isinstance(entry, ShownIn)}))
-def test_a_test_that_shows_a_field_exists(test):
+def test_tests_named_as_proofs_exist(test):
     assert_test_exists(test)

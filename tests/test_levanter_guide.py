@@ -86,7 +86,7 @@ def read(tmp_path):
     return read
 
 
-def test_a_run_as_the_guide_writes_it(read):
+def test_the_guides_whole_run(read):
     config = read(BLOCKS["a whole run"])
     assert config.data.train_urls == ["gs://bucket/text/train.{1..16}-of-16.jsonl.gz"]
     assert config.data.cache_dir == "gs://bucket/tokens/"
@@ -100,7 +100,7 @@ def test_a_run_as_the_guide_writes_it(read):
     assert str(plan.precision.compute) == "bfloat16"
 
 
-def test_an_included_section_is_that_section(read):
+def test_an_included_file_becomes_the_section(read):
     config = read(BLOCKS["an include"])
     assert config.data == read("data:\n" + re.sub(r"^", "    ", SOURCE, flags=re.MULTILINE)).data
     assert config.trainer.num_train_steps == 2_000_000
@@ -112,7 +112,7 @@ def test_the_keep_example(read):
     assert checkpointer.save_interval == timedelta(minutes=15)
 
 
-def test_trackers_as_the_guide_writes_them(read):
+def test_the_guides_trackers(read):
     wandb, board = WandbConfig(project="mine", entity="us"), TensorboardConfig(logdir="logs")
     assert read(BLOCKS["wandb"]).trainer.trackers == [wandb]
     assert read(BLOCKS["wandb without its type"]).trainer.trackers == [wandb]

@@ -91,7 +91,7 @@ def test_contracts_are_documented(path):
     assert missing == []
 
 
-def test_no_file_is_too_long_and_none_is_unfinished():
+def test_files_are_short_and_have_no_todos():
     for path in MODULES:
         text = path.read_text()
         assert text.count("\n") <= 400, path

@@ -268,13 +268,13 @@ def test_python_in_the_documents_compiles_and_its_imports_exist(page):
             exec(compile(ast.Module(imports, []), str(page), "exec"), {})
 
 
-def test_json_in_the_documents_can_be_read():
+def test_json_in_the_documents_is_valid():
     for block in ALL:
         if block.language == "json":
             assert [json.loads(line) for line in block.text.splitlines()]
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_links_of_the_readme_resolve():
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
@@ -293,7 +293,7 @@ def messages() -> list[str]:
     return found
 
 
-def test_errors_that_are_explained_exist():
+def test_explained_errors_exist_in_the_source():
     """Each error of the page on troubleshooting is a message of the source; `...` stands for anything."""
     known = messages()
     gone = {}

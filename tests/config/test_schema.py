@@ -78,7 +78,7 @@ class Optional:
     rule: Rule | None = None
 
 
-def test_every_section_once_with_what_it_adds():
+def test_every_section_is_listed_once_with_its_own_keys():
     top, shape, ring, square, rule = sections(Whole)
     assert [key.name for key in top.keys] == ["shape", "rules", "named", "perhaps"]
     assert top.keys[0] == ConfigKey("shape", "section", None, "of one kind.")
@@ -94,7 +94,7 @@ def test_every_section_once_with_what_it_adds():
     assert rule.keys == (ConfigKey("every", "int", "required", "how often."),)
 
 
-def test_a_section_that_is_not_there_unless_it_is_written():
+def test_an_optional_section_is_listed():
     _, rule = sections(Optional)
     assert (rule.path, rule.is_default) == ("rule", False)
 

@@ -51,7 +51,7 @@ def heard_of(two, error):
         (ConfigError("ö" * 9999), ConfigError, "process 0: ö{1000,2047}$"),
     ],
 )
-def test_the_others_fail_as_process_0_does(two, error, expected, message):
+def test_other_processes_fail_like_process_0(two, error, expected, message):
     two(0)
     news = heard_of(two, error)
     two(1, heard=news)
@@ -69,7 +69,7 @@ def test_process_0_learns_that_another_has_failed(two):
         main_first(lambda: 3)
 
 
-def test_all_is_well(two):
+def test_without_errors_results_are_returned(two):
     assert main_first(lambda: 3) == main_only(lambda: 3) == 3  # one process
     two(0)
     assert main_first(lambda: 3) == main_only(lambda: 3) == 3

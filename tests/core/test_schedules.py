@@ -210,21 +210,21 @@ def test_cycle_boundaries_that_do_not_fit_are_errors(cycles, length):
         cycle_boundaries(cycles, length, 1000)
 
 
-def test_the_first_update_has_no_rate_and_the_last_one_nearly_the_least():
+def test_the_first_update_has_rate_zero_and_the_last_one_is_close_to_the_minimum():
     schedule = make_schedule(ScheduleSpec(1.0, 0.1, None, "linear", 0.1), 100)
     assert float(schedule(0)) == 0.0
     assert float(schedule(99)) == pytest.approx(0.1 + 0.9 / 90)
     assert float(schedule(100)) == pytest.approx(0.1)
 
 
-def test_a_rewarmed_cycle_begins_at_the_low_point_and_another_jumps():
+def test_a_rewarmup_starts_at_the_minimum_and_a_cycle_without_one_jumps():
     for rewarmup, expected in ((10, [0.01 + 0.99 / 90, 0.01, 0.01 + 0.99 / 10]), (0, [0.01 + 0.99 / 90, 1.0, 0.9901])):
         shape = ScheduleSpec(1.0, 10, None, "linear", 0.01, rewarmup=rewarmup, cycles=[100])
         schedule = make_schedule(shape, 200)
         assert [float(schedule(s)) for s in (99, 100, 101)] == pytest.approx(expected, rel=1e-5)
 
 
-def test_thousands_of_cycles_are_one_look_up():
+def test_thousands_of_cycles_compile_to_one_lookup():
     small, large = (make_schedule(ScheduleSpec(1.0, 0.1, None, "cosine", 0.1, cycles=n), 10_000) for n in (2, 3000))
     lines = [len(str(jax.make_jaxpr(schedule)(3)).splitlines()) for schedule in (small, large)]
     assert lines[0] == lines[1]
@@ -269,7 +269,7 @@ class TestSections:
             ("power", "needs keys. Set {type: power, batch_size: ..., seq_length: ...}"),
         ],
     )
-    def test_what_is_wrong_is_said(self, wrong, named):
+    def test_invalid_sections_are_refused(self, wrong, named):
         with pytest.raises(ConfigError, match=named):
             self.value(wrong, 0)
 
@@ -283,7 +283,7 @@ class TestSections:
             lambda: Power(1, 1, b=0.5),
         ],
     )
-    def test_numbers_that_make_no_decay_are_refused(self, made):
+    def test_invalid_decay_parameters_are_refused(self, made):
         with pytest.raises(ConfigError, match="lr_schedule"):
             made()
 
@@ -292,7 +292,7 @@ def _without_type(config: AdamConfig) -> dict:
     return {key: value for key, value in encode(config).items() if key != "type"}
 
 
-def test_decay_ends_where_the_ratio_says():
+def test_decay_ends_at_the_minimum_ratio():
     for kind in ("linear", "cosine", "inv"):
         assert float(make_schedule(ScheduleSpec(1.0, 10, None, kind, 0.25), 100)(100)) == pytest.approx(0.25)
 
@@ -307,13 +307,13 @@ def test_decay_ends_where_the_ratio_says():
         ({"min_ratio": 2.0}, "min_lr_ratio"),
     ],
 )
-def test_what_makes_no_schedule_is_refused(changes, named):
+def test_invalid_schedules_are_refused(changes, named):
     shape = ScheduleSpec(**{"peak": 1.0, "warmup": 0.1, "decay": None, "kind": "cosine", "min_ratio": 0.1} | changes)
     with pytest.raises(ConfigError, match=named):
         make_schedule(shape, 100)
 
 
-def test_corner_points_lie_on_the_schedule():
+def test_corner_points_are_on_the_schedule():
     schedule = make_schedule(ScheduleSpec(1.0, 10, 20, "linear", 0.0), 100)
     assert [(step, name) for step, _, name in schedule.corner_points()] == [
         (0, "warmup from"),

@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, True), (False, True), (True, False), (False, False)])
-def test_holds_every_document_between_its_special_tokens(tmp_path, tokenizer, corpus, bos, eos):
+def test_stores_every_document_between_its_special_tokens(tmp_path, tokenizer, corpus, bos, eos):
     documents = write_corpus(corpus)
     cache = build(tmp_path / "cache" / "train", corpus, tokenizer, bos=bos, eos=eos)
     assert cache.num_bytes == sum(len(text.encode()) for text in documents)
@@ -64,7 +64,7 @@ def test_holds_every_document_between_its_special_tokens(tmp_path, tokenizer, co
     assert cache.tokens.dtype == np.uint16
 
 
-def test_says_which_document_a_token_is_from(tmp_path, tokenizer, corpus):
+def test_finds_the_document_of_a_token(tmp_path, tokenizer, corpus):
     cache = build(tmp_path / "train", corpus, tokenizer)
     assert cache.source_of(0) == "document 1 of a.jsonl"
     assert cache.source_of(int(cache.offsets[6]) - 1) == "document 6 of a.jsonl"
@@ -72,14 +72,14 @@ def test_says_which_document_a_token_is_from(tmp_path, tokenizer, corpus):
     assert cache.source_of(cache.num_tokens - 1) == "document 1 of b5.txt"
 
 
-def test_wide_ids_for_wide_vocabularies(tmp_path, tokenizer, corpus, monkeypatch):
+def test_large_vocabularies_use_uint32(tmp_path, tokenizer, corpus, monkeypatch):
     monkeypatch.setattr(tokenizer, "vocab_size", (1 << 16) + 1)
     assert build(tmp_path / "wide", corpus, tokenizer).tokens.dtype == np.uint32
     monkeypatch.setattr(tokenizer, "vocab_size", 1 << 16)
     assert build(tmp_path / "narrow", corpus, tokenizer).tokens.dtype == np.uint16
 
 
-def test_is_built_once_and_leaves_nothing_else(tmp_path, tokenizer, corpus):
+def test_is_built_once_without_leftovers(tmp_path, tokenizer, corpus):
     said: list[str] = []
     build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
     assert len(said) == 1
@@ -154,7 +154,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "extended"])
-    def test_is_found_on_opening(self, folder, name, damage):
+    def test_damage_is_detected_on_opening(self, folder, name, damage):
         raw = (folder / name).read_bytes()
         if damage == "deleted":
             (folder / name).unlink()
@@ -164,7 +164,7 @@ class TestDamage:
             open_cache(folder)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_any_flipped_bit_is_found(self, folder, name):
+    def test_any_flipped_bit_is_detected(self, folder, name):
         raw = (folder / name).read_bytes()
         for place in np.linspace(0, len(raw) - 1, 200).astype(int):
             flipped = bytearray(raw)
@@ -190,7 +190,7 @@ class TestDamage:
             broken.read(np.array([0, 30]), 20)
 
 
-def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus, tokenizer, monkeypatch):
+def test_a_finished_cache_is_read_from_a_read_only_folder(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
     monkeypatch.setattr(build_module, "folder_lock", None)
@@ -199,7 +199,7 @@ def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus,
         build(tmp_path / "cache" / "validation", corpus, tokenizer)
 
 
-def test_a_cache_folder_that_cannot_be(tmp_path, corpus, tokenizer):
+def test_invalid_cache_folders_are_refused(tmp_path, corpus, tokenizer):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*file/cache cannot be created"):
         build(tmp_path / "file" / "cache" / "train", corpus, tokenizer)
@@ -266,7 +266,7 @@ print(tries)
 """
 
 
-def test_killed_at_any_moment_it_comes_to_the_same_bytes(tmp_path, corpus, tokenizer):
+def test_a_build_killed_at_any_moment_gives_the_same_bytes(tmp_path, corpus, tokenizer):
     expected = contents(build(tmp_path / "whole", corpus, tokenizer).folder)
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(corpus), str(tmp_path)]
@@ -307,7 +307,7 @@ def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monk
     assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 
-def test_any_damage_to_a_shard_is_found(tmp_path, corpus, tokenizer, monkeypatch):
+def test_any_damage_to_a_shard_is_detected(tmp_path, corpus, tokenizer, monkeypatch):
     shard = interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[1]
     raw = shard.read_bytes()
     assert build_module._read_shard(shard) is not None
@@ -321,14 +321,14 @@ def test_any_damage_to_a_shard_is_found(tmp_path, corpus, tokenizer, monkeypatch
         assert build_module._read_shard(shard) is None
 
 
-def test_an_unfinished_cache_of_something_else_is_begun_anew(tmp_path, corpus, tokenizer, monkeypatch):
+def test_an_unfinished_cache_of_other_data_is_rebuilt(tmp_path, corpus, tokenizer, monkeypatch):
     interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)
     (corpus / "b0.txt").write_text("changed")
     build(tmp_path / "train", corpus, tokenizer)
     assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 
-def test_shards_of_another_size_are_not_taken_up(tmp_path, corpus, tokenizer, monkeypatch):
+def test_shards_of_another_size_are_not_reused(tmp_path, corpus, tokenizer, monkeypatch):
     expected = contents(build(tmp_path / "other", corpus, tokenizer).folder)
     for shard in interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[3:]:
         shard.unlink()
@@ -336,7 +336,7 @@ def test_shards_of_another_size_are_not_taken_up(tmp_path, corpus, tokenizer, mo
     assert contents(build(tmp_path / "train", corpus, tokenizer).folder) == expected
 
 
-def test_a_file_that_changes_meanwhile_is_named(tmp_path, corpus, tokenizer, monkeypatch):
+def test_a_file_that_changes_during_the_build_is_named(tmp_path, corpus, tokenizer, monkeypatch):
     original = tokenizer.encode_arrays
 
     def writing(texts):
@@ -353,7 +353,7 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, corpus, tokenizer, mon
 
 
 @pytest.mark.parametrize("moment", [0, 1, 4, 12, 22])
-def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, corpus, tokenizer, monkeypatch, moment):
+def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path, corpus, tokenizer, monkeypatch, moment):
     calls = []
 
     def full(path):
@@ -381,7 +381,7 @@ def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:
 
 
 @pytest.mark.slow
-def test_builders_in_several_processes_do_not_disturb_each_other(tmp_path, tokenizer):
+def test_concurrent_builders_do_not_interfere(tmp_path, tokenizer):
     corpus = tmp_path / "text"
     corpus.mkdir()
     for number in range(40):

@@ -32,7 +32,7 @@ def texts(config: DataConfig, split: str) -> list[str]:
     return list(source.documents(split))
 
 
-def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp_path):
+def test_records_are_used_like_those_of_a_file(made, tmp_path):
     config = made()
     config.check()
     assert list(tmp_path.iterdir()) == []  # nothing is made before it is needed
@@ -49,7 +49,7 @@ def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp
     assert decode(DataConfig, ConfigSource(encode(config))) == config
 
 
-def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, monkeypatch):
+def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(made, monkeypatch):
     config = made()
     config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
     before = config.identity()
@@ -72,12 +72,12 @@ def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, m
         ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),
     ],
 )
-def test_what_cannot_be(made, keys, said):
+def test_invalid_sections_are_refused(made, keys, said):
     with pytest.raises(ConfigError, match=said):
         made(**keys).check()
 
 
-def test_a_record_that_is_not_json(made, monkeypatch):
+def test_a_record_that_is_not_json_is_an_error(made, monkeypatch):
     config = made()
     module = importlib.import_module("corpus")
     monkeypatch.setattr(module.Sums, "records", lambda self, split: iter([{"text": "good"}, {"text": {1, 2}}]))

@@ -45,7 +45,7 @@ def write_pairs(path: Path, names=("prompt", "response")) -> str:
     return str(path)
 
 
-def test_of_a_prompt_and_its_completion_the_completion_alone_is_asked_for(base, tokenizer, tmp_path):
+def test_the_loss_is_computed_on_the_completion_only(base, tokenizer, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl")
     windows = windows_of(base, train_urls=[path], format=SupervisedFormat(separate_with="=>"))
     cache, bos, eos = windows.cache, tokenizer.bos_id, tokenizer.eos_id
@@ -72,7 +72,7 @@ def test_supervised_fields(base, tmp_path):
         seen(9, second)
 
 
-def test_every_format_and_field_is_shown_somewhere():
+def test_every_format_field_has_a_test():
     found = {
         name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
     }
@@ -84,7 +84,7 @@ def test_every_format_and_field_is_shown_somewhere():
     }
 
 
-def test_a_format_names_its_text_key(base, tmp_path):
+def test_a_format_can_set_its_text_key(base, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl")
     first = windows_of(base, train_urls=[path], format=TextFormat(text_key="response"))
     second = windows_of(base, train_urls=[path], text_key="response", cache_dir=f"{tmp_path}/other")
@@ -95,7 +95,7 @@ def test_a_format_names_its_text_key(base, tmp_path):
         windows_of(base, train_urls=[path], text_key="prompt", format=ChatFormat(chat_template="x"))
 
 
-def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
+def test_token_ids_are_used_unchanged(base, tokenizer, tmp_path):
     documents = [[1, 2, 3, 4], [299, 0, 7, 7]]
     flat = [*documents[0], *documents[1]]
     np.save(tmp_path / "rows.npy", np.array(documents, np.uint16))
@@ -121,13 +121,13 @@ def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
         ([0.5], "got an array of float64"),
     ],
 )
-def test_what_is_no_token(base, tmp_path, ids, said):
+def test_invalid_token_ids_are_refused(base, tmp_path, ids, said):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": ids}) + "\n")
     with pytest.raises(ConfigError, match=said):
         windows_of(base, train_urls=[f"{tmp_path}/a.jsonl"], format=PretokenizedFormat())
 
 
-def test_formats_and_files_that_do_not_go_together(base, tmp_path):
+def test_formats_refuse_unsuitable_files(base, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     np.save(tmp_path / "a.npy", np.arange(3))
     (tmp_path / "b.npy").write_bytes(b"no array")
@@ -140,7 +140,7 @@ def test_formats_and_files_that_do_not_go_together(base, tmp_path):
         windows_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
 
 
-def test_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokenizer, tmp_path):
+def test_bos_and_eos_are_added_as_ids_not_as_text(base, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("no space behind this")
     cache = windows_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
     expected = [tokenizer.bos_id, *tokenizer.encode_batch(["no space behind this"])[0], tokenizer.eos_id]
@@ -157,7 +157,7 @@ def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
         windows_of(base, train_urls=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/other")
 
 
-def test_windows_are_shuffled_unless_one_says_otherwise():
+def test_sequences_are_shuffled_by_default():
     assert DataConfig().shuffle is True
 
 

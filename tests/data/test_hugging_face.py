@@ -40,12 +40,12 @@ def test_a_saved_dataset(tmp_path, dataset):
     assert first.name == "data-00000-of-00003.arrow"
 
 
-def test_rows_that_were_chosen_before_saving(tmp_path, dataset):
+def test_selected_rows_of_a_saved_dataset(tmp_path, dataset):
     dataset.filter(lambda row: row["id"] % 2 == 1).shuffle(seed=1).save_to_disk(tmp_path / "saved")
     assert sorted(texts(tmp_path / "saved")) == sorted(TEXTS[1::2])
 
 
-def test_one_among_other_files(tmp_path, dataset):
+def test_a_saved_dataset_among_other_files(tmp_path, dataset):
     dataset.save_to_disk(tmp_path / "corpus" / "saved")
     (tmp_path / "corpus" / "a.txt").write_text("a")
     assert texts(tmp_path / "corpus") == ["a", *TEXTS]
@@ -60,7 +60,7 @@ def test_splits(tmp_path, dataset, datasets):
         texts(tmp_path / "saved")
 
 
-def test_a_saved_dataset_that_is_not_whole(tmp_path):
+def test_an_incomplete_saved_dataset_is_an_error(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     with pytest.raises(ConfigError, match=r"is incomplete: data-00000-of-00001\.arrow missing"):
@@ -98,7 +98,7 @@ class TestHub:
         assert texts(self.URL, mirror=tmp_path) == TEXTS
         assert asked == []
 
-    def test_trains(self, asked, tmp_path):
+    def test_a_hub_dataset_trains(self, asked, tmp_path):
         config = DataConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
         config.check()
         assert not (tmp_path / "cache").exists()
@@ -155,11 +155,11 @@ class TestKeys:
             ({"id": None, "stream": True}, r"data\.stream: has no effect without data\.id"),
         ],
     )
-    def test_what_cannot_be(self, saved, said, keys, message):
+    def test_invalid_sections_are_refused(self, saved, said, keys, message):
         with pytest.raises(ConfigError, match=message):
             said(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
 
-    def test_streamed_rows_are_those_that_are_loaded(self, tmp_path, said, monkeypatch, datasets):
+    def test_streamed_rows_equal_loaded_rows(self, tmp_path, said, monkeypatch, datasets):
         """A folder of files goes through the same library as the hub does, without a network."""
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
         (tmp_path / "repo").mkdir()
@@ -190,7 +190,7 @@ class TestKeys:
         assert "and set data.id to its path" in str(caught.value)
 
 
-def test_the_library_is_missing(monkeypatch, tmp_path):
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"'hf:some/data' needs the library datasets.*pip install 'jaxlm\[hf\]'"):
         texts("hf:some/data", mirror=tmp_path)

@@ -75,7 +75,7 @@ def texts(found):
 
 
 class TestHttp:
-    def test_is_listed_without_a_copy_and_copied_once(self, served, tmp_path):
+    def test_files_are_listed_without_copying_and_copied_once(self, served, tmp_path):
         folder, address, handler = served
         for number in range(1, 4):
             (folder / f"x-{number}.jsonl").write_text(json.dumps({"text": f"text {number}"}) + "\n")
@@ -92,7 +92,7 @@ class TestHttp:
         assert [file.path for file in files(url, folder=tmp_path / "mirror")] == [file.path for file in found]
         assert handler.fetched == fetched
 
-    def test_what_has_changed_is_copied_again(self, served, tmp_path):
+    def test_changed_files_are_copied_again(self, served, tmp_path):
         folder, address, _ = served
         (folder / "x.txt").write_text("one")
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["one"]
@@ -110,7 +110,7 @@ class TestHttp:
         assert listed(f"{address}/{{deep/d.py,a.txt}}") == [("a.txt", 5), ("deep/d.py", 9)]
         assert texts(files(f"{address}/a.txt?download=true", folder=tmp_path / "mirror")) == ["a.txt"]
 
-    def test_a_broken_connection_leaves_nothing(self, served, tmp_path):
+    def test_a_broken_connection_leaves_no_partial_file(self, served, tmp_path):
         folder, address, handler = served
         (folder / "x.txt").write_text("text " * 1000)
         handler.break_off = True
@@ -120,7 +120,7 @@ class TestHttp:
         handler.break_off = False
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["text " * 1000]
 
-    def test_nothing_there_and_nobody_there(self, served):
+    def test_missing_files_and_unreachable_servers(self, served):
         _, address, _ = served
         with pytest.raises(ConfigError, match=rf"data\.train_urls\[0\]: '{address}/no\.txt' cannot be read .*404"):
             listed(f"{address}/no.txt")
@@ -161,7 +161,7 @@ def test_memory(memory, tmp_path):
         listed(f"{address}/*.json")
 
 
-def test_names_are_those_of_a_local_copy(tmp_path):
+def test_names_equal_those_of_a_local_copy(tmp_path):
     for name in ("text/b.txt", "text/deep/a.txt", "more/c.txt"):
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "here" / name).write_text(name)
@@ -197,11 +197,11 @@ class TestDataConfig:
         write("b.jsonl", json.dumps({"text": "more text"}) + "\n")
         return DataConfig(train_urls=[address], cache_dir=str(tmp_path / "cache"), vocab_size=270)
 
-    def test_checking_copies_nothing(self, config, tmp_path):
+    def test_checking_does_not_copy(self, config, tmp_path):
         config.check()
         assert not (tmp_path / "cache").exists()
 
-    def test_is_built_through_the_mirror(self, config, memory):
+    def test_a_cache_is_built_from_the_mirror(self, config, memory):
         said: list[str] = []
         tokenizer = config.load_tokenizer(said.append)
         first = config.open(tokenizer, 16, said.append).train[""].cache
@@ -218,14 +218,14 @@ class TestDataConfig:
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
             config.check()
 
-    def test_identity_does_not_depend_on_the_place(self, config, tmp_path):
+    def test_identity_does_not_depend_on_the_location(self, config, tmp_path):
         [address] = config.train_urls
         fs = fsspec.filesystem("memory")
         fs.get(address, str(tmp_path / "local"), recursive=True)
         local = DataConfig(train_urls=[str(tmp_path / "local")], cache_dir="elsewhere", vocab_size=270)
         assert config.identity() == local.identity()
 
-    def test_other_text_is_evaluated_through_the_same_copies(self, config, tmp_path):
+    def test_evaluating_other_text_reuses_the_copies(self, config, tmp_path):
         said: list[str] = []
         config = dataclasses.replace(config, validation_urls=config.train_urls)
         tokenizer = config.load_tokenizer(said.append)

@@ -34,7 +34,7 @@ def by_hand(documents: list[list[int]], seq_len: int) -> list[list[tuple]]:
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
-def test_agrees_with_one_token_at_a_time(lengths, seq_len):
+def test_agrees_with_packing_one_token_at_a_time(lengths, seq_len):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
     windows = PackedSequences(cache_of(documents), seq_len)
     columns = windows.read(np.arange(len(windows)))
@@ -45,7 +45,7 @@ def test_agrees_with_one_token_at_a_time(lengths, seq_len):
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
-def test_every_token_but_each_documents_first_is_a_target_once(lengths, seq_len):
+def test_every_token_except_each_documents_first_is_a_target_once(lengths, seq_len):
     numbers = iter(range(1000))
     documents = [[next(numbers) for _ in range(length)] for length in lengths]
     windows = PackedSequences(cache_of(documents), seq_len)
@@ -55,7 +55,7 @@ def test_every_token_but_each_documents_first_is_a_target_once(lengths, seq_len)
     np.testing.assert_array_equal(columns["targets"][counted], columns["tokens"][counted] + 1)
 
 
-def test_windows_may_be_asked_for_in_any_order():
+def test_sequences_can_be_read_in_any_order():
     windows = PackedSequences(numbered_cache(100), 8)
     everything = windows.read(np.arange(len(windows)))
     some = np.array([5, 0, 12, 5])
@@ -65,7 +65,7 @@ def test_windows_may_be_asked_for_in_any_order():
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
-def test_documents_without_tokens_change_nothing(seq_len):
+def test_empty_documents_have_no_effect(seq_len):
     full = PackedSequences(cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
     with_empty = PackedSequences(cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
     everything = np.arange(len(full))
@@ -74,7 +74,7 @@ def test_documents_without_tokens_change_nothing(seq_len):
         np.testing.assert_array_equal(with_empty.read(everything)[name], column, err_msg=name)
 
 
-def test_columns_are_apart():
+def test_columns_do_not_share_memory():
     columns = PackedSequences(numbered_cache(100), 8).read(np.arange(3))
     expected = {name: column.copy() for name, column in columns.items()}
     columns["tokens"][:] = -1
@@ -116,7 +116,7 @@ def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: 
 
 @settings(max_examples=200, deadline=None)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), max_documents=st.sampled_from([0, 1]), data=st.data())
-def test_whole_documents_agree_with_one_document_at_a_time(lengths, seq_len, max_documents, data):
+def test_whole_documents_agree_with_packing_one_document_at_a_time(lengths, seq_len, max_documents, data):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
     cache = dataclasses.replace(cache_of(documents), target_mask=np.concatenate(masks).astype(np.uint8))

@@ -22,7 +22,7 @@ from jaxlm.data.sources.files import find_files
 from tests.data.helpers import small_tokenizer, write_corpus
 
 
-def test_a_cluster_that_is_not_there(monkeypatch):
+def test_an_unreachable_cluster_is_an_error(monkeypatch):
     with (
         pytest.raises(ConfigError, match=r"trainer\.ray\.address: '127\.0\.0\.1:1' cannot be reached \(ConnectionRef"),
         RayConfig(address="127.0.0.1:1").cluster(print, shared=False),
@@ -56,7 +56,7 @@ def killing_one(folder: Path, killed: list[int]) -> threading.Thread:
 
 
 @pytest.mark.slow
-def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeypatch, capfd):
+def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 300)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 

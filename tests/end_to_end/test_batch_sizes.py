@@ -12,7 +12,7 @@ RUN = ("--config_path", "run.yaml", "--trainer.train_batch_size", SIZES, "--trai
 
 
 @pytest.mark.slow
-def test_killed_at_a_step_with_larger_batches_it_ends_the_same(workplace):
+def test_a_run_killed_at_a_step_with_larger_batches_ends_the_same(workplace):
     whole, killed = workplace(), workplace()
     for place in (whole, killed):
         write(place)

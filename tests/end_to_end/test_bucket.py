@@ -91,7 +91,7 @@ def arrays(url: str) -> dict[str, np.ndarray]:
         pytest.param([(0, "step-6"), (1, "step-9")], marks=pytest.mark.soak, id="both"),
     ],
 )
-def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_path, kills):
+def test_killed_during_saves_on_machines_without_a_shared_disk(gcs, shared, tmp_path, kills):
     url = f"{URL}/{len(kills)}"
     here, there = places = machines(shared, tmp_path)
     finish((here, there), url, "whole", gcs)
@@ -116,7 +116,7 @@ def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_
 
 
 @pytest.mark.slow
-def test_machines_with_other_text_do_not_train(shared, tmp_path):
+def test_machines_with_different_text_do_not_train(shared, tmp_path):
     """One copy of the text is older: its batches would be mixed with the other machine's, and nothing would tell."""
     here, there = machines(shared, tmp_path)
     shutil.copytree(shared / "corpus", tmp_path / "older")

@@ -39,7 +39,7 @@ SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_damage_to_any_file_is_noticed(uninterrupted, workplace, damage):
+def test_any_damage_to_any_file_is_detected(uninterrupted, workplace, damage):
     place = copied(uninterrupted, workplace)
     newest = place.folder / "checkpoints/run/step-24"
     verify(newest)
@@ -83,7 +83,7 @@ def test_each_file_of_the_newest_checkpoint_in_turn(uninterrupted, workplace, da
         check_falls_back(uninterrupted, workplace, number, damage)
 
 
-def test_all_damaged_is_an_error_not_a_new_beginning(uninterrupted, workplace):
+def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(uninterrupted, workplace):
     place = copied(uninterrupted, workplace)
     for checkpoint in (place.folder / "checkpoints/run").iterdir():
         truncate(checkpoint / "run" / "manifest.json")
@@ -160,7 +160,7 @@ def test_killed_while_saving_thirty_times(uninterrupted, workplace, seed):
 
 
 @pytest.mark.slow
-def test_every_process_ends_with_the_checkpoint_that_process_0_commits(workplace):
+def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
     place = workplace(1)
     place.write()
     processes = place.start_all(2, *RUN, "--trainer.num_train_steps", "6", module="tests.end_to_end.slow_to_commit")

@@ -20,7 +20,7 @@ def again(finished, workplace) -> Workplace:
     return place
 
 
-def test_what_a_run_leaves(finished):
+def test_files_of_a_finished_run(finished):
     logs = finished.folder / "logs" / "run"
     assert {path.name for path in logs.iterdir()} == {
         *("config.yaml", "metrics.jsonl", "train.log"),
@@ -56,7 +56,7 @@ def test_what_a_run_leaves(finished):
     assert (saved / "run" / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_run_again_says_that_it_is_complete(again):
+def test_running_again_reports_that_the_run_is_complete(again):
     losses = again.losses()
     result = again.run(*RUN, "--trainer.num_train_steps", "12")
     assert result.code == 0, result.err
@@ -65,7 +65,7 @@ def test_run_again_says_that_it_is_complete(again):
 
 
 @pytest.mark.slow
-def test_more_steps_go_on_from_the_checkpoint(again):
+def test_more_steps_continue_from_the_checkpoint(again):
     before = again.losses()
     result = again.run(*RUN, "--trainer.num_train_steps", "15")
     assert result.code == 0, result.err
@@ -79,7 +79,7 @@ def test_more_steps_go_on_from_the_checkpoint(again):
 
 
 @pytest.mark.slow
-def test_fewer_steps_than_are_done_is_refused(again):
+def test_fewer_steps_than_done_is_refused(again):
     result = again.run(*RUN, "--trainer.num_train_steps", "7")
     assert result.code == 2
     assert "step 12" in result.err
@@ -173,7 +173,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place
     assert all("unfinished" not in name for name in again.checkpoints())
 
 
-def test_sample_finds_everything_itself(finished, in_process):
+def test_sample_needs_only_the_checkpoint(finished, in_process):
     arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
     result = finished.run(*arguments, module="jaxlm.sample")
     assert result.code == 0, result.err
@@ -183,7 +183,7 @@ def test_sample_finds_everything_itself(finished, in_process):
     assert "checkpoints/run" in missing.err
 
 
-def test_dry_run_needs_nothing(workplace):
+def test_a_dry_run_needs_no_data(workplace):
     place = workplace()
     path = place.write()
     path.write_text(
@@ -206,7 +206,7 @@ def test_help_names_every_section(workplace, in_process):
 
 
 @pytest.mark.slow
-def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, tmp_path):
+def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(workplace, tmp_path):
     """And nothing is fetched from a device but when somebody asks for it; a broken cache only warns."""
     place = workplace()
     place.write("evals: []")

@@ -31,7 +31,7 @@ def logged(place: Workplace) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_eight_four_two_one(workplace):
+def test_resuming_on_eight_four_two_and_one_devices(workplace):
     reference = workplace(1)
     reference.write()
     result = reference.run(*RUN)

@@ -18,7 +18,7 @@ def sections() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), [("nnx", 8), ("linen", 1)])
-def test_killed_and_resumed_it_is_the_same_run(workplace, kind, devices):
+def test_a_killed_and_resumed_run_is_identical(workplace, kind, devices):
     places = [workplace(devices) for _ in range(2)]
     for place in places:
         text = place.write().read_text()
@@ -63,7 +63,7 @@ evals: [{{type: loss}}]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_on_the_data_of_the_quickstart(workplace, kind):
+def test_training_on_the_quickstart_data(workplace, kind):
     """FSDP over eight devices gives the losses of one device, and a run that is killed ends as the one that is not."""
     quickstart = (REPOSITORY / "config" / "quickstart.yaml").read_text()
     data = "data:" + quickstart.partition("data:")[2].partition("model:")[0]

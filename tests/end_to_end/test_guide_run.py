@@ -87,7 +87,7 @@ def wandb_losses(place: Workplace) -> list[list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-def test_the_whole_guide_killed_twice_ends_the_same(workplace):
+def test_the_whole_guide_killed_twice_ends_identically(workplace):
     pytest.importorskip("wandb")
     whole, killed = workplace(8), workplace(8)
     result = whole.run("--config_path", "run.yaml", **start(whole))

@@ -21,7 +21,7 @@ def wait_until_lost(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "lost"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
-def test_a_lost_process_ends_the_others(workplace, number, lost):
+def test_losing_a_process_ends_the_others(workplace, number, lost):
     """Process 0 coordinates, so that losing it and losing another are noticed in different ways."""
     place = workplace(1)
     path = place.write()

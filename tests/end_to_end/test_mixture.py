@@ -28,7 +28,7 @@ def write(place: Workplace) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_stage_it_ends_the_same(workplace):
+def test_a_run_killed_in_the_middle_of_a_stage_ends_the_same(workplace):
     whole, killed = workplace(), workplace()
     for place in (whole, killed):
         write(place)

@@ -8,7 +8,7 @@ RUN = ("--config_path", "run.yaml")
 
 
 @pytest.mark.slow
-def test_the_others_do_not_wait_for_a_process_that_has_failed(workplace, tmp_path):
+def test_other_processes_do_not_wait_for_a_failed_process(workplace, tmp_path):
     place = workplace(2)
     place.write()
     (tmp_path / "text").mkdir()
@@ -27,7 +27,7 @@ def test_the_others_do_not_wait_for_a_process_that_has_failed(workplace, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_folder_that_process_0_cannot_write(workplace):
+def test_a_folder_that_process_0_cannot_write_ends_all_processes(workplace):
     place = workplace(2)
     place.write()
     (place.folder / "checkpoints").write_text("a file where the folder should be")

@@ -29,7 +29,7 @@ def environment(place: Workplace) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_its_classes_train_and_their_checkpoint_is_read_again(installed):
+def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     installed.write(
         """
         objective: {type: "acme_lm.objective:FrontLoaded", front_weight: 3.0}
@@ -94,6 +94,6 @@ def test_a_plugin_that_cannot_be_loaded_is_named(installed):
         ("jaxlm.objectives.next_token:NextToken", "no dataclass that extends jaxlm.optim.base.OptimizerConfig"),
     ],
 )
-def test_a_place_where_no_such_class_is(name, said):
+def test_a_missing_class_is_named(name, said):
     with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{said}"):
         load_config(["--optimizer.type", name], "test")

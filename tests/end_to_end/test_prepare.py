@@ -84,7 +84,7 @@ def test_names_the_documents_of_a_row(config_path):
     assert "--- document 1 of b0.txt ---\n⟦<|endoftext|>⟧" + some_text(0)[:20] in text
 
 
-def test_what_is_in_the_caches(config_path, capsys):
+def test_reports_the_contents_of_the_caches(config_path, capsys):
     assert main(["--config_path", str(config_path)]) == 0
     text = capsys.readouterr().out
     _, prepared = prepare(read_config(config_path), Console())
@@ -114,7 +114,7 @@ def test_what_is_in_the_caches(config_path, capsys):
         (["--dry_run", "true"], "dry_run: true has no effect here: jaxlm.prepare makes caches"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_made(config_path, tmp_path, capsys, arguments, message):
+def test_invalid_options_are_refused_before_anything_is_built(config_path, tmp_path, capsys, arguments, message):
     text = config_path.read_text().split("phases:")[0] + "phases: [{name: a}, {name: b}]\n"
     config_path.write_text(text)
     fresh = ("--data.cache_dir", str(tmp_path / "fresh"))
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_said_before_anything_is_made(config_path, tmp_path, c
 
 
 @pytest.mark.slow
-def test_training_finds_what_was_prepared(workplace, tmp_path):
+def test_training_uses_the_prepared_caches(workplace, tmp_path):
     place = workplace()
     place.write()
     arguments = ("--config_path", "run.yaml", "--data.cache_dir", f"{tmp_path}/cache")

@@ -79,7 +79,7 @@ def test_killed_once(workplace, uninterrupted):
 
 
 @pytest.mark.slow
-def test_killed_once_with_an_optimizer_that_keeps_factors_of_matrices(workplace, uninterrupted):
+def test_killed_once_with_kron(workplace, uninterrupted):
     check(workplace, uninterrupted, "kron, fsdp 8", seed=3, kills=1)
 
 
@@ -98,7 +98,7 @@ def test_killed_five_times(workplace, uninterrupted, mesh, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
-def test_goes_on_on_another_mesh(workplace, uninterrupted, mesh):
+def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     """Begun on one device and killed, ended on eight: the same batches, and the same losses but for rounding."""
     losses, _ = uninterrupted("one device")
     place = workplace(1)

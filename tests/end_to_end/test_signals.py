@@ -41,7 +41,7 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
         pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
-def test_saved_and_gone_on(workplace, whole, processes, number, to):
+def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
     place = workplace(4 if processes == 2 else 1)
     place.write()
     running = place.start_all(
@@ -70,7 +70,7 @@ def test_a_second_signal_ends_at_once(workplace):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2])
-def test_two_processes_lose_what_one_does(whole, processes):
+def test_two_processes_have_the_losses_of_one(whole, processes):
     alone, together = whole(1)[0], whole(processes)[0]
     assert alone.keys() == together.keys()
     for step, loss in alone.items():

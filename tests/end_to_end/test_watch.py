@@ -15,7 +15,7 @@ WATCHED = """
 
 
 @pytest.mark.slow
-def test_a_watched_run_is_the_same_run_and_broken_trackers_are_said_once(workplace, monkeypatch):
+def test_watching_changes_nothing_and_broken_trackers_are_reported_once(workplace, monkeypatch):
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)

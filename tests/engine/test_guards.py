@@ -62,7 +62,7 @@ def test_skip_bad_steps_true_is_not_a_window_of_one_step():
 
 
 @pytest.mark.parametrize("sign", ["loss", "norm"])
-def test_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_window(sign):
+def test_an_outlier_a_hundred_times_too_large_is_skipped_and_never_enters_the_window(sign):
     judge, clean = Judging(SkipBadSteps(32)), Judging(SkipBadSteps(32))
     rng = np.random.default_rng(1)
     for number in range(60):
@@ -75,7 +75,7 @@ def test_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_windo
         np.testing.assert_array_equal(one, other)
 
 
-def test_none_of_two_thousand_clean_steps_is_left_out():
+def test_none_of_two_thousand_clean_steps_is_skipped():
     judge = Judging(SkipBadSteps())
     rng = np.random.default_rng(2)
     steps = np.arange(2000)
@@ -107,7 +107,7 @@ def test_the_window_cannot_freeze():
     assert judge(9.1)
 
 
-def test_equal_values_make_no_outlier_of_a_small_change():
+def test_after_equal_values_a_small_change_is_no_outlier():
     judge = Judging(SkipBadSteps(8))
     for _ in range(20):
         judge(3.0)
@@ -123,7 +123,7 @@ def test_the_scale_grows_and_backs_off():
     assert seen == [8, 8, 16, 16, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
 
 
-def test_parameters_do_not_rest_in_float16():
+def test_parameters_are_not_stored_in_float16():
     for text in ("f16", "half", "p=float16,c=float16"):
         with pytest.raises(ConfigError, match="p=f32,c=float16"):
             parse_precision(text)
@@ -133,7 +133,7 @@ HALF = replace(parse_precision("p=f32,c=float16"), loss_scale=DynamicLossScale(i
 WATCHED = phase(optimizer=replace(ADAM, skip_bad_steps=SkipBadSteps(8)))
 
 
-def test_an_outlier_costs_exactly_itself():
+def test_an_outlier_skips_exactly_one_update():
     strange = arrays(99)
     strange["targets"] = np.full_like(strange["targets"], 5)  # one class only: another loss
     run, clean = (TinyRun(one_device(), WATCHED, HALF) for _ in range(2))
@@ -157,7 +157,7 @@ def test_an_outlier_costs_exactly_itself():
 
 
 @pytest.mark.slow
-def test_half_precision_trains_like_single_and_backs_off_from_overflow():
+def test_float16_trains_like_float32_and_backs_off_after_overflow():
     parsed = parse_precision("p=f32,c=float16")
     assert parsed.loss_scale == DynamicLossScale()
     assert str(parsed) == "params float32, compute float16, dynamic loss scale"
@@ -183,7 +183,7 @@ AVERAGES = {"ema": Ema(0.8), "late": EmaDecaySqrt(0.9, switch_step=2, decay_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [one_device, layout])
-def test_watches_and_averages_change_no_bit_of_training(where):
+def test_guards_and_averages_do_not_change_training(where):
     """A scale of powers of two, a window that finds nothing, and two averages; and the averages are those of the weights
     after every step, in float64."""
     scale = DynamicLossScale(initial=2.0**10, growth_interval=2)
@@ -227,7 +227,7 @@ def test_every_average_can_be_traced(name):
         np.testing.assert_allclose(slot.weights["w"], expected, atol=1e-6)
 
 
-def test_an_average_is_of_what_trains_alone():
+def test_averages_cover_only_trainable_leaves():
     state_builder = StateBuilder(
         MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),)
     )
@@ -266,6 +266,6 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
 
 
 @pytest.mark.parametrize("wrong", [lambda: Ema(1.0), lambda: Ema(-0.1), lambda: EmaDecaySqrt(decay_steps=0)])
-def test_numbers_that_make_no_average_are_refused(wrong):
+def test_invalid_averages_are_refused(wrong):
     with pytest.raises(ConfigError, match="model_averaging"):
         wrong()

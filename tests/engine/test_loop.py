@@ -72,7 +72,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
     return seen
 
 
-def test_nothing_moves_between_host_and_devices_but_what_is_sent():
+def test_all_transfers_between_host_and_devices_are_explicit():
     """`jax.transfer_guard`: every transfer in the loop is asked for by name, none happens in passing."""
     run = TinyRun(layout(), phase(end=12))
     batches = [batch(arrays(seed), run.where) for seed in range(12)]
@@ -103,7 +103,7 @@ class Pending:
         return self._value.astype(dtype or self._value.dtype)
 
 
-def test_only_the_oldest_of_the_steps_in_flight_is_waited_for():
+def test_the_loop_waits_only_for_the_oldest_step_in_flight():
     run = TinyRun(layout(), phase(end=12))
     dispatched, waited, behind = 0, [], []
 
@@ -158,6 +158,6 @@ def waits(making_s: float, step_s: float) -> list[float]:
     return logged
 
 
-def test_a_source_that_is_slower_than_the_step_shows_in_the_loading_time():
+def test_a_source_slower_than_the_step_shows_in_the_loading_time():
     assert statistics.median(waits(making_s=0.02, step_s=0.0)) >= 0.018
     assert statistics.median(waits(making_s=0.04, step_s=0.02)) >= 0.01  # the step covers the rest

@@ -8,7 +8,7 @@ from jaxlm.optim.averaging import Ema
 from tests.engine.helpers import F32, MODEL, VOCAB, one_device, phase
 
 
-def test_nothing_of_the_phase_before_stays_on_the_devices():
+def test_nothing_of_the_previous_phase_stays_on_the_devices():
     """Adam's moments and an average are three times the model, which no later phase has a use for."""
     first = phase(averages={"ema": Ema()})
     second = phase(index=1, name="second", start=20, end=40, trainable=("head",))

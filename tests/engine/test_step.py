@@ -68,7 +68,7 @@ def test_every_mesh_trains_the_same(name, single_device_losses):
     np.testing.assert_allclose(losses, single_device_losses, rtol=1e-5)
 
 
-def test_shards_have_the_shape_that_the_mapping_says():
+def test_shards_have_the_shape_that_the_mapping_implies():
     where = layout(model=2)
     run = TinyRun(where)
     num_shards = {"data": 4, "model": 2, "replica": 1}
@@ -112,7 +112,7 @@ def _nan_gradient(weight: hax.NamedArray, bad: jax.Array) -> hax.NamedArray:
 
 @pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 @pytest.mark.parametrize("bad_step", [1, 5, 20])
-def test_a_non_finite_step_costs_exactly_itself(where, bad_step):
+def test_a_non_finite_step_skips_exactly_one_update(where, bad_step):
     clean_batches = [arrays(i) for i in range(20)]
     for columns in clean_batches:
         columns["tokens"][0, 0] %= POISON

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT.parent / "shared" / "data" / "core"
 
 
-def test_scores_are_those_of_each_row_alone():
+def test_scores_do_not_depend_on_the_batch():
     """Of one forward pass a pair, in float64 from there; contexts that are too long lose their beginning."""
     model = jax.jit(lambda: MODEL.build(vocab_axis(61), key=jax.random.key(0)))()
     rng = np.random.default_rng(0)
@@ -154,7 +154,7 @@ def compared(folder, tasks, capsys, *options):
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_the_harness_own_backend(tmp_path, offline, capsys):
+def test_metrics_equal_those_of_the_harness_own_backend(tmp_path, offline, capsys):
     write_model(tmp_path / "hf", max_position_embeddings=256)
     (tmp_path / "tasks").mkdir()
     write_tasks(tmp_path / "tasks")
@@ -219,7 +219,7 @@ def harness_with(monkeypatch, **tasks):
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options, message):
+def test_impossible_tasks_are_refused_before_the_first_step(monkeypatch, options, message):
     long = {"output_type": "generate_until"}
     short = {**long, "generation_kwargs": {"max_gen_toks": 12}}
     choice = {"output_type": "multiple_choice"}
@@ -230,7 +230,7 @@ def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options
 
 
 @pytest.mark.parametrize("name", ["batch_size", "limit"])
-def test_a_zero_on_the_command_line_is_no_default(monkeypatch, capsys, name):
+def test_a_zero_on_the_command_line_overrides_the_default(monkeypatch, capsys, name):
     harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
     named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
     monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
@@ -270,6 +270,6 @@ def test_tasks_of_the_real_harness_are_opened_before_the_first_step(tmp_path, of
     ],
     ids=str,
 )
-def test_options_of_the_other_kind_are_refused(options, message, capsys):
+def test_options_of_the_other_mode_are_refused(options, message, capsys):
     assert evaluate.main(["--checkpoint", "nowhere", *options]) == 2
     assert message in capsys.readouterr().err

@@ -17,12 +17,12 @@ from tests.fields.trees import tree
 HUB, MIXTURE = "tests/data/test_hugging_face.py::TestKeys::", "tests/data/test_mixture.py::test_mixture_fields"
 SHOWN_ELSEWHERE = {
     "id": HUB + "test_a_folder_of_splits",
-    "name": HUB + "test_what_cannot_be",
+    "name": HUB + "test_invalid_sections_are_refused",
     "split": HUB + "test_a_folder_of_splits",
     "validation_split": HUB + "test_a_folder_of_splits",
-    "stream": HUB + "test_streamed_rows_are_those_that_are_loaded",
-    "source": "tests/data/test_corpus.py::test_its_records_are_trained_and_evaluated_on_like_those_of_a_file",
-    "format": "tests/data/test_formats.py::test_every_format_and_field_is_shown_somewhere",
+    "stream": HUB + "test_streamed_rows_equal_loaded_rows",
+    "source": "tests/data/test_corpus.py::test_records_are_used_like_those_of_a_file",
+    "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",
     **dict.fromkeys(("tags", "configs", "train_weights", "stop_strategy", "mixture_block_size"), MIXTURE),
 }
 
@@ -129,5 +129,5 @@ def test_data_field(opened, corpus, tmp_path, name):
 
 
 @pytest.mark.parametrize("test", sorted(set(SHOWN_ELSEWHERE.values())))
-def test_a_test_that_shows_a_data_field_exists(test):
+def test_tests_named_for_data_fields_exist(test):
     assert_test_exists(test)

@@ -186,7 +186,7 @@ def test_second_derivatives(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", every)
-def test_there_and_back_is_bit_equal(name, tmp_path):
+def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
@@ -212,7 +212,7 @@ def test_there_and_back_is_bit_equal(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name if name == "llama-3" else pytest.param(name, marks=slow) for name in CASES])
-def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
+def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     """Identical logits and 32 greedy tokens; and our own decoding, with its cache, chooses the same."""
     reference(name).save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
@@ -229,7 +229,7 @@ def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_cached_decoding_is_the_full_forward_pass(name, tmp_path):
+def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
     opened, model = imported(tmp_path)
     whole = inputs_of(tokens())

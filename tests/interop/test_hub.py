@@ -75,7 +75,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     ("name", "weights"), [("owner/both", "model.safetensors"), ("owner/torch@main", "pytorch_model.bin")]
 )
 @pytest.mark.parametrize("how", ["HF_HUB_OFFLINE", "no network"])
-def test_a_copy_of_the_hub_is_enough_without_a_network(hub, monkeypatch, name, weights, how):
+def test_cached_hub_repositories_need_no_network(hub, monkeypatch, name, weights, how):
     """Of weights, one kind is fetched, and only that is needed."""
     folder = local_folder(name, "x", weights=True)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", weights]
@@ -92,7 +92,7 @@ def test_a_copy_of_the_hub_is_enough_without_a_network(hub, monkeypatch, name, w
         local_folder(name, "x", weights=True)
 
 
-def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
+def test_the_offline_error_names_the_local_alternative(monkeypatch, tmp_path):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -109,7 +109,7 @@ def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
     assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
 
 
-def test_what_is_not_here_may_be_a_name_of_the_hub_and_messages_say_both(monkeypatch, tmp_path):
+def test_the_error_for_an_unknown_name_mentions_local_folders_and_the_hub(monkeypatch, tmp_path):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -57,12 +57,12 @@ def measured(folder, importer):
 
 
 @pytest.mark.slow
-def test_no_more_than_one_slice_beside_the_model(folder):
+def test_an_import_needs_at_most_one_shard_beside_the_model(folder):
     found = measured(folder, "jaxlm")
     assert found["above_model"] <= 1.15 * found["largest_slice"]
 
 
 @pytest.mark.slow
-def test_no_slower_than_twice_transformers(folder):
+def test_an_import_takes_at_most_twice_as_long_as_transformers(folder):
     pytest.importorskip("transformers")
     assert measured(folder, "jaxlm")["seconds"] <= 2 * measured(folder, "transformers")["seconds"] + 5

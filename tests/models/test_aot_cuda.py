@@ -9,7 +9,7 @@ from jaxlm.models.attention.choose import AttentionTask, choose_attention
 HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capability=(9, 0))
 
 
-def test_kernels_are_taken_to_be_right_and_jax_is_answered():
+def test_kernels_are_assumed_correct_and_jax_sees_the_target_device():
     asked = fused.check_compute_capability
     assert choose_attention(HOPPER).name == "blockwise", "no GPU is attached to self-test it on"
     with compiling_for_cuda((9, 0)):

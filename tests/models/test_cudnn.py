@@ -99,7 +99,7 @@ def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
     assert set(operands) == {"2x2x64x16"}  # of 8 rows over 4 devices and 4 heads over 2
 
 
-def test_lengths_and_offsets_are_numpys():
+def test_lengths_and_offsets_match_numpy():
     segments = packed_rows()
     documents = np.asarray(document_indices(jnp.asarray(segments)))
     for row, found in zip(segments, documents, strict=True):
@@ -116,7 +116,7 @@ def test_lengths_and_offsets_are_numpys():
             assert offset.tolist() == [int((row == s).argmax()) for s in ids] + fill + [-1]
 
 
-def test_the_self_tests_rows_are_what_they_are_for():
+def test_the_self_tests_rows_cover_their_cases():
     assert all(bool(are_single_documents(jnp.asarray(row[None]))) for row in single_document_rows())
     counts = [len(set(row) - {0}) for row in packed_rows().tolist()]
     assert {0, 1, 2, DOCUMENTS_PER_CALL, DOCUMENTS_PER_CALL + 3} <= set(counts)
@@ -196,7 +196,7 @@ def stood_in(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("stood_in")
-def test_is_plain_attention(monkeypatch, rows, packed, windowed):
+def test_matches_reference_attention(monkeypatch, rows, packed, windowed):
     monkeypatch.setattr(selftest, "TOLERANCE", 1e-5)
     shape = AttentionShape(jnp.float32, head_size=8, group=2, windowed=windowed)
     attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
@@ -263,7 +263,7 @@ def test_bfloat16_is_within_the_tolerance():
     assert disagreement(jax.jit(attend), packed_rows(), shape) is None
 
 
-def test_a_kernel_that_breaks_is_one_that_fails():
+def test_a_kernel_that_raises_fails_the_self_test():
     def broken():
         raise NotImplementedError("no such\nkernel")
 
@@ -312,7 +312,7 @@ def test_choice(change, name, why):
     assert why in found.reason
 
 
-def test_what_fails_its_test_is_not_taken(tested):
+def test_a_kernel_that_fails_its_self_test_is_not_chosen(tested):
     task = AttentionTask(**HOPPER)
     tested(None, "packed is wrong")
     assert choose_attention(task).name == "cudnn_rows"
@@ -321,7 +321,7 @@ def test_what_fails_its_test_is_not_taken(tested):
     assert (choose_attention(task).name, choose_attention(task).degraded) == ("blockwise", True)
 
 
-def test_without_the_device_nothing_is_claimed():
+def test_without_a_gpu_the_choice_falls_back_to_blockwise():
     found = choose_attention(AttentionTask(**HOPPER))
     assert found.name == "blockwise"
     assert "no GPU is attached" in found.reason
@@ -334,7 +334,7 @@ def test_without_the_device_nothing_is_claimed():
         (Gpt2Config(hidden_dim=64, num_heads=4, upcast_attn=True, attn_pdrop=0.1), (jnp.float32, 16, 1, None, 0.1)),
     ],
 )
-def test_a_layer_says_what_it_asks(config, wanted):
+def test_a_layer_describes_its_attention_task(config, wanted):
     built = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
     (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Transformer)
     (kind,) = body.kinds

@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_its_batch(llama):
     assert twice[1] != twice[0], "the same prompt again is another sample"
 
 
-def test_stops_before_the_end_token(llama):
+def test_end_tokens_are_not_returned(llama):
     free = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1)
     eos = free[2][4]
     stopped = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1, eos_id=eos)
@@ -126,7 +126,7 @@ def test_other_reasons_to_stop(llama):
 
 
 @pytest.mark.slow
-def test_a_stream_is_what_is_generated(llama):
+def test_streaming_gives_the_generated_tokens(llama):
     decoding = GenerationConfig(10, temperature=0.7, seed=2)
     pieces = list(stream_tokens(Generator.of(llama), PROMPTS, decoding, every=4))
     assert [len(piece[0]) for piece in pieces] == [4, 4, 2]
@@ -136,7 +136,7 @@ def test_a_stream_is_what_is_generated(llama):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2e-2), ("int8", 4e-2)])
-def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
+def test_a_low_precision_cache_is_nearly_as_accurate(llama, dtype, most):
     """The error of logits, of their standard deviation; and greedy tokens, while the other path has not diverged."""
     rng = np.random.default_rng(3)
     prompts = rng.integers(0, 40, size=(16, 8)).tolist()
@@ -150,7 +150,7 @@ def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
     assert 0 < np.sqrt(np.mean(errors**2)) < most * np.std(cached_logits(llama, jnp.float32))
 
 
-def test_int8_is_the_nearest_of_255_steps():
+def test_int8_rounds_to_the_nearest_of_255_steps():
     """Half a step of the largest number of each head of each token, and no more; zeros stay zeros."""
     values = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32) * np.logspace(-3, 3, 5)[None, :, None]
     values[1, 2] = 0.0
@@ -198,12 +198,12 @@ def test_shapes_are_compiled_once(llama):
         ([[1]], -1, "max_new_tokens: -1"),
     ],
 )
-def test_impossible_requests_say_why(llama, prompts, num_new, message):
+def test_invalid_requests_are_refused(llama, prompts, num_new, message):
     with pytest.raises(ConfigError, match=message):
         generate(llama, prompts, max_new_tokens=num_new)
 
 
-def test_nothing_to_do(llama):
+def test_empty_requests_and_a_full_context(llama):
     assert generate(llama, [], max_new_tokens=4) == []
     assert generate(llama, [[1], [2]], max_new_tokens=0) == [[], []]
     assert len(generate(llama, [[1] * 28], max_new_tokens=4)[0]) == 4
@@ -233,6 +233,6 @@ def test_sampling_draws_the_distribution_it_promises(options, expected):
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
-def test_impossible_sampling_says_why(options):
+def test_invalid_sampling_options_are_refused(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))}: "):
         Sampling(**options)

@@ -32,7 +32,7 @@ CONFIG = MixtralConfig(
 
 
 @pytest.mark.parametrize("num_rows", [37, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 300))])
-def test_grouped_products_are_those_of_ragged_dot(num_rows):
+def test_grouped_products_equal_ragged_dot(num_rows):
     """Values and gradients, with groups that are empty and rows of no group."""
     rng = np.random.default_rng(num_rows)
     group = jnp.asarray(rng.choice([-1, 0, 2, 3, 5, 9], num_rows))
@@ -85,7 +85,7 @@ def trained(where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_spread_over_eight_devices_it_trains_as_on_one(alone, name):
+def test_training_on_eight_devices_equals_training_on_one(alone, name):
     (metrics, parameters), (expected, wanted) = trained(LAYOUTS[name]()), alone
     for step, reference in zip(metrics, expected, strict=True):
         for key in ("train/objective", "train/loss", "train/router/balance_loss", "train/router/z_loss"):
@@ -97,7 +97,7 @@ def test_spread_over_eight_devices_it_trains_as_on_one(alone, name):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=path)
 
 
-def test_balance_is_that_of_transformers():
+def test_the_balance_loss_equals_transformers():
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
     rng = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_balance_is_that_of_transformers():
     assert found.coefficient == 0.5
 
 
-def test_only_the_chosen_experts_count():
+def test_flops_count_only_the_chosen_experts():
     """Mixtral 8x7B: 46.7e9 parameters, of which a token meets 12.9e9 (Jiang et al. 2024, section 1)."""
     config = MixtralConfig(seq_len=4096)
     model = jax.eval_shape(lambda: config.build(vocab_axis(32000), key=jax.random.key(0)))

@@ -52,7 +52,7 @@ def updated(model, decoding, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_turn_is_that_of_reading_it_anew(built, monkeypatch):
+def test_every_turn_equals_generation_without_a_cache(built, monkeypatch):
     ours, anew, held = updated(built(LLAMA), GenerationConfig(NEW, temperature=0.0), monkeypatch)
     assert ours == anew
     # Fewer than 64 are never read. Turn 3 shares 60 tokens with the one before, turn 4 none, and 5 is 4 once more.
@@ -73,7 +73,7 @@ OTHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_whatever_the_cache_is_of(name, built, monkeypatch):
+def test_prefixes_are_reused_in_every_kind_of_cache(name, built, monkeypatch):
     config, options = OTHERS[name]
     ours, anew, held = updated(
         built(config), GenerationConfig(**{"max_new_tokens": NEW, "temperature": 0.0, **options}), monkeypatch
@@ -83,7 +83,7 @@ def test_whatever_the_cache_is_of(name, built, monkeypatch):
 
 
 @pytest.mark.slow
-def test_on_a_mesh_and_in_pieces(built, monkeypatch):
+def test_on_a_mesh_and_in_chunks(built, monkeypatch):
     """A long turn is read in pieces beside the cache; rows that fill up the batch are padding throughout."""
     monkeypatch.setattr(prefix_cache_module, "_PREFILL_CHUNK", 64)
     model, where, decoding = built(LLAMA), layout(model=2), GenerationConfig(NEW, temperature=0.0)
@@ -104,7 +104,7 @@ def test_on_a_mesh_and_in_pieces(built, monkeypatch):
             ] == whole
 
 
-def test_a_cache_of_another_kind_is_not_kept():
+def test_a_cache_of_another_kind_is_not_reused():
     prefix_cache = PrefixCache()
     prefix_cache.put({"tokens": [1, 2]}, [1, 2])
     assert prefix_cache.lookup(None, [1, 2] * 80, 1, 8) == (None, 0)

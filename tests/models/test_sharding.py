@@ -38,7 +38,7 @@ def reports(family: str, layouts: tuple[str, ...]) -> dict:
         for layout in layouts
     ],
 )
-def test_equals_one_device_and_moves_no_more_than_it_must(family, layout, together):
+def test_equals_one_device_with_only_the_expected_collectives(family, layout, together):
     report = reports(family, together)
     found = report[layout]
     # Loss, metrics, every token's evaluation loss, every leaf of the gradient; then greedily decoded tokens.

@@ -51,7 +51,7 @@ def reference(model, batch, z, smoothing):
 
 
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)])
-def test_terms_and_metrics_are_the_definition(model, z, smoothing):
+def test_terms_and_metrics_match_the_definition(model, z, smoothing):
     batch = a_batch()
     objective = NextToken(z_loss_weight=z, label_smoothing=smoothing)
     terms, metrics, slot = objective.terms(model, batch, None, key=None)
@@ -71,7 +71,7 @@ def test_terms_and_metrics_are_the_definition(model, z, smoothing):
     np.testing.assert_array_equal(objective.weights(batch)["loss"], weight)
 
 
-def test_gradient_is_the_definitions_below_a_soft_cap(model):
+def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
     model, batch = replace(model, logit_soft_cap=0.5), a_batch()
     objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
     ours = jax.jit(jax.grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total))(model)
@@ -92,7 +92,7 @@ def test_microbatches_add_up_to_the_batch(model):
             np.testing.assert_allclose(added.mean(), total.mean(), rtol=1e-6)
 
 
-def test_weights_of_a_batch_that_is_not_cut_yet():
+def test_weights_of_a_whole_batch():
     batch = a_batch()
     stacked = jax.tree.map(
         lambda a: hax.stack("microbatch", [a, a]), batch, is_leaf=lambda a: isinstance(a, hax.NamedArray)
@@ -104,10 +104,10 @@ def test_weights_of_a_batch_that_is_not_cut_yet():
     ("options", "path"),
     [({"z_loss_weight": -1.0}, "objective.z_loss_weight"), ({"label_smoothing": 1.0}, "objective.label_smoothing")],
 )
-def test_impossible_options_say_why(options, path):
+def test_invalid_options_are_refused(options, path):
     with pytest.raises(ConfigError, match=path):
         NextToken(**options)
 
 
-def test_is_found_by_name():
+def test_is_registered_by_name():
     assert ObjectiveConfig.get_choice_class("next_token") is NextToken

@@ -15,7 +15,7 @@ def info(objective: float = 1.0, norm: float = 1.0, **more) -> StepInfo:
 
 
 @pytest.mark.parametrize(("value", "key"), [(math.nan, "on_nan"), (math.inf, "on_inf"), (-math.inf, "on_inf")])
-def test_crash_on_nan_and_on_inf_each_stop_at_their_own(value, key):
+def test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values(value, key):
     off, on = {"on_nan": False, "on_inf": False}, {"on_nan": key == "on_nan", "on_inf": key == "on_inf"}
     other = {"on_nan": key != "on_nan", "on_inf": key != "on_inf"}
     for spoilt in (info(objective=value), info(norm=value)):
@@ -26,7 +26,7 @@ def test_crash_on_nan_and_on_inf_each_stop_at_their_own(value, key):
     CrashListener(on_nan=True, on_inf=True)(info())
 
 
-def test_a_skipped_step_names_its_records_and_others_ask_for_none():
+def test_only_skipped_steps_look_up_their_records():
     asked: list[int] = []
 
     def records(step: int) -> str:

@@ -59,7 +59,7 @@ def test_times_of_nested_and_parallel_operations_in_closed_form():
     assert summarize([event("while.1", 0, 1)], {}, 1) is None
 
 
-def test_an_evaluation_between_steps_is_no_idle_time():
+def test_an_evaluation_between_steps_does_not_count_as_idle():
     steps = [event("dot.1", 0, 40), event("dot.1", 50, 90), event("dot.1", 500, 540), event("dot.1", 550, 590)]
     other = [event("dot.1", 0, 100, "d1"), event("dot.1", 480, 590, "d1")]
     profile = summarize([*steps, *other], OPERATIONS, 4, pauses=[(120, 470)])
@@ -74,7 +74,7 @@ def test_an_evaluation_between_steps_is_no_idle_time():
     assert "Excluded" not in describe_profile(plain, "title")
 
 
-def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
+def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     """Evaluations and saves run inside of a pause, and no step does."""
     order: list[str] = []
 
@@ -115,7 +115,7 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
+def test_a_real_trace_is_summarized_and_the_state_is_unchanged(tmp_path):
     run, lines = TinyRun(layout()), []
     text = run.compiled_text(arrays(0))
     hook = hook_of(ProfilerConfig(1, 3), tmp_path, lines.append, program=lambda: text)
@@ -143,7 +143,7 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     assert sum(shares.values()) == pytest.approx(100, abs=0.5)
 
 
-def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failing_profiler_is_reported_and_the_run_continues(tmp_path, monkeypatch):
     lines: list[str] = []
     (tmp_path / "file").write_text("")
     hook = hook_of(ProfilerConfig(2, 3), tmp_path / "file" / "x", lines.append)
@@ -155,7 +155,7 @@ def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
     assert "the run continues without a profile" in line
 
 
-def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
+def test_a_run_that_stops_early_ends_the_recording(tmp_path):
     lines: list[str] = []
     for _ in range(2):  # a recording that was left open would make the second fail
         hook = hook_of(ProfilerConfig(1, 9), tmp_path, lines.append)
@@ -164,7 +164,7 @@ def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
     assert lines == []
 
 
-def test_a_phase_that_is_too_short_is_said_and_a_short_rest_is_recorded(tmp_path):
+def test_a_phase_too_short_to_profile_is_reported_and_a_short_remainder_is_recorded(tmp_path):
     lines: list[str] = []
     due = lambda first: [  # noqa: E731
         s for s in range(30) if hook_of(ProfilerConfig(5, 10), tmp_path, lines.append, first_step=first).due(s)
@@ -175,7 +175,7 @@ def test_a_phase_that_is_too_short_is_said_and_a_short_rest_is_recorded(tmp_path
     assert "ends at step 20" in lines[0]
 
 
-def test_a_recording_ends_where_batches_get_another_size(tmp_path):
+def test_a_recording_ends_when_the_batch_size_changes(tmp_path):
     """What is summed up are the operations of one program, and another size is another program."""
     sizes = BatchSchedule.of([BatchSize(0, 8), BatchSize(9, 16), BatchSize(14, 16)])
     lines: list[str] = []

@@ -232,7 +232,7 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_the_published_algorithms(name):
+def test_steps_match_the_published_algorithm(name):
     kind, keys = CASES[name]
     config = config_of(kind, **keys)
     expected = by_hand(kind, config, 2.0)
@@ -244,7 +244,7 @@ def test_every_optimizer_has_a_row():
     assert own() == set(DIRECTIONS) == {kind for kind, _ in CASES.values()}
 
 
-def test_adagrad_is_torchs():
+def test_adagrad_matches_torch():
     torch = pytest.importorskip("torch")
     usual = {"weight_decay": 0.0, "lr_schedule": "constant", "max_grad_norm": None, "epsilon": 0.0}
     parameter = torch.nn.Parameter(torch.tensor(arrays(0)["q.weight"], dtype=torch.float32))
@@ -267,7 +267,7 @@ def test_newton_schulz_against_singular_values(shape):
         assert singular.min() > 0.3
 
 
-def test_an_update_of_large_rms_is_scaled_down_layer_by_layer():
+def test_updates_with_large_rms_are_scaled_down_per_layer():
     most, plain = 0.5, AdamConfig(**COMMON, lr_schedule="constant", max_grad_norm=None)
     params, state, step = stepper(dataclasses.replace(plain, update_rms_clipping=most))
     after = flat(step(params, state, model(arrays(1)))[0])
@@ -281,7 +281,7 @@ def test_an_update_of_large_rms_is_scaled_down_layer_by_layer():
             np.testing.assert_allclose(small, whole / max(1.0, rms / most), atol=1e-6)
 
 
-def test_an_update_that_stands_out_is_scaled_down_to_what_the_last_ones_allow():
+def test_an_outlier_update_is_scaled_down_to_the_recent_limit():
     clip = ClipUpdateNorm(rolling_interval_length=8, sigma_factor=2.0).build()
     state, norms, given = clip.init(None), [], []
     update = jax.jit(clip.update)
@@ -297,7 +297,7 @@ def test_an_update_that_stands_out_is_scaled_down_to_what_the_last_ones_allow():
     assert given[11] > 10.0
 
 
-def test_adamc_lets_the_decay_fall_with_the_rate():
+def test_adamc_scales_the_decay_with_the_learning_rate():
     config = AdamConfig(**COMMON | {"warmup": 3}, adamc_weight_decay=True, lr_schedule="linear", min_lr_ratio=0.2)
     params, state, step = stepper(config)
     expected = arrays(0)["q.weight"]
@@ -323,14 +323,14 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_what_decays(name):
+def test_weight_decay_masks(name):
     keys, expected = MASKS[name]
     config = config_of("adam", **keys)
     groups = parameter_groups(model(arrays(0)), config)
     assert {path for group in groups if group.weight_decay for path in group.paths} == expected
 
 
-def test_matrices_are_a_group_of_their_own_where_they_have_a_rule():
+def test_matrices_form_their_own_group_if_they_have_a_rule():
     groups = parameter_groups(model(arrays(0)), config_of("muon"))
     assert {g.name: (g.paths, g.as_matrices) for g in groups} == {
         "matrices, decay": (("q.weight",), True),
@@ -370,7 +370,7 @@ def fields() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), fields())
-def test_every_field_changes_what_is_computed(kind, name):
+def test_every_field_changes_the_result(kind, name):
     def program(config: OptimizerConfig) -> str:
         params = model(arrays(0))
         optimizer = config.build(parameter_groups(params, config), 100)
@@ -405,12 +405,12 @@ def test_every_field_changes_what_is_computed(kind, name):
         ("kron", {"max_dense_size": -1}),
     ],
 )
-def test_what_makes_no_optimizer_is_refused(kind, keys):
+def test_invalid_optimizers_are_refused(kind, keys):
     with pytest.raises(ConfigError, match="optimizer"):
         stepper(config_of(kind, **keys))
 
 
-def test_an_estimate_of_the_curvature_that_is_not_finite_is_left_out():
+def test_a_non_finite_curvature_estimate_is_discarded():
     config = config_of("sophia-h", update_interval=1)
     params = model(arrays(0))
     optimizer = config.build(parameter_groups(params, config), STEPS)

@@ -14,7 +14,7 @@ ROWS, COLUMNS = hax.make_axes(rows=6, columns=4)
 
 
 @pytest.mark.parametrize("max_dense_size", [8, pytest.param(0, marks=pytest.mark.slow)], ids=["dense", "diagonal"])
-def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_size):
+def test_converges_to_the_inverse_roots_of_row_and_column_covariances(max_dense_size):
     rng = np.random.default_rng(0)
     spread = [np.diag(np.exp(rng.normal(size=axis.size))) for axis in (ROWS, COLUMNS)]
     if max_dense_size:
@@ -38,7 +38,7 @@ def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_si
     np.testing.assert_allclose(entries.T @ entries / 2000, np.eye(24), atol=0.25)
 
 
-def test_what_does_not_divide_is_kept_whole():
+def test_axes_that_do_not_divide_are_not_sharded():
     """A factor's second axis is as long as its side, which nobody chose for the mesh."""
     spec = lambda size: layout().parameter_sharding((hax.Axis("mlp", size), hax.Axis("embed", size))).spec  # noqa: E731
     assert spec(16) == PartitionSpec(None, "data")

@@ -90,7 +90,7 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     ],
     ids=str,
 )
-def test_what_is_no_plain_lora_is_refused(adapted, tmp_path, settings, message):
+def test_unsupported_lora_variants_are_refused(adapted, tmp_path, settings, message):
     plan, plain, _, folder = adapted
     written = json.loads((folder / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(written | settings))
@@ -145,7 +145,7 @@ def test_adapters_of_a_model_with_experts(tmp_path, config):
 
 
 @pytest.mark.slow
-def test_adapters_of_peft_beside_experts_compute_what_they_do_there(tmp_path):
+def test_peft_adapters_beside_experts_compute_the_same(tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     num_tokens = write_tokenizer(tmp_path / "hf")
@@ -177,7 +177,7 @@ def begun_from(folder: Path, **keys):
     return make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
-def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
+def test_a_run_starts_from_peft_adapters_bit_for_bit(adapted, tmp_path):
     _, _, model, folder = adapted
     moved = tmp_path / "adapter"
     shutil.copytree(folder, moved)
@@ -212,13 +212,13 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
     ],
     ids=str,
 )
-def test_keys_beside_a_folder_of_peft_must_agree_with_it(adapted, keys, message):
+def test_keys_beside_from_peft_must_agree_with_the_folder(adapted, keys, message):
     with pytest.raises(ConfigError, match=f"(?s){message}.*Remove these keys"):
         check_adapters(begun_from(adapted[3], **keys))
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_peft_stands(tmp_path):
+def test_training_continues_from_peft(tmp_path):
     """The first step's loss is that of PEFT's own model."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

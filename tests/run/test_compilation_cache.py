@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlm.run.compilation_cache import enable_compilation_cache
 
 
-def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
+def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):
     def compile_again() -> bytes:
         compilation_cache.reset_cache()
         jax.clear_caches()

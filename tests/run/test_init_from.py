@@ -96,7 +96,7 @@ def test_the_last_step_is_saved_permanently(trainings):
     assert cursor["temporary"] is False
 
 
-def test_programs_are_written_where_they_are_asked_for(trainings):
+def test_programs_are_dumped_to_the_configured_folder(trainings):
     artifacts = trainings.folder / "logs" / "whole" / "artifacts"
     assert "lambda" in (artifacts / "train.jaxpr.txt").read_text()
     assert "ENTRY" in (artifacts / "train.hlo.txt").read_text()
@@ -104,7 +104,7 @@ def test_programs_are_written_where_they_are_asked_for(trainings):
 
 
 @pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])
-def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, key):
+def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(trainings, key):
     name = f"by_{key}"
     result = trainings.run(name, 6, trainer={key: str(trainings.place("part"))})
     assert f"resuming, from {trainings.place('part')}/step-4" in trainings.said
@@ -116,7 +116,7 @@ def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, 
 
 @pytest.mark.slow
 @pytest.mark.trap("T4")
-def test_the_runs_own_checkpoints_come_first(trainings):
+def test_the_runs_own_checkpoints_take_precedence(trainings):
     trainings.run("own", 2)
     trainings.run("own", 4, trainer={"load_checkpoint_path": str(trainings.place("whole")), "load_checkpoint": True})
     assert f"resuming, from {trainings.place('own')}/step-2" in trainings.said
@@ -156,7 +156,7 @@ WIDER = {**MODEL, "num_kv_heads": 4, "tie_word_embeddings": True}
 
 
 @pytest.mark.slow
-def test_partial_checkpoints_list_what_is_missing_and_what_is_left_out(trainings):
+def test_partial_checkpoints_list_missing_and_unused_arrays(trainings):
     tied = {"trainer": {"initialize_from": str(trainings.place("whole"))}, "model": WIDER}
     with pytest.raises(
         ConfigError, match=r"(?s)does not match this model.*this model has no such array.*allow_partial_checkpoint"
@@ -186,20 +186,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_begun_is_refused_before_anything_is_written(trainings, case):
+def test_impossible_starts_are_refused_before_anything_is_written(trainings, case):
     trainer, named = REFUSED[case]
     with pytest.raises(ConfigError, match=named):
         trainings.run("refused", 2, trainer=trainer)
     assert not (trainings.folder / "logs" / "refused").exists()
 
 
-def test_beginning_again_over_checkpoints_is_refused(trainings):
+def test_starting_over_existing_checkpoints_is_refused(trainings):
     with pytest.raises(ConfigError, match="load_checkpoint: false given, but the run 'part' already has checkpoints"):
         trainings.run("part", 4, trainer={"load_checkpoint": False})
 
 
 @pytest.mark.slow
-def test_load_if_possible_says_where_there_is_nothing(trainings):
+def test_load_if_possible_reports_where_it_found_nothing(trainings):
     trainings.run("possible", 2, trainer={"load_checkpoint_path": "nowhere"})
     assert "no checkpoint at nowhere" in trainings.said
     assert sorted(trainings.losses("possible")) == [1, 2]

@@ -66,7 +66,7 @@ def test_how_the_batch_divides_over_devices(given, expected):
 
 
 @pytest.mark.parametrize(("given", "named"), INDIVISIBLE)
-def test_what_does_not_divide_is_named(given, named):
+def test_batches_that_do_not_divide_are_refused(given, named):
     with pytest.raises(ConfigError, match=named):
         divided(*given)
 
@@ -83,7 +83,7 @@ def test_per_device_train_parallelism_is_an_alias():
 BATCH = {"batch": ("replica", "data")}
 
 
-def test_what_the_keys_come_to():
+def test_mappings_of_the_axis_keys():
     assert mappings() == (BATCH, {**BATCH, "embed": "data"})
     tensor = {"mlp": "model", "heads": "model", "kv_heads": "model"}
     assert mappings(tensor_parallel_axes=["mlp", "heads"]) == (BATCH | tensor, BATCH | tensor | {"embed": "data"})
@@ -148,7 +148,7 @@ def test_waste_and_contradiction_are_errors(case):
         plan_of(**trainer)
 
 
-def test_what_is_merely_wasteful_or_overridden_is_said():
+def test_waste_and_overridden_keys_are_warnings():
     assert "'data': its 8 devices" in plan_of(batch_axis=None).warnings[0]
     (said,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
     assert said.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
@@ -156,7 +156,7 @@ def test_what_is_merely_wasteful_or_overridden_is_said():
 
 
 @pytest.mark.slow
-def test_a_free_mesh_with_sequences_cut_in_two_computes_the_same():
+def test_a_custom_mesh_with_sharded_sequences_computes_the_same():
     free = {"axes": {"data": -1, "context": 2, "model": 2}, "compute_mapping": {"position": "context"}}
     layout = plan_of(mesh=free, tensor_parallel_axes=["mlp", "heads"]).layout
     assert dict(layout.mesh.shape) == {"replica": 1, "data": 2, "context": 2, "model": 2}

@@ -57,7 +57,7 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_in_a_bucket_works_wherever_a_path_does(gcs, tmp_path, monkeypatch, capsys):
     """Resumed, begun from, sampled, evaluated and converted by its URL, from a machine that has nothing else of the run."""
     from jaxlm import convert, evaluate, sample
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.joinpath("elsewhere").iterdir()) == ["hf"]
 
 
-def test_a_store_that_cannot_be_written_is_one_message(tmp_path):
+def test_an_unwritable_store_is_one_message(tmp_path):
     trainings = Trainings(tmp_path)
     with pytest.raises(ConfigError, match=r"base_path|nosuch"):
         trainings.run("x", 1, trainer={"checkpointer": {"base_path": "nosuch://bucket"}})

@@ -9,7 +9,7 @@ from jaxlm.run.compile import TABLE, compiler_options
 
 
 @pytest.mark.parametrize("platform", TABLE)
-def test_the_users_flags_win(platform, monkeypatch):
+def test_the_users_flags_take_precedence(platform, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     assert compiler_options(platform) == TABLE[platform]
     flags = [f"--{name}=false" for name in TABLE[platform]]

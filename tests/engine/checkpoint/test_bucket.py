@@ -69,7 +69,7 @@ def names(folder: BucketFolder) -> list[str]:
     return [checkpoint.name for checkpoint in folder.checkpoints()]
 
 
-def test_each_place_has_its_folder(tmp_path):
+def test_each_kind_of_path_has_its_checkpoint_folder(tmp_path):
     for base, run_id, kind, place in (
         ("gs://b/runs/", "x", BucketFolder, "gs://b/runs/x"),
         ("gs://b/runs/x", None, BucketFolder, "gs://b/runs/x"),
@@ -82,7 +82,7 @@ def test_each_place_has_its_folder(tmp_path):
         assert folder.location == place
 
 
-def test_there_and_back(store):
+def test_save_and_restore_round_trip(store):
     folder = BucketFolder(URL)
     assert names(folder) == []
     for step in (5, 10):
@@ -108,7 +108,7 @@ def test_each_checkpoint_replaces_the_temporary_ones(store):
 
 
 @pytest.mark.parametrize("after", range(len(FILES) + 2))
-def test_a_save_that_breaks_off_is_never_seen(store, monkeypatch, after):
+def test_an_interrupted_save_is_never_visible(store, monkeypatch, after):
     """Whatever small file it breaks off at, the last of all included; the arrays come between."""
     folder, pipe, done = BucketFolder(URL), type(store).pipe_file, []
     save(store, folder, 1)
@@ -131,7 +131,7 @@ def test_a_save_that_breaks_off_is_never_seen(store, monkeypatch, after):
     assert names(folder) == ["step-1", "step-2"]
 
 
-def test_damage_is_noticed_set_aside_and_the_one_before_used(store):
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(store):
     folder, said = BucketFolder(URL), []
     for step in (1, 2, 3):
         save(store, folder, step)
@@ -158,7 +158,7 @@ UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError
 
 @pytest.mark.parametrize("file", ["checksums.json", "run/cursor.json"])
 @pytest.mark.parametrize("error", UNANSWERED, ids=lambda error: type(error).__name__)
-def test_a_store_that_does_not_answer_is_a_message_and_no_damage(store, monkeypatch, file, error):
+def test_an_unresponsive_store_is_an_error_and_not_damage(store, monkeypatch, file, error):
     """Else a network that fails for a moment would cost the newest checkpoint."""
     folder, said, cat = BucketFolder(URL), [], type(store).cat_file
     for step in (1, 2):
@@ -183,7 +183,7 @@ def test_a_store_that_does_not_answer_is_a_message_and_no_damage(store, monkeypa
     assert latest_valid(folder, said.append).checkpoint.name == "step-2"
 
 
-def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, with_md5, monkeypatch):
+def test_checksums_of_the_store_are_used_without_reading_files(store, with_md5, monkeypatch):
     folder, read = BucketFolder(URL), []
     save(store, folder, 1)
     sums = json.loads(store.cat_file("/bucket/run/step-1/checksums.json"))
@@ -199,7 +199,7 @@ def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, 
         folder.checkpoints()[0].verify()
 
 
-def test_a_checkpoint_may_be_copied_to_a_disk_and_back(store, with_md5, tmp_path):
+def test_a_checkpoint_can_be_copied_to_a_disk_and_back(store, with_md5, tmp_path):
     """Each side checks the other's checksums."""
     folder = BucketFolder(URL)
     save(store, folder, 1)
@@ -222,7 +222,7 @@ def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
         resolve_checkpoints("gs://nowhere/x", tmp_path)
 
 
-def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
+def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     """Orbax, TensorStore and gcsfs against an emulator: sharded arrays, bit for bit; a damaged one is not used."""
     where, said = layout(), []
     folder = resolve_folder(f"gs://{BUCKET}/runs", "x", tmp_path)
@@ -269,6 +269,6 @@ def same(one: dict[str, hax.NamedArray], two: dict[str, hax.NamedArray]) -> bool
     return bool(np.array_equal(one["w"].array, two["w"].array))
 
 
-def test_a_bucket_that_is_not_there_is_one_message(gcs, tmp_path):
+def test_a_missing_bucket_is_one_message(gcs, tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: cannot use gs://nowhere/runs/x"):
         resolve_folder("gs://nowhere/runs", "x", tmp_path).open(print)

@@ -47,7 +47,7 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
         LocalFolder(tmp_path).prepare()
 
 
-def test_what_an_earlier_run_left_is_removed(tmp_path):
+def test_leftovers_of_an_earlier_run_are_removed(tmp_path):
     (tmp_path / "step-1.unfinished" / "state").mkdir(parents=True)
     (tmp_path / "probe.unfinished").write_bytes(os.urandom(4))
     LocalFolder(tmp_path).prepare()
@@ -55,7 +55,7 @@ def test_what_an_earlier_run_left_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("phase", [None, "sft", "step.2"])
-def test_what_is_not_whole_is_no_checkpoint_whatever_its_phase_is_called(tmp_path, phase):
+def test_incomplete_folders_are_not_checkpoints_for_any_phase_name(tmp_path, phase):
     """Else a kill or damage there would leave a run that finds no whole one any more, the whole one before it included."""
     folder, said = LocalFolder(tmp_path), []
     save(folder, 9, temporary=False)

@@ -13,7 +13,7 @@ from jaxlm.engine.checkpoint.store import CURSOR
 @pytest.mark.parametrize(
     "where", [(LocalCheckpoint, "verify"), (LocalFolder, "set_aside"), (LocalFolder, "checkpoints")]
 )
-def test_the_others_do_not_wait_where_process_0_fails(tmp_path, monkeypatch, where):
+def test_other_processes_do_not_wait_if_process_0_fails(tmp_path, monkeypatch, where):
     folder, said = LocalFolder(tmp_path), []
     folder.begin("step-1", {CURSOR: Cursor(1, 0, "train", entering=False, temporary=False).to_json()})
     folder.commit("step-1")
