@@ -1,4 +1,4 @@
-"""The benchmarks that need a GPU, run without one."""
+"""Runs the GPU benchmark without a GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every field of the configuration has an effect, and the tables in tests/fields say which one."""
+"""Every field of the configuration has the effect that the tables in tests/fields state."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_the_fields_of_each_section_are_listed():
 
 
 def changes() -> list:
-    """The fields with a change. What relatives of Llama have of their own is slow."""
+    """The fields with a change. Fields that only Llama's relatives have are slow tests."""
     return [
         pytest.param(base, path, marks=() if BASES[base]["model"]["type"] in QUICK else pytest.mark.slow)
         for (base, path), entry in ENTRIES.items()

@@ -1,4 +1,4 @@
-"""The guide is what the dataclasses make it; and its YAML, like that of all documents, is read without error."""
+"""The guide agrees with the dataclasses, and the YAML in all documents is valid."""
 
 import dataclasses
 import importlib.util
@@ -69,7 +69,7 @@ def test_the_walks_links_are_current_and_each_hop_calls_the_next(monkeypatch):
     walk = (ROOT / "docs" / "reference" / "walk.md").read_text(encoding="utf-8")
     assert walk == links.with_line_numbers(walk), "run `python docs/generate_reference.py`"
     hops = [match for row in walk.partition("Nine hops")[0].splitlines() for match in links.LINK.finditer(row)]
-    assert len(hops) == 10  # main, and nine hops
+    assert len(hops) == 10  # main and nine hops
     code = ""
     for match in hops:
         first, last = links.definitions(match["file"])[match["name"]]
@@ -97,7 +97,7 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
     a_model_of_hugging_face(Path("qwen-small"))
     an_adapter_of_peft(Path("adapter-folder"))
     example, found = script("generate_guide").example, list(sections(RunConfig))
-    # What makes each section be there, and be of the type whose keys are looked at.
+    # The required keys of each section and type.
     required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
 
     def run_with(section: ConfigSection, given: dict[str, Any]) -> RunConfig:
@@ -124,7 +124,7 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
                 continue
             extra = {"initialize_from_hf": "qwen-small"} if key.name == "use_hf_model_config" else {}
             read = run_with(section, needed | extra | {key.name: value})
-            if key.name not in (*needed, "shutdown_at_exit", "type"):  # which have one value only
+            if key.name not in (*needed, "shutdown_at_exit", "type"):  # these have only one valid value
                 assert read != run_with(section, needed | extra), f"{section.path}.{key.name}: {value} is the default"
 
 
@@ -151,7 +151,7 @@ def an_adapter_of_peft(folder: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_yaml_in_the_documents_is_valid(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    a_model_of_hugging_face(Path("qwen-small"))  # folders that the documents speak of
+    a_model_of_hugging_face(Path("qwen-small"))  # folders that the documents mention
     an_adapter_of_peft(Path("adapter-folder"))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)

@@ -1,4 +1,4 @@
-"""Reading values into dataclasses: what fits, what is refused, and that what is written reads back."""
+"""Decoding values into dataclasses: valid values, refused values, and round trips through `dump`."""
 
 import abc
 from dataclasses import dataclass, field
@@ -66,12 +66,12 @@ def read(**tree) -> Outer:
     [
         ({"count": 512.0}, 512),
         ({"share": 1}, 1.0),
-        ({"axes": ["a", "b"]}, ["a", "b"]),  # a union with text first must not turn the list into text
+        ({"axes": ["a", "b"]}, ["a", "b"]),  # a union with `str` first must not turn the list into text
         ({"axes": "a"}, "a"),
         ({"axes": None}, None),
         ({"mapping": {"x": ["r", "d"], "y": "z"}}, {"x": ["r", "d"], "y": "z"}),
         ({"shape": {"type": "square", "side": 3}}, Square(3)),
-        ({"shape": {"radius": 3}}, Circle(3.0)),  # without a type, the default's
+        ({"shape": {"radius": 3}}, Circle(3.0)),  # without a `type`, the default type is used
         ({"shapes": [{"type": "square"}, {"type": "circle"}]}, [Square(), Circle()]),
         ({"inner": {"text": "t", "wait": "2m"}}, Inner("t", timedelta(minutes=2))),
     ],

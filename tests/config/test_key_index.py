@@ -1,4 +1,4 @@
-"""What is answered from the index of keys is what the whole reading of a configuration answers, and it refuses no more."""
+"""The index of keys gives the same errors as decoding the whole configuration, and refuses nothing else."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monk
     assert recipes_command(["two_phases"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
     assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree
-    assert recipes_command(["quickstart"]) == 0  # it is there already, as it ships
+    assert recipes_command(["quickstart"]) == 0  # an unchanged copy exists already
     Path("quickstart.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):
         recipes_command(["quickstart.yaml"])
@@ -91,7 +91,7 @@ def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monk
 
 
 def test_help_errors_and_recipes_do_not_import_jax(tmp_path):
-    """In one process, which would fail where jax is imported."""
+    """Runs in one process that fails if jax is imported."""
     program = textwrap.dedent("""
         import sys
         sys.modules["jax"] = sys.modules["haliax"] = None

@@ -1,4 +1,4 @@
-"""Mistakes in a configuration: one message, exit code 2, nothing written. And what a configuration becomes."""
+"""Configuration errors (one message, exit code 2, nothing written), and what valid configurations decode to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ model: {type: llama, seq_len: 16, hidden_dim: 32, intermediate_dim: 32, num_laye
 trainer: {num_train_steps: 4, train_batch_size: 8}
 """
 
-# (text of run.yaml, or a change of the good one; options; what the message must name)
+# (text of run.yaml, or a change to the valid one; options; what the message must contain)
 MISTAKES = {
     "wrong key": (
         GOOD.replace("seq_len", "seq_length"),
@@ -196,7 +196,7 @@ def test_included_files_and_overrides_merge_deeply(here):
 
 @pytest.mark.trap("T4")
 def test_where_the_run_id_comes_from(monkeypatch):
-    """In Levanter it is random unless `trainer.id` is set, so nothing is ever resumed."""
+    """Levanter chooses a random id unless `trainer.id` is set, so it never resumes."""
     monkeypatch.delenv("RUN_ID", raising=False)
     tracked = {"trainer": {"tracker": {"type": "wandb", "id": "tracked"}}}
     assert run_id_of(decode_run(ConfigSource({}), None)) == "run"

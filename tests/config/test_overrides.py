@@ -1,4 +1,4 @@
-"""The command line: taking it apart, laying it over the file, the help text."""
+"""The command line: parsing, overriding the file's keys, the help text."""
 
 from dataclasses import dataclass, field
 
@@ -52,7 +52,7 @@ def test_overrides_merge_sections_and_replace_lists():
     after = override(source, {"a": {"c": 3}, "many.1.n": 5, "new.deep.key": 7}).tree
     assert after == {"a": {"b": 1, "c": 3}, "many": [{"n": 1}, {"n": 5}], "new": {"deep": {"key": 7}}}
     assert override(source, {"many": []}).tree["many"] == []
-    assert source.tree == {"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]}  # the file's own tree is left alone
+    assert source.tree == {"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]}  # the file's own tree is unchanged
 
 
 def test_an_override_records_its_origin():

@@ -1,4 +1,4 @@
-"""Names that do not collide, and folders that are whole or not there, on a disk that several hosts share."""
+"""Temporary names that do not collide, and folders that are complete or absent, on a disk that several hosts share."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from jaxlm.core import atomic_io as atomic_io
 
 
 def test_two_hosts_never_use_the_same_temporary_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a container, where it tells nothing
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers, where process ids are not unique
     names = set()
     for host in ("one", "two", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)

@@ -1,4 +1,4 @@
-"""What a schedule says of a step, beside a loop over all steps."""
+"""Batch-size schedules, compared with a loop over all steps."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_counts_match_a_loop_over_all_steps(made, step, examples):
 
 
 def test_a_distant_step_is_counted_without_a_loop():
-    """The reference's `value_at_step` tells the first stage for every step."""
+    """Levanter's `value_at_step` returns the first stage for every step."""
     schedule = BatchSchedule.of([BatchSize(0, 32), BatchSize(1000, 64)])
     assert [schedule.at(step).size for step in (0, 999, 1000, 10**15)] == [32, 32, 64, 64]
     assert schedule.examples_before(10**15) == 32_000 + (10**15 - 1000) * 64

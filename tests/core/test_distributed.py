@@ -1,4 +1,4 @@
-"""Launchers are recognised by the variables that they set."""
+"""Launchers are recognized by the variables that they set."""
 
 import jax
 import pytest
@@ -66,7 +66,7 @@ def test_under_slurm_jax_finds_the_coordinator(monkeypatch):
 
 
 def test_jax_reads_slurm_variables():
-    """jax's own reading of the variables: the first node coordinates. It is jax's to change; a failure here says so."""
+    """How jax itself reads the variables: the first node coordinates. A failure here means that jax has changed."""
     from jax._src.clusters.slurm_cluster import SlurmCluster
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The collector rests, and comes back to what it was."""
+"""Garbage collection is paused and then restored to its previous state."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ def test_garbage_collection_resumes_and_frees_earlier_garbage():
         garbage = weakref.ref(Cycle())
         with gc_paused():
             pass
-        assert not gc.isenabled()  # an inner rest does not end the outer one
+        assert not gc.isenabled()  # an inner pause does not end the outer one
     assert gc.isenabled() == enabled
     assert garbage() is not None
     gc.collect()

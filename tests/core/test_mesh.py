@@ -1,4 +1,4 @@
-"""Mesh shapes, the places of devices, and where arrays lie."""
+"""Mesh shapes, the order of devices, and the sharding of arrays."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from jaxlm.core.sharding import spec_of
 
 @dataclass(frozen=True)
 class Device:
-    """A device as far as the mesh looks at one."""
+    """The attributes of a device that the mesh uses."""
 
     id: int
     process_index: int
@@ -57,7 +57,7 @@ def test_mesh_sizes_that_do_not_match_the_devices_are_refused(axes, named):
 
 
 def test_devices_of_a_slice_are_adjacent():
-    """Two slices of four: model and the inner part of data stay inside, the outer part of data and of replica cross."""
+    """Two slices of four: model and the inner part of data stay inside a slice; the outer part of data and replica cross."""
     devices = [Device(id=n, process_index=0, slice_index=n % 2, platform="tpu") for n in range(8)]
     assert count_groups(devices, group_by_process=False) == 2
     for shape, crossing in (

@@ -1,4 +1,4 @@
-"""What happens on one process first: its failure ends the others as well, with its message."""
+"""Code that runs on process 0 first: its failure ends the other processes with the same message."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ def fail(error):
 
 @pytest.fixture
 def two(monkeypatch):
-    """Makes this process the one of a number in a run of two, which heard the other say something."""
+    """Makes this process the one with the given number in a run of two, with a fixed message from the other process."""
     said = []
 
     def become(number, heard=None, all_well=True):
@@ -36,7 +36,7 @@ def two(monkeypatch):
 
 
 def heard_of(two, error):
-    """What process 0 says when it fails with an error."""
+    """The message that process 0 broadcasts when it fails with an error."""
     with pytest.raises(type(error)):
         main_only(fail(error))
     return two(0)[-1]

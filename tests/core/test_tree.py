@@ -37,7 +37,7 @@ def test_paths_use_python_attribute_syntax(pair):
 
 def test_leaves_are_whole_named_arrays(pair):
     assert tree.is_named(dict(tree.leaves(pair))["up.weight"])
-    assert tree.num_parameters(pair) == 15 + 5 + 15 + 2 + 3  # integers are no parameters
+    assert tree.num_parameters(pair) == 15 + 5 + 15 + 2 + 3  # integers are not parameters
 
 
 @pytest.mark.parametrize(

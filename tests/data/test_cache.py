@@ -99,7 +99,7 @@ def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, token
 
 
 class TestOtherCacheKey:
-    """A cache of something else is refused, with what is different."""
+    """A cache of other data is refused with a list of the differences."""
 
     def refused(self, tmp_path, corpus, tokenizer, message, **options):
         with pytest.raises(ConfigError, match=message) as caught:
@@ -174,7 +174,7 @@ class TestDamage:
                 open_cache(folder)
 
     def test_a_token_beyond_the_vocabulary(self, folder):
-        """Planted with matching checksums, so that only reading can find it."""
+        """Written with matching checksums, so only reading can detect it."""
         whole = open_cache(folder)
         tokens = np.array(whole.tokens)
         tokens[41] = 9999
@@ -192,7 +192,7 @@ class TestDamage:
 
 def test_a_finished_cache_is_read_from_a_read_only_folder(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "cache" / "train", corpus, tokenizer)
-    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root can write everywhere
     monkeypatch.setattr(build_module, "folder_lock", None)
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*is not writable"):
@@ -274,14 +274,14 @@ def test_a_build_killed_at_any_moment_gives_the_same_bytes(tmp_path, corpus, tok
     assert done.returncode == 0, done.stderr
     num_moments, num_tries = map(int, done.stdout.split())
     assert num_moments > 50
-    assert num_tries > 2  # each start got further than the one before
+    assert num_tries > 2  # each start got further than the previous one
     for folder in [*tmp_path.glob("at-*/train"), tmp_path / "often" / "train"]:
         assert contents(folder) == expected, folder
     assert not list(tmp_path.glob("*/train.building"))
 
 
 def interrupt(folder: Path, corpus: Path, tokenizer, monkeypatch) -> list[Path]:
-    """Leaves all shards of a cache, not yet joined."""
+    """Builds all shards of a cache without joining them."""
 
     def too_late(*_):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Conversations against transformers' rendering and masks, and what is said where they cannot be had."""
+"""Chat tokens and masks against transformers, and the errors for conversations that cannot be rendered."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def encoded(tokenizer: Tokenizer, template: str, messages, **keys):
 def test_tokens_and_masks_are_those_of_transformers(tokenizer, template):
     transformers = pytest.importorskip("transformers")
     names = tokenizer.template_names
-    # The text itself may hold special tokens here: transformers' own copy must not have our setting for plain text.
+    # The text may contain special tokens here, so transformers' copy must not use our setting for plain text.
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend_with_offsets, **names)
     for messages in CONVERSATIONS:
         rendered, tokens = encoded(tokenizer, template, messages)
@@ -191,7 +191,7 @@ def test_truncation_is_counted_and_logged(config, tokenizer):
 
 
 def test_a_template_without_assistant_tokens_is_an_error(config, tmp_path):
-    """Masks of zeros are no error of transformers, nor of Levanter: nothing would be learned, silently."""
+    """transformers and Levanter accept masks of zeros; the run would silently learn nothing."""
     never = MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
     with pytest.raises(ConfigError, match=r"marks no assistant tokens.*generation.* block is empty"):
         windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)

@@ -80,7 +80,7 @@ def test_invalid_sections_are_refused(config, fields, message):
 
 
 def test_a_text_key_needs_a_file_of_records(config):
-    changed(config, text_key="body").check()  # there is a .jsonl among the files
+    changed(config, text_key="body").check()  # one of the files is .jsonl
     [other] = config.validation_urls
     with pytest.raises(ConfigError, match=r"data\.text_key: 'body' given, but no file is \.jsonl"):
         changed(config, text_key="body", train_urls=[other]).check()
@@ -195,7 +195,7 @@ class TestIdentity:
 
 
 class TestCacheAmongTheText:
-    """A cache_dir inside a folder of text: its own .json files are no text."""
+    """A cache_dir inside a folder of text: the cache's .json files are not text."""
 
     def built(self, cache, *urls):
         config = DataConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
@@ -213,7 +213,7 @@ class TestCacheAmongTheText:
         (tmp_path / "b.jsonl").write_text(json.dumps({"text": texts[0] * 9}))
         first = self.built(tmp_path / "cache", url.format(tmp_path, tmp_path))
         assert {"b.jsonl", "deep/a.jsonl"} <= set(first)
-        mirror.list_remote.cache_clear()  # as a new process, which finds a cache there
+        mirror.list_remote.cache_clear()  # simulates a new process, which finds the cache
         assert self.built(tmp_path / "cache", url.format(tmp_path, tmp_path)) == first
 
     @pytest.mark.parametrize("url", ["{}", "{}/**/*.txt", "file://{}"])

@@ -1,4 +1,4 @@
-"""Every format against what its usual writer writes, and every damage with the place where it is."""
+"""Every file format as its usual writer produces it; errors for damaged files name the position."""
 
 import bz2
 import gzip
@@ -17,7 +17,7 @@ from jaxlm.data.sources.files import find_files
 from tests.data.helpers import refused, some_text
 
 TEXTS = [some_text(seed, 30) for seed in range(40)]
-# One frame with a checksum, as the reference implementation's binding writes it.
+# One frame with a checksum, written by the reference implementation's binding.
 ZSTD = bytes.fromhex("28b52ffd2416b100007b2274657874223a202266726f6d207a737464227d0aab3203ed")
 
 

@@ -1,4 +1,4 @@
-"""Prompts with completions, token ids as they are, and the ends of documents."""
+"""Prompts with completions, token ids, and document boundaries."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def test_the_loss_is_computed_on_the_completion_only(base, tokenizer, tmp_path):
     cache, bos, eos = windows.cache, tokenizer.bos_id, tokenizer.eos_id
     for number, (prompt, completion) in enumerate(PAIRS):
         own = slice(*cache.offsets[number : number + 2])
-        # As a model is asked: the prompt's tokens do not depend on what follows it.
+        # As in generation: the prompt's tokens do not depend on what follows it.
         asked, answer = tokenizer.encode_batch([prompt + "=>", completion])
         assert cache.tokens[own].tolist() == [bos, *asked, *answer, eos]
         assert cache.target_mask[own].tolist() == [0] * (1 + len(asked)) + [1] * (len(answer) + 1)

@@ -1,4 +1,4 @@
-"""Datasets that the library `datasets` has written, read with and without it."""
+"""Datasets written by the library `datasets`, read with and without it."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def test_an_incomplete_saved_dataset_is_an_error(tmp_path):
 
 
 class TestHub:
-    """The hub is the one thing that is not there: `load_dataset` answers in its place."""
+    """Without the hub: a stand-in replaces `load_dataset`."""
 
     URL = "hf:some/data?name=main&split=train"
 
@@ -160,7 +160,7 @@ class TestKeys:
             said(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
 
     def test_streamed_rows_equal_loaded_rows(self, tmp_path, said, monkeypatch, datasets):
-        """A folder of files goes through the same library as the hub does, without a network."""
+        """A folder of files is read by the same library as the hub, without a network."""
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
         (tmp_path / "repo").mkdir()
         rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
@@ -176,7 +176,7 @@ class TestKeys:
         assert not list((tmp_path / "library").rglob("*.arrow"))
 
     def test_no_network(self, said, monkeypatch, datasets):
-        """Levanter ends with a traceback of the hub's client."""
+        """Levanter ends with a traceback from the hub's client."""
 
         def unreachable(id, **options):
             raise ConnectionError(f"Couldn't reach '{id}' on the Hub")

@@ -38,11 +38,11 @@ def layout_of(replica: int = 1, data: int = 1, model: int = 1, **mapping: str) -
 
 @pytest.fixture(scope="module")
 def windows():
-    return PackedSequences(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 windows, the last one not full
+    return PackedSequences(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 sequences, the last one not full
 
 
 def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) -> dict[str, np.ndarray]:
-    """What windows of a numbered cache hold, told by arithmetic: token i is i, a document begins at each multiple."""
+    """The expected sequences of a numbered cache: token i is i, and a document begins at each multiple."""
     at = places[:, None] * SEQ_LEN + np.arange(SEQ_LEN)
     inside, followed = at < num_tokens, at + 1 < num_tokens
     documents = at // document_length
@@ -182,7 +182,7 @@ SIZES = ((0, 4), (3, 16), (5, 8))
 
 @pytest.mark.parametrize("before", [0, 2, 3, 4, 7])
 def test_changing_batch_sizes_use_each_example_once_and_positions_resume(windows, before):
-    """Against one batch after another, cut out of the order by a plain loop."""
+    """Compared with batches cut from the order one after another in a plain loop."""
     mixture = Mixture({"": windows}, [MixtureStage(0, (1,))], seed=5, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 2, size // 2) for start, size in SIZES))
     sizes = [4, 4, 4, 16, 16, 8, 8, 8, 8, 8]
@@ -211,7 +211,7 @@ def test_records_of_a_step_are_those_of_its_batch():
     mixture = Mixture(sources, [MixtureStage(0, (3, 1)), MixtureStage(13, (1, 1))], seed=2, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 1, size) for start, size in SIZES))
     batches = train_batches(mixture, schedule, layout_of())
-    batches.restore({"examples": 7, "step": 2})  # with other sizes before, for instance
+    batches.restore({"examples": 7, "step": 2})  # for example after other batch sizes
     taken = {step: rows(next(batches))["tokens"][:, 0] // SEQ_LEN for step in range(2, 8)}
     for step, places in taken.items():
         said = batches.records(step)
@@ -241,7 +241,7 @@ def test_a_distant_position_costs_no_more_than_a_near_one(windows):
 
 
 class CountingWindows(PackedSequences):
-    """Windows that remember who was read."""
+    """Sequences that record which indices were read."""
 
     def __init__(self, cache, seq_len):
         super().__init__(cache, seq_len)
@@ -328,7 +328,7 @@ class TestEvaluation:
 
 
 def test_a_batch_that_does_not_divide_is_padded(windows):
-    """Twelve examples over eight devices in two microbatches: four rows count nothing, and no example is lost."""
+    """Twelve examples over eight devices in two microbatches: four rows are padding, and no example is lost."""
     plain = take(open_batches(windows, batch_size=12, layout=layout_of(data=4)), 3)
     padded = take(open_batches(windows, batch_size=12, num_microbatches=2, layout=layout_of(data=8)), 3)
     for one, two in zip(plain, padded, strict=True):

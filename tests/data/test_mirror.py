@@ -20,7 +20,7 @@ from jaxlm.data.sources.files import find_files, list_sources
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder, counts what is fetched, and can break off."""
+    """Serves a folder, counts downloads, and can break the connection."""
 
     fetched: list[str]
     break_off = False
@@ -42,7 +42,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path):
-    """A folder, the address that it is served under, and the handler."""
+    """A folder, the URL that serves it, and the handler."""
     pytest.importorskip("aiohttp")
     folder = tmp_path / "served"
     folder.mkdir()
@@ -62,7 +62,7 @@ def asked_anew():
 
 
 def files(*urls, folder: Path, log=lambda _: None):
-    mirror.list_remote.cache_clear()  # as a new process
+    mirror.list_remote.cache_clear()  # simulates a new process
     return find_files(list(urls), "data.train_urls", "text", folder, log)
 
 
@@ -96,7 +96,7 @@ class TestHttp:
         folder, address, _ = served
         (folder / "x.txt").write_text("one")
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["one"]
-        (folder / "x.txt").write_text("two")  # of the same size
+        (folder / "x.txt").write_text("two")  # the same size
         os.utime(folder / "x.txt", (1, 1))
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["two"]
 
@@ -139,7 +139,7 @@ class TestHttp:
 
 @pytest.fixture
 def memory():
-    """A folder in fsspec's memory."""
+    """A folder in fsspec's in-memory file system."""
     name = uuid.uuid4().hex
     fs = fsspec.filesystem("memory")
     fs.makedirs(f"/{name}/deep")
@@ -212,7 +212,7 @@ class TestDataConfig:
         assert len(said) == 4
         memory[1]("a.txt", "other text")
         mirror.list_remote.cache_clear()
-        config.check()  # its content is not known before it is copied
+        config.check()  # the content is unknown before it is copied
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
             config.load_tokenizer(said.append)
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):

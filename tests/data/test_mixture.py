@@ -1,4 +1,4 @@
-"""Mixtures against a stream that is made example after example, and what `train_weights` may say."""
+"""Mixtures against a stream built example by example, and the valid values of `train_weights`."""
 
 import dataclasses
 from collections import Counter
@@ -28,7 +28,7 @@ BLOCK = 8
 
 
 def source(number: int, num_windows: int) -> PackedSequences:
-    """Window w of source n holds the tokens n * 1000 + w."""
+    """Sequence w of source n holds the tokens n * 1000 + w."""
     tokens = [number * 1000 + place // SEQ_LEN for place in range(num_windows * SEQ_LEN + 1)]
     return PackedSequences(cache_of([tokens]), SEQ_LEN)
 
@@ -58,7 +58,7 @@ def test_each_block_has_the_exact_number_of_examples_per_source():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_sequence_is_skipped_or_repeated_for_any_stages(shuffle):
-    """Levanter's deviation: a stage that begins inside of a block is an error there (100 steps of 32 in blocks of 2048)."""
+    """In Levanter, a stage that begins inside a block is an error (100 steps of 32 in blocks of 2048)."""
     drawn = stream(mixture(shuffle=shuffle), 400)
     for name, windows in SOURCES.items():
         own, size = [place for drawn_name, place in drawn if drawn_name == name], len(windows)
@@ -174,7 +174,7 @@ def opened(config: DataConfig):
 
 
 def test_mixture_fields(config, tmp_path):
-    """tests/test_fields.py: each changes what is read, or how long."""
+    """Each field changes what is read, or for how long (see tests/test_fields.py)."""
 
     def seen(**changes) -> list:
         data = opened(dataclasses.replace(config, **changes))

@@ -13,7 +13,7 @@ lengths_of_documents = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
 
 def by_hand(documents: list[list[int]], seq_len: int) -> list[list[tuple]]:
-    """One token at a time: (token, target, mask, segment, position) for each place of each window."""
+    """One token at a time: (token, target, mask, segment, position) for each position of each sequence."""
     stream = [(token, d, i) for d, document in enumerate(documents) for i, token in enumerate(document)]
     windows = []
     for start in range(0, max(1, len(stream) - 1), seq_len):
@@ -89,7 +89,7 @@ def test_a_token_beyond_the_vocabulary_is_named():
 
 
 def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: int, most: int) -> list[list[tuple]]:
-    """One document at a time into the last window, if there is room: (token, target, mask, segment, position)."""
+    """One document at a time into the last sequence, if it fits: (token, target, mask, segment, position)."""
     windows: list[list[int]] = []
     room = 0
     for number, document in enumerate(documents):

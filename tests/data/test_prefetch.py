@@ -43,13 +43,13 @@ def test_taking_a_ready_item_wakes_no_thread_but_refill_does(monkeypatch):
     made = []
     ahead = Prefetch(made.append, depth=2)
     wait_until(lambda: len(made) == 2)
-    time.sleep(0.1)  # by now it sleeps
+    time.sleep(0.1)  # the thread sleeps by now
     ahead.take()
     time.sleep(0.2)
     assert len(made) == 2
     ahead.refill()
     wait_until(lambda: len(made) == 3)
-    for _ in range(50):  # more than there are, and nobody says refill
+    for _ in range(50):  # more than there are, without a refill
         ahead.take()
     ahead.close()
 

@@ -1,4 +1,4 @@
-"""`trainer.ray`: a cache that a cluster has made is the one that this process makes, also where workers are killed."""
+"""`trainer.ray`: a cluster builds the same cache as this process, even if workers are killed."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def test_an_unreachable_cluster_is_an_error(monkeypatch):
         pass
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert RayConfig().is_wanted
-    assert not RayConfig(auto_start_cluster=False).is_wanted  # the guide's way of doing without Ray
+    assert not RayConfig(auto_start_cluster=False).is_wanted  # how the guide turns Ray off
     assert RayConfig(address="host:1", auto_start_cluster=False).is_wanted
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert RayConfig(auto_start_cluster=False).is_wanted
@@ -42,7 +42,7 @@ def test_an_unreachable_cluster_is_an_error(monkeypatch):
 
 
 def killing_one(folder: Path, killed: list[int]) -> threading.Thread:
-    """A thread that kills the worker which begins the fourth part, while it works on it."""
+    """A thread that kills the worker of the fourth part while it works on it."""
 
     def watch() -> None:
         while len(begun := sorted(folder.iterdir())) < 4:
@@ -62,7 +62,7 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
 
     @dataclass(frozen=True)
     class Slow(Encoder):
-        """Leaves its process id for each part, and takes its time. Ray copies it by value."""
+        """Records its process id for each part, and works slowly. Ray copies it by value."""
 
         usual: Any
         begun: Path
@@ -108,11 +108,11 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
         assert len({name.partition("-")[2] for name in begun}) > 1
         assert len(killed) == 1
         alone = sum(node["Alive"] for node in ray.nodes())
-        # Errors of the tokenizing arrive as they were raised.
+        # Errors of tokenizing arrive as they were raised.
         (tmp_path / "bad.txt").write_text("not tokenized")
         with pytest.raises(ConfigError, match=r"^this cannot be tokenized"):
             build("bad", Slow(usual, tmp_path / "begun"), workers, "bad.txt")
-        # Another process's machine; here it is the same one.
+        # The machine of another process; in this test, the same machine.
         with join_cluster(workers.cluster_address) as node:
             end = time.monotonic() + 60
             while sum(n["Alive"] for n in ray.nodes()) == alone and time.monotonic() < end:
@@ -124,4 +124,4 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
     assert any(line.startswith("ray: tokenizing on ") and "(started)" in line for line in said)
     shown = capfd.readouterr()
     lines = [line for line in (shown.out + shown.err).splitlines() if line.strip()]
-    assert all("(raylet)" in line for line in lines), lines  # it tells of the worker that died, and of nothing else
+    assert all("(raylet)" in line for line in lines), lines  # it reports only the worker that died

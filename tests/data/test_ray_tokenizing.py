@@ -1,4 +1,4 @@
-"""Which caches are made on a cluster, and when there is one."""
+"""Which caches are built on a cluster, and when the cluster is started."""
 
 import contextlib
 from dataclasses import dataclass

@@ -68,7 +68,7 @@ def test_the_endless_order_is_each_epochs_permutation(size, start, steps, block)
 
 
 def epochs_of(size: int, num_epochs: int) -> np.ndarray:
-    """[num_epochs, size]: one order a row."""
+    """[num_epochs, size]: one order per row."""
     epochs, indices = np.repeat(np.arange(num_epochs), size), np.tile(np.arange(size), num_epochs)
     return permute(indices, size, seed=0, epoch=epochs).reshape(num_epochs, size)
 
@@ -97,7 +97,7 @@ def test_each_index_is_equally_likely_at_each_position(size):
 def test_neighbors_are_separated():
     size = 10_000
     steps = np.abs(np.diff(order(size)))
-    assert abs(steps.mean() / size - 1 / 3) < 0.02  # of two places chosen independently
+    assert abs(steps.mean() / size - 1 / 3) < 0.02  # for two positions chosen independently
     assert (steps == 1).mean() < 0.002
 
 

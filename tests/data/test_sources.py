@@ -89,7 +89,7 @@ def test_the_order_does_not_depend_on_the_file_system(tree, monkeypatch, pattern
 
 
 def test_an_unreadable_file_is_an_error(tree, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root can read everything
     with pytest.raises(ConfigError, match=r"data\.train_urls\[0\]: '.*b\.txt' is not readable"):
         names(tree)
 

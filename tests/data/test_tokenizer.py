@@ -82,7 +82,7 @@ def test_save_and_load(small, tmp_path):
 
 
 def saved_with(small: Tokenizer, folder: Path, **settings: object) -> Path:
-    """The small tokenizer with two more special tokens and other settings beside it."""
+    """The small tokenizer with two more special tokens and other settings."""
     small.save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     for name in ("<begin>", "</s>"):
@@ -184,7 +184,7 @@ def test_bytes_of_unknown_vocabularies_are_not_guessed():
 
 
 class TestLongTexts:
-    """They are cut for the tokenizer, and the ids must not tell."""
+    """Long texts are split before tokenization, which must not change the ids."""
 
     @pytest.fixture(autouse=True)
     def short(self, monkeypatch):

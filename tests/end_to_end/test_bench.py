@@ -1,4 +1,4 @@
-"""`python -m jaxlm.bench`: the numbers of a configuration, as a table and as one JSON line."""
+"""`python -m jaxlm.bench`: a configuration's speed and memory, as a table and as one JSON line."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_forecast_with_simulated_devices(workplace):
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
 def test_forecast_with_the_nvidia_compiler(workplace):
-    """No card is needed: fused attention is in the program, for whole and for packed rows, and no [T, T] array."""
+    """Needs no GPU. The program has fused attention for whole and for packed rows, and no [T, T] array."""
     place = workplace(1)
     place.write("")
     sizes = {

@@ -1,4 +1,4 @@
-"""The command as a person meets it: finishing, running again, going on, and what is refused."""
+"""The command as users see it: finishing, running again, continuing, and errors."""
 
 import json
 import re
@@ -110,7 +110,7 @@ def test_same_id_with_another_model_or_data_is_refused(again, in_process, change
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again):
-    # Somebody edits the saved configurations so that the names no longer tell the difference.
+    # Edits the saved configurations so that the names no longer show the difference.
     shutil.rmtree(again.folder / "logs")
     run = again.folder / "checkpoints" / "run"
     for name in again.checkpoints():
@@ -195,7 +195,7 @@ def test_a_dry_run_needs_no_data(workplace):
     assert "schedule" in result.out
     assert "dry run complete" in result.out
     written = [path.relative_to(place.folder) for path in place.folder.rglob("*") if path.is_file()]
-    assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # the picture, and nothing else
+    assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # only the plot
 
 
 def test_help_names_every_section(workplace, in_process):
@@ -207,7 +207,7 @@ def test_help_names_every_section(workplace, in_process):
 
 @pytest.mark.slow
 def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(workplace, tmp_path):
-    """And nothing is fetched from a device but when somebody asks for it; a broken cache only warns."""
+    """Also checks that all fetches from devices are explicit, and that a broken cache is only a warning."""
     place = workplace()
     place.write("evals: []")
     watched = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow"}

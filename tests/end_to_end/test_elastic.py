@@ -1,4 +1,4 @@
-"""A run that goes on with fewer and fewer devices, and from FSDP to tensor parallelism and back."""
+"""A run that resumes with fewer and fewer devices, and changes from FSDP to tensor parallelism and back."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from tests.end_to_end.commands import Workplace
 
 STEPS = 50
 TENSOR = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
-# Devices, mesh options, and the step at which the process is told to stop.
+# Devices, mesh options, and the step at which the process is stopped.
 LEGS = [(8, (), 13), (4, TENSOR, 25), (2, (), 38), (1, (), None)]
 RUN = (
     *("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3"),

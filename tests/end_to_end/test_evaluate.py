@@ -1,4 +1,4 @@
-"""A checkpoint's validation loss, by source and in all, against what training logged."""
+"""A checkpoint's validation loss, by source and in total, against the values that training logged."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
     np.testing.assert_allclose(mean, found["loss"], rtol=1e-12)
     bits = sum(s["bpb"] * s["bytes"] for s in sources) / sum(s["bytes"] for s in sources)
     np.testing.assert_allclose(bits, found["bpb"], rtol=1e-12)
-    # Every byte counts, but for those of each document's first token, which nothing precedes.
+    # Every byte counts, except those of each document's first token, which has no context.
     for url, source in found["sources"].items():
         size = len((finished.corpus / "validation" / url.rpartition("/")[2]).read_bytes())
         assert 0 <= size - source["bytes"] < 20

@@ -1,4 +1,4 @@
-"""Four processes train as one: each reads its own rows, once, and all of them together each row once."""
+"""Four processes train like one: each reads only its own rows, and together they read each row once."""
 
 import json
 
@@ -19,7 +19,7 @@ def numbers(place: Workplace) -> dict[tuple[int, str], float]:
 
 
 def reads(place: Workplace, kind: str) -> list[list[list[int]]]:
-    """Of each process, the rows of each batch."""
+    """For each process, the rows of each batch."""
     found = []
     for number in range(4):
         lines = (place.folder / f"reads-{number}.jsonl").read_text().splitlines()

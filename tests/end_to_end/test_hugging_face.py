@@ -1,4 +1,4 @@
-"""A run that begins with weights of a Hugging Face folder, writes such folders, and is converted to one."""
+"""A run that starts from a Hugging Face folder, writes such folders, and is converted to one."""
 
 import json
 
@@ -108,7 +108,7 @@ def test_hf_weight_names_rename_a_files_tensors(imported, tmp_path):
 
 @pytest.mark.slow
 def test_import_and_export_round_trip(imported, workplace):
-    """Learning rate 0 for a step: what is exported is what was imported, without the rows that are no tokens."""
+    """One step with learning rate 0: the export equals the import, without embedding rows beyond the tokenizer."""
     place = workplace()
     text = place.write(FROM.format(folder=imported)).read_text()
     text = text[: text.index("model:")] + "model: {seq_len: 32}\n" + text[text.index("trainer:") :]
@@ -143,7 +143,7 @@ def test_import_and_export_round_trip(imported, workplace):
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_files_as_one(workplace):
-    """The weights are spread over both; process 0 writes them all, and nothing else comes of it."""
+    """The weights are sharded over both; process 0 writes all of them, and nothing else differs."""
     whole, halves = workplace(8), workplace(4)
     options = ("--hf_save_path", "exports", "--trainer.num_train_steps", "1", "--trainer.fsdp_axis", "[embed, mlp]")
     for place, processes in ((whole, 1), (halves, 2)):

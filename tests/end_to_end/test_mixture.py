@@ -1,4 +1,4 @@
-"""A mixture whose weights change, evaluated by source and tag: killed and gone on with, it ends as if it had not been."""
+"""A mixture whose weights change, evaluated by source and tag: killed and resumed, it ends like an uninterrupted run."""
 
 import json
 import signal

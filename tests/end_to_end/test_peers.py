@@ -1,4 +1,4 @@
-"""A failure of one process ends all of them at once, with its message."""
+"""If one process fails, all of them exit promptly with its message."""
 
 import time
 
@@ -12,7 +12,7 @@ def test_other_processes_do_not_wait_for_a_failed_process(workplace, tmp_path):
     place = workplace(2)
     place.write()
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_bytes(b"good \xff bad " * 100)  # found only when process 0 reads it
+    (tmp_path / "text" / "a.txt").write_bytes(b"good \xff bad " * 100)  # detected only when process 0 reads it
     began = time.monotonic()
     other = ("--data.train_urls", f"[{tmp_path}/text]", "--data.cache_dir", str(tmp_path / "cache"))
     ends = [(*process.communicate(timeout=300), process.returncode) for process in place.start_all(2, *RUN, *other)]

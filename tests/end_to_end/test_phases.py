@@ -30,7 +30,7 @@ def start(workplace, devices: int) -> Workplace:
     scope="session", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["one device", "four devices"]
 )
 def whole(request, workplace):
-    """The run that is never killed: (devices, losses, hashes before and after the second phase)."""
+    """The uninterrupted run: (devices, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
     finished = place.run("--config_path", "run.yaml")
     assert finished.code == 0, finished.err

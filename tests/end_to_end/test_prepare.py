@@ -1,4 +1,4 @@
-"""jaxlm.prepare: what it builds is what training finds, and what it shows is what training sees."""
+"""jaxlm.prepare: training uses the caches that it builds, and it shows the batches that training uses."""
 
 import re
 
@@ -30,7 +30,7 @@ phases:
 def config_path(tmp_path):
     write_corpus(tmp_path / "text")
     text = TWO_PHASES.format(text=tmp_path / "text", cache=tmp_path / "cache")
-    # A run has one tokenizer: both phases name it, trained beforehand.
+    # A run has one tokenizer: both phases name the same one, trained beforehand.
     path = tmp_path / "run.yaml"
     path.write_text(text.split("phases:")[0])
     assert main(["--config_path", str(path)]) == 0
@@ -70,7 +70,7 @@ def test_shows_the_rows_that_a_step_sees(config_path):
                 plain = re.sub(r"--- document \d+ of [\w.]+ ---\n", "", body).replace("\n", "")
                 asked = re.sub("⟦.*?⟧", "", plain)
                 expected = tokenizer.decode(targets[row][mask[row] > 0].tolist(), special=True).replace("\n", "")
-                # A character that is cut between two documents or windows cannot be shown.
+                # A character that is split between two documents or sequences cannot be shown.
                 assert re.sub("�+", "", asked) == re.sub("�+", "", expected)
                 assert plain.startswith("⟦" + tokenizer.decode([int(tokens[row][0])], special=True).replace("\n", ""))
         batches.close()
@@ -79,7 +79,7 @@ def test_shows_the_rows_that_a_step_sees(config_path):
 def test_names_the_documents_of_a_row(config_path):
     config = read_config(config_path)
     tokenizer, prepared = prepare(config, Console())
-    text = shown(config, prepared, tokenizer, 5)  # the first of the second phase, which is not shuffled
+    text = shown(config, prepared, tokenizer, 5)  # the first batch of the second phase, which is not shuffled
     assert "=== row 0: sequence 0 of " in text
     assert "--- document 1 of b0.txt ---\n⟦<|endoftext|>⟧" + some_text(0)[:20] in text
 
@@ -97,7 +97,7 @@ def test_reports_the_contents_of_the_caches(config_path, capsys):
         assert f"bytes            {cache.num_bytes:,} of text" in rows
         assert f"files            {len(cache.documents_of)}\n" in rows
         read = windows.read(np.arange(len(windows)))
-        # The very last token stands in its window and is nobody's input.
+        # The very last token is in its sequence but is never an input.
         empty = (read["segment_ids"] == 0).mean() + 1 / read["tokens"].size
         padding = float(re.search(r"padding +([\d.]+)%", rows)[1]) / 100
         assert padding == pytest.approx(empty, abs=1e-6)
@@ -128,7 +128,7 @@ def test_training_uses_the_prepared_caches(workplace, tmp_path):
     place = workplace()
     place.write()
     arguments = ("--config_path", "run.yaml", "--data.cache_dir", f"{tmp_path}/cache")
-    # A platform that is not there, and a line for everything that is compiled.
+    # A platform that does not exist, and a log line for every compilation.
     first = place.run(*arguments, module="jaxlm.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
     assert first.code == 0, first.err
     assert "Compiling" not in first.err

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the step is finished and saved, the exit code tells, and the run goes on bit for bit."""
+"""SIGTERM and SIGINT: the step is finished and saved, the exit code shows it, and the run resumes bit for bit."""
 
 import functools
 import signal

@@ -1,4 +1,4 @@
-"""Trackers and the profiler beside a real run: what they leave, and that they change nothing."""
+"""Trackers and the profiler in a real run: what they write, and that they change nothing."""
 
 import os
 
@@ -26,7 +26,7 @@ def test_watching_changes_nothing_and_broken_trackers_are_reported_once(workplac
     head, optimizer, tail = path.read_text().partition("optimizer:")
     path.write_text(head.rstrip() + WATCHED + optimizer + tail)
     (watched.folder / "a_file").write_text("where a folder should be")
-    result = watched.run(*RUN, HOME=str(watched.folder))  # nobody is logged in to anything
+    result = watched.run(*RUN, HOME=str(watched.folder))  # no API keys
     assert result.code == 0, result.err
     assert "Traceback" not in result.err
     assert watched.losses() == plain.losses()

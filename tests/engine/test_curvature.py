@@ -1,4 +1,4 @@
-"""What the step tells an optimizer of the loss's curvature, and that telling costs nothing unless somebody asks."""
+"""The curvature that the step offers to optimizers, which costs nothing unless the optimizer uses it."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ SOPHIA = SophiaHConfig(learning_rate=3e-3, warmup=0, update_interval=3)
 
 
 def memory(run: TinyRun) -> Any:
-    """Sophia's own state."""
+    """Sophia's part of the optimizer state."""
     return next(part for part in run.state.opt_state if hasattr(part, "diagonal"))
 
 
@@ -37,7 +37,7 @@ def flat(params: Any) -> dict[str, np.ndarray]:
 
 
 def first_estimate(run: TinyRun, columns: dict[str, np.ndarray], num_microbatches: int) -> dict[str, np.ndarray]:
-    """u * (H u), with H u from differences of the kernels' own gradients, in float32, at the run's parameters."""
+    """u * (H u), with H u from finite differences of the kernels' gradients, in float32, at the run's parameters."""
     seed, h = run.phase.optimizer.rng_seed, 1e-3
 
     @jax.jit

@@ -49,11 +49,11 @@ def test_totals_continue_after_a_restart_with_another_batch_size(tmp_path):
 
 
 def test_steps_fetched_together_share_their_time():
-    """The last steps of a short run, whose reports arrive in a burst: no millions of tokens a second."""
+    """The last steps of a short run, whose reports arrive in a burst, must not show millions of tokens per second."""
     now = [100.0]
 
     def clock() -> float:
-        now[0] += 1e-6  # looking at the clock is all that lies between two reports of a burst
+        now[0] += 1e-6  # within a burst, only a clock read separates two reports
         return now[0]
 
     seen: list[StepInfo] = []

@@ -16,7 +16,7 @@ from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
 
-POISON = 63  # a batch whose first token this is, is poisoned
+POISON = 63  # marks a poisoned batch by its first token
 
 
 def host(run: TinyRun) -> dict[str, np.ndarray]:
@@ -43,7 +43,7 @@ def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_
 
 @pytest.mark.trap("T7")
 def test_chat_gradients_do_not_depend_on_the_number_of_microbatches():
-    # Answers of 1 to 10 tokens, packed: a mean of the microbatches' means would weigh the short ones up.
+    # Answers of 1 to 10 tokens, packed: a mean of the microbatches' means would overweight the short ones.
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 11, 40)
     documents = [rng.integers(0, VOCAB, 4 + n).tolist() for n in lengths]
@@ -82,7 +82,7 @@ def test_shards_have_the_shape_that_the_mapping_implies():
 
 @dataclass(frozen=True)
 class Poisoned(NextToken):
-    """Next-token loss that turns to NaN on a poisoned batch: in the loss, or only in the gradient of one leaf."""
+    """Next-token loss that is NaN on a poisoned batch: in the loss, or only in the gradient of one leaf."""
 
     where: str = "loss"
 

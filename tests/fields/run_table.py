@@ -1,4 +1,4 @@
-"""The fields of everything but models: trainer, optimizer, objective, surgery, phases, and the top level."""
+"""The fields of everything except models: trainer, optimizer, objective, surgery, phases, and the top level."""
 
 from tests.fields.proofs import (
     Allowed,
@@ -17,7 +17,7 @@ from tests.fields.proofs import (
     Value,
 )
 
-# Where the mesh axis `model` splits a parameter at rest, and where it splits something in the computation.
+# How the mesh axis `model` shards a stored parameter, and how it shards arrays in the computation.
 PARAMETER_OVER_MODEL = r'%arg\d+: tensor<[^>]*> \{sdy.sharding = #sdy.sharding<@mesh, \[[^]]*"model"'
 COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
 INIT_FROM = "tests/run/test_init_from.py::"
@@ -26,7 +26,7 @@ FIELDS = "tests/fields/"
 
 
 def watched(name: str) -> str:
-    """A number of `trainer.watch` among the program's results."""
+    """A metric of `trainer.watch` among the program's results."""
     return rf"watched\['{name}"
 
 
@@ -144,7 +144,7 @@ WATCH: dict[str, Entry] = {
     "trainer.watch.interval": Change(7, Constant(7)),
 }
 DECAY = {"optimizer": {"weight_decay": 0.1}}
-# All rates below: 100 steps to a peak of 1e-4 and down to a tenth of it, after a warmup of one step, by a cosine.
+# All rates below: 100 steps, a warmup of one step to a peak of 1e-4, then a cosine down to a tenth of it.
 OPTIMIZER: dict[str, Entry] = {
     "optimizer.learning_rate": Change(3e-4, Rates({1: 3e-4})),
     "optimizer.weight_decay": Change(0.3, Decays({r"q_proj\.weight": 0.3})),

@@ -1,4 +1,4 @@
-"""What each field of `data` does to the batches, the tokenizer and the folders."""
+"""The effect of each field of `data` on the batches, the tokenizer and the folders."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,7 +29,7 @@ SHOWN_ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Opened:
-    """What a section comes to.
+    """The data that a section opens.
 
     Attributes:
         tokenizer: of the section.
@@ -52,12 +52,12 @@ class Opened:
 
     @property
     def ends(self) -> set[bool]:
-        """Whether documents end with the tokenizer's token for that, where the next one begins in the same row."""
+        """Whether documents end with the tokenizer's EOS token if another one follows in the same row."""
         return set((self.ids[:, :-1][self._boundaries] == self.tokenizer.eos_id).tolist())
 
     @property
     def begins(self) -> set[bool]:
-        """Whether documents begin with the tokenizer's token for that, where another one ends in the same row."""
+        """Whether documents begin with the tokenizer's BOS token if another one ends in the same row."""
         return set((self.ids[:, 1:][self._boundaries] == self.tokenizer.bos_id).tolist())
 
     @property
@@ -96,7 +96,7 @@ def opened(corpus, tmp_path):
     return open_section
 
 
-# Field -> (another value, what the first batch must then be like, and was not before).
+# Field -> (another value, a property of the first batch that holds only with that value).
 FIELDS: dict[str, tuple[Any, Callable[[Opened], bool]]] = {
     "train_urls": (["{corpus}/b.txt"], lambda data: "entirely different" in data.text),
     "validation_urls": (["{corpus}/b.txt"], lambda data: data.num_validation == 1),

@@ -1,4 +1,4 @@
-"""Small configurations to change fields in, and the list of all fields that need a proof."""
+"""Small configurations whose fields are changed, and the list of all fields that need a proof."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Reading compiled programs: loops count as often as they turn."""
+"""Reading compiled programs: operations in loops are multiplied by the trip count."""
 
 import jax
 import jax.numpy as jnp

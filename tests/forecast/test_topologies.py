@@ -1,4 +1,4 @@
-"""Names of machines, and the tori that they make."""
+"""Names of machines and the shapes of their tori."""
 
 import math
 

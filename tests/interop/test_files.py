@@ -1,4 +1,4 @@
-"""Safetensors beside the library of that name, what is refused, and an import without torch."""
+"""Safetensors files against the safetensors library, refused folders, and an import without torch."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def saved(folder, **options):
 
 
 def rewritten(folder, change):
-    """The folder's weights with `change(name -> array)` done to them."""
+    """Applies `change(name -> array)` to the folder's weights."""
     file = SafetensorsFile(folder / "model.safetensors")
     arrays = {name: np.array(file.view(name)) for name in file.tensors}
     arrays = change(arrays)
@@ -198,7 +198,7 @@ def test_torch_files_and_weight_name_rules(tmp_path):
 
 
 def adapted():
-    """A model whose adapters do something."""
+    """A model whose adapters have an effect."""
     model = LoraConfig(target="q_proj|down_proj", rank=4).apply(
         built(), refs={}, calibration=None, key=jax.random.key(1)
     )
@@ -251,7 +251,7 @@ def test_peft_computes_the_same(tmp_path):
 
 
 def test_safetensors_are_imported_without_torch(tmp_path):
-    """In a process in which `import torch` fails, as do transformers and the safetensors library."""
+    """In a process where importing torch, transformers or the safetensors library fails."""
     folder = saved(tmp_path / "hf")
     program = f"""
         import sys

@@ -1,4 +1,4 @@
-"""What Levanter's published configurations write differently is read as what it is called here, or said with what to do."""
+"""Different spellings in Levanter's published configurations are translated, or refused with advice."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     return decode_run(source, None), notes
 
 
-# name: (what is written there, the same here, words of the notes)
+# name: (Levanter's spelling, jaxlm's spelling, words in the notes)
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a dataset by id in a mixture": (
         {"data": {"configs": {"g/a": {"id": "x/y"}, "b": {"train_urls": ["t"]}}, "train_weights": {"g/a": 1, "b": 1}}},

@@ -1,4 +1,4 @@
-"""Activations against their formulas in float64, and what they keep."""
+"""Activations against their formulas in float64, and their saved residuals."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Tracing for a card that is not here: nobody asks the device, and everything is as before afterwards."""
+"""Tracing for a GPU that is not attached: the device is never queried, and all patches are undone afterwards."""
 
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused

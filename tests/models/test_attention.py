@@ -1,4 +1,4 @@
-"""Attention against its definition in float64, and what documents may know of each other."""
+"""Attention against its definition in float64, and the separation of documents."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ DOCUMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 1, 1
 
 
 def positions_within(segment_ids):
-    """0, 1, 2, ... within every run of equal numbers."""
+    """Positions 0, 1, 2, ... within every run of equal numbers."""
     starts = np.diff(segment_ids, axis=1, prepend=-1) != 0
     index = np.arange(segment_ids.shape[1])
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)

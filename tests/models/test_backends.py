@@ -35,7 +35,7 @@ def allowed(segments, window):
 
 
 def definition(q, k, v, segments, window, d_out):
-    """Output and gradients in float64, written out from the formulas."""
+    """Output and gradients in float64, from the formulas."""
     q, k, v, d_out = (a.astype(np.float64) for a in (q, k, v, d_out))
     mask = allowed(segments, window)[:, None, None]
     scores = np.where(mask, np.einsum("btkgh,bskh->bkgts", q, k) * SCALE, -np.inf)
@@ -121,7 +121,7 @@ def test_second_derivatives_match_the_definition():
 
 
 def by_autodiff(q, k, v, segments, window, rule):
-    """Scores changed by the formulas of the papers, everything else as it is written down; derivatives by jax."""
+    """Attention with score rules from the papers' formulas; derivatives by jax."""
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * SCALE
     if rule.soft_cap is not None:
         scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
@@ -173,7 +173,7 @@ def test_second_derivatives_exclude_kernels_without_them():
 
 
 def test_kernels_receive_their_own_rows_and_heads():
-    """What a kernel gets under shard_map, with keys that divide over the devices and with keys that do not."""
+    """The inputs of a kernel under shard_map, with key heads that divide over the devices and that do not."""
     from tests.engine.helpers import layout
 
     q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))

@@ -1,4 +1,4 @@
-"""Sizes, initialisation, floating-point operations and messages of the model configurations."""
+"""Sizes, initialization, FLOPs and errors of the model configurations."""
 
 import dataclasses
 import re
@@ -55,7 +55,7 @@ def test_the_papers_sizes():
     ids=["gpt2-124M", "gpt2-1.5B", "llama2-7B", "llama3.2-1B"],
 )
 def test_flops_of_known_models(config, vocab, giga):
-    """The figures of the project's table of causal FLOPs a token, which reproduce published throughputs."""
+    """Causal FLOPs per token, which reproduce published throughputs."""
     assert config.flops_per_token(vocab).causal / 1e9 == pytest.approx(giga, rel=2e-3)
 
 
@@ -78,8 +78,8 @@ def test_flops_match_xlas_count(config):
 
     model = jax.eval_shape(lambda key: config.build(Vocab, key=key), jax.random.key(0))
     counted = jax.jit(jax.grad(loss)).lower(model).compile().cost_analysis()["flops"] / config.seq_len
-    # XLA multiplies what is masked inside of a block too; of the seven products of attention, the one that makes the
-    # scores again is found to be there already, because nothing is recomputed.
+    # XLA also multiplies masked positions inside a block. Of attention's seven products, the one that recomputes the
+    # scores is eliminated as a common subexpression, because there is no remat.
     flops = config.flops_per_token(Vocab.size)
     weights = 2 * flops.causal - flops.palm
     square = sum((stop - start) * (stop - first) for start, stop, first in query_blocks(config.seq_len, None))
@@ -88,7 +88,7 @@ def test_flops_match_xlas_count(config):
 
 
 def test_flops_with_a_sliding_window():
-    """A token of a long text sees the window; the first ones see less."""
+    """Tokens of a long text attend to a whole window; the first tokens attend to fewer."""
     sizes = {"hidden_dim": 64, "intermediate_dim": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     seq_len, window = 32, 8
     seen = sum(min(t + 1, window) for t in range(seq_len)) / seq_len

@@ -1,5 +1,5 @@
-"""cuDNN attention without a card: what is asked of it, from programs made for CUDA, and what is made of its answers, with
-a stand-in that does what its documentation says and writes NaN wherever it says nothing.
+"""cuDNN attention without a GPU: the kernel calls in programs lowered for CUDA, and the use of the results, with a stand-in
+that does what cuDNN's documentation specifies and writes NaN where it specifies nothing.
 """
 
 import functools
@@ -46,7 +46,7 @@ F32 = AttentionShape(jnp.float32, head_size=8, group=2, windowed=False)
 
 @pytest.fixture
 def for_cuda(monkeypatch):
-    """Makes a function's program as it would be made on a Hopper with a recent cuDNN."""
+    """Lowers a function as on a Hopper GPU with a recent cuDNN."""
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91400)
     monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda _: False)
@@ -54,7 +54,7 @@ def for_cuda(monkeypatch):
 
 
 def calls(text):
-    """(kernel, mask, documents a row, window) of every call of cuDNN in a program."""
+    """(kernel, mask, documents per row, window) of every cuDNN call in a program."""
     for line in text.splitlines():
         if kernel := re.search(r"@__cudnn\$(\w+)", line):
             plain = line.replace("\\22", "").replace('\\"', "")
@@ -96,7 +96,7 @@ def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
         text = for_cuda(attend, q, k, jnp.ones((8, 64), jnp.int32))
     assert "@__cudnn$fmhaSoftmax" in text
     operands = re.findall(r"@__cudnn\$fmhaSoftmax\(.*\) -> \(?tensor<([\dx]+)xbf16>", text)
-    assert set(operands) == {"2x2x64x16"}  # of 8 rows over 4 devices and 4 heads over 2
+    assert set(operands) == {"2x2x64x16"}  # 8 rows over 4 devices and 4 heads over 2
 
 
 def test_lengths_and_offsets_match_numpy():
@@ -129,7 +129,7 @@ def test_the_self_tests_rows_cover_their_cases():
 
 
 def seen(shape, lengths, offsets, window):
-    """What the kernel is told, as numbers of documents, 0 outside of all, and who sees whom."""
+    """The kernel's inputs as segment ids (0 outside all documents) and as a visibility mask."""
     position = jnp.arange(shape[1])
     document = jnp.ones(shape[:2], int)
     if offsets is not None:
@@ -211,7 +211,7 @@ def reference(q, k, v, segments):
 
 
 def leaking(q, k, v, segments):
-    """Every document sees those before it in its row."""
+    """A wrong kernel: every document sees the earlier ones in its row."""
     return jnp.where((segments != 0)[:, :, None, None, None], reference(q, k, v, jnp.ones_like(segments)), 0)
 
 
@@ -279,7 +279,7 @@ HOPPER = {"platform": "gpu", "dtype": jnp.dtype(jnp.bfloat16), "seq_len": 1024, 
 
 @pytest.fixture
 def tested(monkeypatch):
-    """What the self-tests of single and of packed documents say."""
+    """Stand-ins for the results of the self-tests of single and of packed documents."""
 
     def say(whole, packed):
         monkeypatch.setattr(choice, "single_document_problem", lambda *_: whole)

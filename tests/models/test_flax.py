@@ -1,4 +1,4 @@
-"""The worked examples in Flax, NNX and Linen: trained, sharded, sampled; and what is said of modules that do not fit."""
+"""The Flax examples, NNX and Linen: trained, sharded, sampled; and errors for unsuitable modules."""
 
 import sys
 import types
@@ -97,17 +97,17 @@ def test_the_loss_of_logits_equals_that_of_hidden_states_with_an_identity_head()
 def test_flops_are_counted_from_the_matrix_products():
     flops = EXAMPLES["linen"].flops_per_token(VOCAB).palm
     weights = 4 * 32 * 32 + 2 * 32 * 128 + 32 * VOCAB
-    assert flops == 6 * weights + 12 * 32 * 16  # attention over the whole window
+    assert flops == 6 * weights + 12 * 32 * 16  # attention over the whole sequence
 
 
 def plan_of(config):
-    """What `make_plan` does with a model's section before anything else."""
+    """The first step of `make_plan` with a model section."""
     config.check()
     return jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
 
 
 class WithAverages(nnx.Module):
-    """Keeps running averages, which nobody would save."""
+    """Has running averages, which would not be saved."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(4, rngs=rngs)

@@ -24,7 +24,7 @@ def problem(batch, position, embed, vocab, *, seed=0, mask=0.7):
 
 
 def closed_form(x, w, y, m, z, smoothing, cap=None):
-    """Sums and gradients in float64, from the definition, all logits at once."""
+    """Sums and gradients in float64 from the definition, with all logits at once."""
     x, w, m = (a.astype(np.float64) for a in (x, w, m))
     logits = x @ w.T if cap is None else cap * np.tanh(x @ w.T / cap)
     top = logits.max(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, as the keys of the configuration say it."""
+"""The remat policies of `gradient_checkpointing`."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Scanned or unrolled, checkpointed or not: the same numbers, the same layout, different programs."""
+"""Scanned or unrolled layers, with or without remat: the same results, the same layout, different programs."""
 
 import dataclasses
 
@@ -29,11 +29,11 @@ def loss(model, inputs, key=None):
 
 
 def num_matrix_products(block, keep, num_bodies):
-    """Of a forward and backward pass with `num_bodies` compiled layers.
+    """The expected count for a forward and backward pass with `num_bodies` compiled layers.
 
-    A layer has its linear maps and the two products of attention, once forward and twice backward, and the scores of
-    attention once more. What is not kept is made again: all linear maps but the last, whose result nothing in the
-    backward pass needs, and the two products of attention, of which the scores are there already. The head adds three.
+    A layer has its linear maps and attention's two products, once forward and twice backward, and attention's scores once
+    more. Values that are not saved are recomputed: all linear maps except the last, whose result the backward pass does
+    not need, and attention's two products, of which the scores are already recomputed. The head adds three.
     """
     is_linear = lambda x: isinstance(x, Linear)  # noqa: E731
     linear = sum(map(is_linear, jax.tree.leaves(block, is_leaf=is_linear)))
@@ -52,7 +52,7 @@ def test_variants_are_different_programs_with_the_same_results(tiny, built, as_i
         assert (" while(" in program.as_text()) == scan
         wanted = num_matrix_products(model.body.layers.stacked, keep, 1 if scan else LAYERS)
         count = program.as_text().count(" dot(")
-        # Unrolled on CPU, XLA finds that the scores which attention makes again are still there.
+        # Unrolled on CPU, XLA eliminates the recomputation of attention's scores.
         assert count == wanted or (not scan and keep != "full" and count == wanted - LAYERS)
         results.append(program(model, inputs))
     value, gradient = results[0]

@@ -1,4 +1,4 @@
-"""The next-token objective: its sums, and their independence of how a batch is cut."""
+"""The next-token objective: its sums, which do not depend on how a batch is split."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def model():
 
 
 def a_batch(rows=4, length=12, seed=0):
-    """Two documents a row and padding at its end, with unequal masks."""
+    """Two documents per row and padding at the end, with unequal masks."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 23, size=(rows, length))
     segments = np.repeat([[1, 2, 0]], rows, 0).repeat([5, 5, length - 10], 1)
@@ -40,7 +40,7 @@ def a_batch(rows=4, length=12, seed=0):
 
 
 def reference(model, batch, z, smoothing):
-    """Every term from the model's logits, by the definition."""
+    """Every term from the model's logits, computed from the definition."""
     logits = model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
     log_p, lse = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(log_p, batch.targets.array[..., None], axis=-1)[..., 0]

@@ -9,7 +9,7 @@ from tests.engine.helpers import phase
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every axes object that a picture was drawn on."""
+    """All matplotlib axes of the plots that were drawn."""
     seen = []
     make = plots._figure
 
@@ -56,7 +56,7 @@ def test_step_times_exclude_first_steps_and_records_without_a_time(drawn, tmp_pa
     step_time_histogram(times, tmp_path / "t.png", "title")
     assert is_png(tmp_path / "t.png")
     (axes,) = drawn
-    assert sum(bar.get_height() for bar in axes.patches) == 197  # the one of 9 s is in the legend
+    assert sum(bar.get_height() for bar in axes.patches) == 197  # the outlier of 9 s is in the legend
     assert any("1 above" in text.get_text() for text in axes.get_legend().get_texts())
     assert step_times([{"step": 1, "throughput/duration": 1.0}], exclude={1}) is None
     assert step_times([], exclude={1}) is None

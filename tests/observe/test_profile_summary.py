@@ -22,7 +22,7 @@ OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "
 
 
 def hook_of(config: ProfilerConfig, folder: Path, log: Callable[[str], None], **options: Any) -> ProfileHook:
-    """Of a phase of 20 steps."""
+    """A trace of a phase of 20 steps."""
     usual: dict[str, Any] = {"first_step": 0, "until": phase().end, "program": str}
     return ProfileHook(config, folder, phase(), log=log, **(usual | options))
 
@@ -34,9 +34,9 @@ def event(name: str, start: float, end: float, device: str = "d0", line: str = "
 def test_times_of_nested_and_parallel_operations_in_closed_form():
     profile = summarize(
         [
-            event("while.1", 0, 100),  # a loop: only what is in it counts
+            event("while.1", 0, 100),  # a loop: only its contents count
             event("dot.1", 0, 40),
-            event("add.1", 10, 30),  # within the product
+            event("add.1", 10, 30),  # inside the matrix product
             event("copy.1", 60, 70),
             event("copy.1", 65, 85, line="t1"),  # at the same time on another thread
             event("dot.1", 0, 50, device="d1"),
@@ -75,7 +75,7 @@ def test_an_evaluation_between_steps_does_not_count_as_idle():
 
 
 def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
-    """Evaluations and saves run inside of a pause, and no step does."""
+    """Evaluations and saves run inside a pause; steps do not."""
     order: list[str] = []
 
     class Numbers:
@@ -123,7 +123,7 @@ def test_a_real_trace_is_summarized_and_the_state_is_unchanged(tmp_path):
         run.step(arrays(step))
         if step == 3:
             with pause():
-                time.sleep(1.5)  # as an evaluation would
+                time.sleep(1.5)  # like an evaluation
         if hook.due(step):
             before = jax.tree.map(np.asarray, run.state)
             hook.run(step, run.state)
@@ -157,7 +157,7 @@ def test_a_failing_profiler_is_reported_and_the_run_continues(tmp_path, monkeypa
 
 def test_a_run_that_stops_early_ends_the_recording(tmp_path):
     lines: list[str] = []
-    for _ in range(2):  # a recording that was left open would make the second fail
+    for _ in range(2):  # an open recording would make the second one fail
         hook = hook_of(ProfilerConfig(1, 9), tmp_path, lines.append)
         hook.run(1, None)  # type: ignore[arg-type]
         hook.close()
@@ -176,7 +176,7 @@ def test_a_phase_too_short_to_profile_is_reported_and_a_short_remainder_is_recor
 
 
 def test_a_recording_ends_when_the_batch_size_changes(tmp_path):
-    """What is summed up are the operations of one program, and another size is another program."""
+    """The summary covers one program, and another batch size is another program."""
     sizes = BatchSchedule.of([BatchSize(0, 8), BatchSize(9, 16), BatchSize(14, 16)])
     lines: list[str] = []
     for first, recorded in ((0, [5, 9]), (4, [9, 19])):

@@ -52,7 +52,7 @@ def test_flushed_records_are_on_disk_without_closing(tmp_path):
 
 
 def events(folder: Path) -> list:
-    """Every event of the only event file in a folder."""
+    """Every event in a folder's only event file."""
     (path,) = folder.glob("events*")
     return tensorboard_events(path)
 
@@ -66,7 +66,7 @@ def test_tensorboard_files_hold_scalars_and_the_runs_description(tmp_path):
     step, loss = values["train/loss"]
     assert (step, loss.simple_value) == (3, 1.5)
     assert values["eval/a_task"][1].simple_value == 0.5
-    (together,) = [e for e in events(tmp_path / "run") if e.step == 3]  # what each event costs is paid once a record
+    (together,) = [e for e in events(tmp_path / "run") if e.step == 3]  # one event per record, not per number
     assert len(together.summary.value) == 2
     assert b"seed: 7" in values["config/text_summary"][1].tensor.string_val[0]
     assert b"parameter_count: 1234" in values["summary/text_summary"][1].tensor.string_val[0]
@@ -81,7 +81,7 @@ def test_histograms_have_their_own_file_without_duplicate_records(tmp_path):
     path = tmp_path / "histograms.jsonl"
     JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
     assert not path.exists()
-    for resume_step in (0, 2):  # killed after step 4, and gone on from step 2
+    for resume_step in (0, 2):  # killed after step 4 and resumed from step 2
         tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
         for step in (2, 4)[resume_step // 2 :]:
             tracker.log_histograms(step, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
@@ -107,7 +107,7 @@ def test_tensorboard_shows_histograms(tmp_path):
 
 
 class Recording:
-    """A tracker that keeps what it is told, and fails or blocks where it is asked to."""
+    """A tracker that records its calls, and fails or blocks on request."""
 
     def __init__(self, fail: str = "", block: str = ""):
         self.records: list[tuple[int, dict]] = []
@@ -213,7 +213,7 @@ def test_a_blocking_tracker_does_not_delay_the_run(where):
     for _ in range(10):
         tracker.flush()
     tracker.close()
-    assert time.perf_counter() - began < 2.0  # once in vain for a flush, once for the end
+    assert time.perf_counter() - began < 2.0  # one timeout for a flush, one for closing
     expected = {"open": 1, "log": 2, "flush": 2, "close": 1}[where]
     assert len(lines) in (expected, 1)
     assert "has not finished within 0.2 s" in lines[-1]
@@ -299,7 +299,7 @@ tracker.close()
 
 
 def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A small run with wandb in a process of its own, which knows no key."""
+    """A small run with wandb in a separate process without an API key."""
     script = folder / "script.py"
     script.write_text(WANDB_RUN.replace("\\\\n", "\\n"))
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
@@ -352,7 +352,7 @@ def test_offline_wandb_writes_the_run(tmp_path):
         if "grad/hist/x._type" in items:
             parts = {key: items[f"grad/hist/x.{key}"] for key in ("_type", "values", "bins")}
             shown[record.history.step.num or items["_step"]] = parts
-    assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+    assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 was logged again and dropped
     assert shown == {s: {"_type": "histogram", "values": [s, 0, 4], "bins": [-1.0, 0.0, 1.0, 2.0]} for s in (2, 3)}
 
 
@@ -369,7 +369,7 @@ def test_wandb_is_asked_once_for_its_newest_step():
 
 @pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])
 def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
-    """Its records would be dropped there, step by step, without a word."""
+    """wandb would silently drop its records, step by step."""
     wandb = pytest.importorskip("wandb")
     handle = mock.MagicMock(step=known, id="an-id")
     monkeypatch.setattr(wandb, "init", lambda **_: handle)
@@ -413,7 +413,7 @@ def test_an_unreachable_wandb_is_reported_once(environment, said, tmp_path):
 
 @pytest.mark.slow
 def test_trackio_stores_and_resumes_a_run(tmp_path):
-    """In a process of its own, as it takes its folder from the environment when it is imported."""
+    """In a separate process, because trackio reads its folder from the environment when it is imported."""
     pytest.importorskip("trackio")
     script = tmp_path / "script.py"
     script.write_text(TRACKIO_RUN)
@@ -430,7 +430,7 @@ def test_trackio_stores_and_resumes_a_run(tmp_path):
         configs = [json.loads(text) for (text,) in database.execute("select config from configs")]
     runs = list(dict.fromkeys(run for run, _, _ in rows))
     by_run = [[(step, json.loads(metrics)["x"]) for run, step, metrics in rows if run == which] for which in runs]
-    # It goes on behind step 3, whose record came again; begun anew, it is another run of the same name.
+    # It continues after step 3, whose record was repeated; started over, it is another run of the same name.
     assert by_run == [[(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], [(1, 7.0)]]
     assert configs[0]["trainer"] == {"seed": 7}
     assert configs[0]["summary"] == {"parameter_count": 1234}

@@ -1,4 +1,4 @@
-"""LoRA on instructions, merged, and to PEFT and back."""
+"""LoRA on instructions: merging, and export to and import from PEFT."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ DOLLY = Path(__file__).parents[3] / "shared" / "data" / "dolly_instructions_700.
 
 
 def busy(model):
-    """Adapters that do something."""
+    """Makes adapters that have an effect."""
 
     def fill(path, leaf):
         if not path.endswith((".a", ".b")):
@@ -49,7 +49,7 @@ def busy(model):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """A plan, its model with busy adapters, and the folder that they were exported to."""
+    """A plan, its model with random adapters, and the folder to which they were exported."""
     config = {"model": {"type": "llama", **SIZES}, "phases": [PHASE], "trainer": {"train_batch_size": 8}}
     plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
     folder = tmp_path_factory.mktemp("peft") / "adapter"
@@ -114,7 +114,7 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
 
 
 def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, np.ndarray]:
-    """Square adapters of PEFT beside these modules. Returns what is in the file."""
+    """Writes square PEFT adapters for these modules. Returns the file's contents."""
     names = [f"base_model.model.{module}.lora_{side}.weight" for module in modules for side in "AB"]
     shapes = {"A": (rank, 32), "B": (32, rank)}
     rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_peft_adapters_beside_experts_compute_the_same(tmp_path):
 
 
 def begun_from(folder: Path, **keys):
-    """A plan of the same model whose adapters are those of a folder."""
+    """A plan of the same model with the adapters of a folder."""
     lora = {"type": "lora", "from_peft": str(folder), **keys}
     config = {
         "model": {"type": "llama", **SIZES},
@@ -219,7 +219,7 @@ def test_keys_beside_from_peft_must_agree_with_the_folder(adapted, keys, message
 
 @pytest.mark.slow
 def test_training_continues_from_peft(tmp_path):
-    """The first step's loss is that of PEFT's own model."""
+    """The first step's loss equals that of PEFT's model."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_model(tmp_path / "hf")
@@ -258,7 +258,7 @@ def test_training_continues_from_peft(tmp_path):
 
 
 def tuned(place: Path, instructions: Path, steps: int, lora: dict = LORA):
-    """The command's own way: import, LoRA, answers alone, a checkpoint."""
+    """Trains as the command does: import, LoRA, loss on answers only, a checkpoint."""
     config = {
         "initialize_from_hf": str(place / "hf"),
         "use_hf_model_config": True,
@@ -290,7 +290,7 @@ def tuned(place: Path, instructions: Path, steps: int, lora: dict = LORA):
     "real", [False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))]
 )
 def test_lora_on_instructions(tmp_path, real):
-    """The base stays bit-equal, the adapters move, the loss falls; merged, and in PEFT, it is the same model."""
+    """The base stays bit-equal, the adapters change, the loss falls; merged and in PEFT, the model is the same."""
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -325,7 +325,7 @@ def test_lora_on_instructions(tmp_path, real):
 
 
 def plan_base(folder, plan):
-    """The imported model as it was."""
+    """The imported model before training."""
     from jaxlm.interop.hf.folder import load_model
 
     return load_model(folder, jax.eval_shape(plan.state_builder.initial_model), plan.config.model, plan.layout)

@@ -1,4 +1,4 @@
-"""Talking with a model: turns through the template, stops, and what is there when there is no template."""
+"""Chat: turns through the template, stop conditions, and the error without a template."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Compiled programs on disk, and what becomes of damaged ones."""
+"""Compiled programs on disk, and how damaged ones are handled."""
 
 import warnings
 

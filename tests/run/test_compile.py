@@ -1,4 +1,4 @@
-"""Compiling the step: how often, and what happens where memory is short."""
+"""Compiling the step: how often, and what happens if memory is short."""
 
 from unittest import mock
 
@@ -83,7 +83,7 @@ def test_a_compiler_out_of_memory_is_one_message(monkeypatch):
 
 
 def test_no_array_holds_all_logits_or_all_scores():
-    """Tokens x vocabulary and position x position: what the kernels are there to avoid."""
+    """Tokens x vocabulary and position x position: the arrays that the kernels avoid."""
     plan = plan_of(vocab=4096, trainer={"train_batch_size": 64}, model=SIZES | {"num_kv_heads": 2, "seq_len": 512})
     text = compiled(plan)[0].call.as_text()
     rows = plan.batches.train.largest.size // 8
@@ -105,7 +105,7 @@ def test_accumulation_needs_no_more_memory(scan):
 
 
 def test_xlas_operation_count_matches_the_formula():
-    """What XLA counts in a step of one layer and one chunk (it counts a loop's body once), against the formula."""
+    """XLA's operation count of a step with one layer and one chunk (it counts a loop's body once), against the formula."""
     sizes = SIZES | {"num_layers": 1, "hidden_dim": 1024, "intermediate_dim": 2816, "num_kv_heads": 4}
     plan = plan_of(
         vocab=2048, model=sizes | {"scan_layers": False}, trainer={"train_batch_size": 16, "fsdp_axis": None}

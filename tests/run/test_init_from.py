@@ -1,4 +1,4 @@
-"""What a run begins with: its own checkpoint, another run's state, another's weights; and what is refused.
+"""Where a run starts: its own checkpoint, another run's state or weights; and refused combinations.
 
 Runs of the trainer in this process, on eight devices.
 """
@@ -23,7 +23,7 @@ MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num
 
 
 class Trainings:
-    """Runs in one folder; `said` is what the last one showed."""
+    """Runs in one folder; `said` is the last run's output."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -90,7 +90,7 @@ def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
 
 @pytest.mark.trap("T3")
 def test_the_last_step_is_saved_permanently(trainings):
-    """A Levanter run ends with whatever its last timed save was."""
+    """A Levanter run ends with its last timed save."""
     assert [path.name for path in find_checkpoints(trainings.place("part"))] == ["step-3", "step-4"]
     cursor = json.loads((trainings.place("part") / "step-4" / "run" / "cursor.json").read_text())
     assert cursor["temporary"] is False
@@ -131,7 +131,7 @@ def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
 
 @pytest.mark.trap("D10")
 def test_initialize_from_loads_only_the_model(trainings):
-    """The guide says that the model is initialized; Levanter loads the whole state and its step."""
+    """According to the guide, only the model is initialized; Levanter loads the whole state including the step."""
     source = trainings.place("whole") / "step-2"
     result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})
     assert f"initializing the model from {source}" in trainings.said
@@ -210,7 +210,7 @@ def test_load_if_possible_reports_where_it_found_nothing(trainings):
 )
 @pytest.mark.trap("T2")
 def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
-    """With Levanter's default, a relative path, they are never deleted."""
+    """Levanter never deletes them with its default, a relative path."""
     monkeypatch.chdir(trainings.folder)
     base = {"relative": "temporary", "absolute": f"{trainings.folder}/absolute", "url": "memory://runs/"}[kind]
     checkpointer = {"base_path": base, "save_interval": 0, "keep": [], "staging_dir": f"{trainings.folder}/staging"}

@@ -1,4 +1,4 @@
-"""The mesh keys of the guide: what each comes to on eight devices, and what is refused or said."""
+"""The guide's mesh keys on eight devices: resulting meshes and mappings, errors and warnings."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def mappings(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(layout.compute), dict(layout.parameter)
 
 
-# Of the guide's table: devices, model axis, replicas, batch, per device -> mesh, microbatch, microbatches, evaluation.
+# From the guide's table: devices, model axis, replicas, batch, per device -> mesh, microbatch, microbatches, evaluation.
 DIVISIONS = [
     ((1, 1, 1, 32, -1), ((1, 1, 1), 32, 1, 32)),
     ((8, 1, 1, 512, -1), ((1, 8, 1), 512, 1, 512)),
@@ -116,7 +116,7 @@ def test_a_list_of_fsdp_axes_shards_by_each_axis():
 
     whole, one, two = (str(spread(fsdp)).count("'data'") for fsdp in (None, "embed", ["embed", "mlp"]))
     assert whole == 0
-    assert 0 < one == two  # every array over mlp has embed too, which has it first
+    assert 0 < one == two  # every array with mlp also has embed, which takes the mesh axis first
     only_mlp = spread(["mlp"])
     assert [("mlp" in axes) == ("data" in spec) for axes, spec in only_mlp.items()] == [True] * len(only_mlp)
     _, parameter = mappings(axis_resources={"mlp": ["model"]}, parameter_axis_resources={"vocab": ["replica", "data"]})

@@ -1,4 +1,4 @@
-"""How long a run is where its data decides."""
+"""The number of steps when the data determines it."""
 
 import pytest
 
@@ -37,9 +37,7 @@ def test_epochs_set_the_number_of_steps(resolved):
     config, tokenizer = resolved(epoch=3)
     windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
     assert steps(config) == [-(-3 * len(windows) // 8)]
-    assert (
-        with_num_steps_of_data(config, BatchSchedule.constant(8), tokenizer, print) == config
-    )  # as a run that goes on does it
+    assert with_num_steps_of_data(config, BatchSchedule.constant(8), tokenizer, print) == config  # as in a resumed run
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
     assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]
     assert steps(resolved(trainer={"num_train_steps": 5})[0]) == [5]
@@ -69,7 +67,7 @@ def test_a_mixture_ends_according_to_its_stop_strategy(resolved):
         config, tokenizer = resolved({**mixed, "stop_strategy": strategy}, said)
         (ends[strategy],) = steps(config)
     sizes = [len(windows) for windows in config.data.open(tokenizer, 16, lambda _: None).train.values()]
-    # Half of each block is of each source, so both are read to the end within a block of twice their windows.
+    # Each source fills half of each block, so both are exhausted within a block of twice their sequences.
     assert abs(ends["first_exhausted"] * 8 - 2 * min(sizes)) <= 8 + 4
     assert abs(ends["all_exhausted"] * 8 - 2 * max(sizes)) <= 8 + 4
     assert ends["restart"] == 400_000

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints lie in object stores on this machine: moto's server by s3fs, and an emulator of gs://."""
+"""Runs with checkpoints in local object stores: moto's S3 server through s3fs, and an emulator of gs://."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     trainings.run("whole", 6)
     run("x", 3, "first")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
-    run("x", 6, "second")  # another machine: nothing of the first one's staging folder
+    run("x", 6, "second")  # another machine, without the first one's staging folder
     assert "resuming, from" in trainings.said
     assert trainings.losses("x") == trainings.losses("whole")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
@@ -58,7 +58,7 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_in_a_bucket_works_wherever_a_path_does(gcs, tmp_path, monkeypatch, capsys):
-    """Resumed, begun from, sampled, evaluated and converted by its URL, from a machine that has nothing else of the run."""
+    """Resumed, initialized from, sampled, evaluated and converted by URL, on a machine without the run's other files."""
     from jaxlm import convert, evaluate, sample
 
     trainings, url = Trainings(tmp_path), f"gs://{BUCKET}/runs"

@@ -1,4 +1,4 @@
-"""Keys that a start looks at before anything is planned."""
+"""Keys that are checked before a run is planned."""
 
 import jax
 import pytest

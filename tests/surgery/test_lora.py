@@ -1,4 +1,4 @@
-"""LoRA: nothing changes at first, merging changes nothing, and the adapters rest where their axes say."""
+"""LoRA: no effect at first, merging keeps the outputs, and adapters are sharded by their axes."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def adapted(model, **config):
 
 
 def randomised(model):
-    """Adapters that do something."""
+    """Makes adapters that have an effect."""
 
     def fill(path, leaf):
         if not path.endswith((".a", ".b")):
@@ -91,7 +91,7 @@ def test_dropout_is_active_only_in_training_and_follows_the_key(model):
 
 
 def test_mean_and_variance_of_dropout_match_the_closed_form():
-    """Each number that A reads is 0 with probability p and 1 / (1 - p) times itself otherwise: an output's variance is
+    """Each input of A is 0 with probability p and multiplied by 1 / (1 - p) otherwise, so an output's variance is
     scale^2 p / (1 - p) sum_i ((B A)_oi x_i)^2."""
     In, Out, probability, samples = hax.Axis("in", 12), hax.Axis("out", 5), 0.3, 40_000
     base = Linear.init(In, Out, std=1.0, key=jax.random.key(0))
@@ -189,7 +189,7 @@ def test_a_layer_has_one_adapter(model, target):
 
 
 def test_successive_surgeries_adapt_different_layers(model):
-    """Dropout is refused for what the surgery adapts itself, and not for an earlier one's head."""
+    """Dropout is refused only for layers that this surgery adapts, not for the head of an earlier one."""
     both = randomised(adapted(adapted(model, target="^head$"), target="attn|mlp", dropout=0.1))
     np.testing.assert_allclose(logits(merge_lora(both)), logits(both), atol=1e-5)
     with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):

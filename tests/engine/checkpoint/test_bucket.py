@@ -1,4 +1,4 @@
-"""Checkpoints that lie in a bucket: whole or not there, whatever fails on the way.
+"""Checkpoints in a bucket: complete or absent, whatever fails during a save.
 
 On fsspec's store in memory; the last tests on an emulator of Google's, where one is installed.
 """
@@ -43,7 +43,7 @@ def store():
 
 @pytest.fixture
 def with_md5(store, monkeypatch):
-    """The store says the MD5 of every object, as Google's does."""
+    """The store reports the MD5 of every object, as Google's does."""
     find = type(store).find
 
     def saying(self, *args, **kwargs):
@@ -103,13 +103,13 @@ def test_each_checkpoint_replaces_the_temporary_ones(store):
     assert names(folder) == ["step-2", "step-4"]
     save(store, BucketFolder(URL, delete_temporary=False), 5)
     assert names(folder) == ["step-2", "step-4", "step-5"]
-    save(store, folder, 4, temporary=True)  # the one that it replaces is not itself
+    save(store, folder, 4, temporary=True)  # it must not delete itself
     assert names(folder) == ["step-2", "step-4", "step-5"]
 
 
 @pytest.mark.parametrize("after", range(len(FILES) + 2))
 def test_an_interrupted_save_is_never_visible(store, monkeypatch, after):
-    """Whatever small file it breaks off at, the last of all included; the arrays come between."""
+    """Interrupted at any of its small files, including the last one; the arrays are written in between."""
     folder, pipe, done = BucketFolder(URL), type(store).pipe_file, []
     save(store, folder, 1)
 
@@ -141,10 +141,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(store):
     assert found is not None
     assert found.checkpoint.name == "step-1"
     assert ["step-3 is damaged: state/d/1" in said[0], "step-2 is damaged: run/config.yaml" in said[1]] == [True] * 2
-    folder.prepare()  # nothing is thrown away that a person may want to look at
+    folder.prepare()  # the damaged checkpoint is kept for inspection
     assert store.exists("/bucket/run/step-3/state/d/1")
     assert names(folder) == ["step-1"]
-    save(store, folder, 3)  # and the run comes there again
+    save(store, folder, 3)  # the run reaches this step again
     folder.checkpoints()[-1].verify()
     assert names(folder) == ["step-1", "step-3"]
     for step in (1, 3):
@@ -159,7 +159,7 @@ UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError
 @pytest.mark.parametrize("file", ["checksums.json", "run/cursor.json"])
 @pytest.mark.parametrize("error", UNANSWERED, ids=lambda error: type(error).__name__)
 def test_an_unresponsive_store_is_an_error_and_not_damage(store, monkeypatch, file, error):
-    """Else a network that fails for a moment would cost the newest checkpoint."""
+    """Otherwise a short network failure would cost the newest checkpoint."""
     folder, said, cat = BucketFolder(URL), [], type(store).cat_file
     for step in (1, 2):
         save(store, folder, step)
@@ -243,7 +243,7 @@ def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     assert {value.partition(":")[0] for value in sums.values()} == {"md5"}
     abstract = jax.eval_shape(lambda: states[0])
     assert same(restore(found, abstract, where), states[1])
-    assert list(tmp_path.iterdir()) == []  # nothing went by the local disk
+    assert list(tmp_path.iterdir()) == []  # nothing was written to the local disk
 
     store = fsspec.filesystem("gs")
     chunk = f"{BUCKET}/runs/x/step-1/" + next(file for file in sums if "/d/" in file)

@@ -50,7 +50,7 @@ def test_the_clock_counts_from_the_last_save_of_any_kind():
 
 @pytest.mark.trap("T1", "D8")
 def test_reads_the_guides_keep_example():
-    """Levanter fails on its documentation's own example, whose last rule has no `until`."""
+    """Levanter fails on the example in its own documentation, whose last rule has no `until`."""
     text = """
     keep:
       - every: 1000  # steps

@@ -1,4 +1,4 @@
-"""Finding a checkpoint on several processes: whatever process 0 meets, the others hear of it."""
+"""Finding a checkpoint on several processes: an error of process 0 reaches the others."""
 
 import jax
 import pytest

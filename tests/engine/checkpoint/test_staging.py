@@ -1,4 +1,4 @@
-"""Checkpoints behind a URL, on fsspec's store in memory: whole or not there, whatever fails on the way."""
+"""Checkpoints behind a URL, in fsspec's in-memory store: complete or absent, whatever fails."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def save(folder: StagedFolder, step: int, *, temporary: bool = False, entering: 
 
 
 def opened(machine: Path, *, delete_temporary: bool = True) -> tuple[StagedFolder, list[str]]:
-    """A run's folder as a start has it on a machine, and what was said."""
+    """A run's checkpoint folder as opened at a start on one machine, and the logged lines."""
     folder, said = StagedFolder(URL, machine, delete_temporary=delete_temporary), []
     folder.open(said.append)
     return folder, said
@@ -52,7 +52,7 @@ def names(folder: StagedFolder) -> list[str]:
 
 @contextlib.contextmanager
 def breaking(store, method: str, after: int = 0):
-    """The connection to the store breaks after so many calls."""
+    """Breaks the connection to the store after the given number of calls."""
     does, done = getattr(type(store), method), []
 
     def counting(self, *args, **kwargs):
@@ -134,7 +134,7 @@ def test_each_checkpoint_replaces_the_temporary_ones(store, tmp_path):
 
 @pytest.mark.parametrize("after", range(4))
 def test_an_interrupted_upload_is_never_visible_and_is_completed_later(store, tmp_path, after):
-    """Whatever file it breaks off at; and what is already there under the same name is not taken for the new one."""
+    """Interrupted at any file. Existing files of the same name are not mistaken for the new ones."""
     folder, _ = opened(tmp_path / "here")
     save(folder, 1, temporary=True)
     with breaking(store, "put_file", after):
@@ -156,7 +156,7 @@ def test_an_interrupted_upload_is_never_visible_and_is_completed_later(store, tm
 
 
 def test_opening_does_not_change_the_store(store, tmp_path):
-    """The run may still be refused as another one."""
+    """The run may still be refused because it is a different one."""
     folder, _ = opened(tmp_path)
     save(folder, 1, temporary=True)
     with breaking(store, "put_file", 2), pytest.raises(OSError, match="connection broke"):
@@ -207,7 +207,7 @@ def test_damage_in_the_store_is_detected_and_the_previous_checkpoint_is_used(sto
 
 
 def test_a_damaged_local_copy_is_downloaded_again(store, tmp_path):
-    """The one over there is whole: nothing is lost, and the run goes on."""
+    """The checkpoint in the store is intact, so nothing is lost and the run continues."""
     save(opened(tmp_path)[0], 1)
     (copied,) = staged_checkpoints(URL, tmp_path)
     (copied / "state" / "d" / "array").write_bytes(b"nombers")
@@ -219,7 +219,7 @@ def test_a_damaged_local_copy_is_downloaded_again(store, tmp_path):
 
 
 def test_an_old_checkpoint_with_an_unreadable_cursor_is_left_alone(store, tmp_path):
-    """It must not end every later save."""
+    """It must not make every later save fail."""
     folder, _ = opened(tmp_path)
     for step in (1, 2, 3):
         save(folder, step)
@@ -230,7 +230,7 @@ def test_an_old_checkpoint_with_an_unreadable_cursor_is_left_alone(store, tmp_pa
 
 
 def test_the_store_is_authoritative(store, tmp_path):
-    """What was deleted over there does not come back from a local copy."""
+    """Checkpoints deleted in the store are not restored from a local copy."""
     save(opened(tmp_path)[0], 1)
     RemoteFolder(URL).delete("step-1")
     assert names(opened(tmp_path)[0]) == []

@@ -1,4 +1,4 @@
-"""Sums, written out. A data source that reads no file: `data: {source: {type: acme_sums, ...}}`."""
+"""Written-out sums: a data source that reads no file, `data: {source: {type: acme_sums, ...}}`."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Sums(CorpusConfig):
 
     @property
     def version(self) -> str:
-        """See `CorpusConfig.version`. To be raised with every change of `records`."""
+        """Increase this with every change to `records`."""
         return "1"
 
     def records(self, split: str) -> Iterator[Mapping[str, Any]]:

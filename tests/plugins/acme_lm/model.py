@@ -1,4 +1,4 @@
-"""A token and the mean of those before it. Named by its place in YAML: `type: acme_lm.model:MeanOfPastConfig`."""
+"""A model of each token and the mean of earlier ones. By import path in YAML: `type: acme_lm.model:MeanOfPastConfig`."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from jaxlm.models.flops import FlopsPerToken
 
 
 class MeanOfPast(LanguageModel):
-    """Embeds tokens, mixes in the running mean of the embeddings so far, and reads the next one off.
+    """Embeds tokens, adds the running mean of the embeddings so far, and predicts the next token.
 
     Attributes:
         tokens, head: {vocab, embed}.
@@ -35,7 +35,7 @@ class MeanOfPast(LanguageModel):
         return Axis("position", self.seq_len)
 
     def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
-        """See `LanguageModel.hidden`. Documents in one window are not kept apart."""
+        """Documents in one sequence are not separated."""
         embedded = self.tokens.take("vocab", inputs.tokens)
         Pos = inputs.tokens.resolve_axis("position")
         past = hax.cumsum(embedded, Pos) / (hax.arange(Pos) + 1)

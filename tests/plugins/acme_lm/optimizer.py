@@ -13,7 +13,7 @@ from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 @OptimizerConfig.register_subclass("acme_sign")
 @dataclass(frozen=True)
 class SignConfig(OptimizerConfig):
-    """Steps of one size in the direction of the gradient's signs.
+    """Steps of equal size in the direction of the gradient's signs.
 
     Attributes:
         damping: every step is divided by 1 + this.

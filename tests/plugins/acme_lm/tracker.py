@@ -10,7 +10,7 @@ from jaxlm.observe.trackers import RunInfo, Tracker, TrackerConfig
 @TrackerConfig.register_subclass("acme_csv")
 @dataclass(frozen=True)
 class CsvConfig(TrackerConfig):
-    """A file with a line for each number.
+    """Writes a file with one line per number.
 
     Attributes:
         path: of the file.
