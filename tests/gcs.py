@@ -17,7 +17,7 @@ BUCKET = "bucket"
 def gcs_server() -> Iterator[dict[str, str]]:
     """Runs the server; yields the environment variables that point to it, and sets them in this process.
 
-    Once in a process: TensorStore looks at its variable only then.
+    Call it once per process: TensorStore reads its variable only once.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

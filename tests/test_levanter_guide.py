@@ -1,6 +1,6 @@
 """Every kind of YAML block in Levanter's configuration guide resolves as the guide documents; so do its defaults.
 
-The blocks here are our own, with the guide's keys. Where the guide itself lies beside the project, its blocks are read too.
+The blocks here are our own, with the guide's keys. If the guide itself is beside the project, its blocks are tested too.
 """
 
 import ast

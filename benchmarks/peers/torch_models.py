@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         if shape.tied:
             self.head.weight = self.tokens.weight
         self.rotation = None if shape.family == "gpt2" else cosine_and_sine(shape)
-        self.apply(initialised)
+        self.apply(initialized)
 
     def to(self, device):  # the rotation is not a parameter
         if self.rotation is not None:
@@ -108,7 +108,7 @@ def norm(shape):
     return nn.LayerNorm(shape.hidden) if shape.family == "gpt2" else nn.RMSNorm(shape.hidden, eps=1e-5)
 
 
-def initialised(module):
+def initialized(module):
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
         if getattr(module, "bias", None) is not None:

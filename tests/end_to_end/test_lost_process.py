@@ -29,7 +29,7 @@ def test_losing_a_process_ends_the_others(workplace, number, lost):
         path.read_text().replace("  log_dir:", f"  distributed: {{heartbeat_timeout: {HEARTBEAT_S}s}}\n  log_dir:")
     )
     processes = place.start_all(
-        2, *RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
+        2, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
     )
     try:
         wait_until_lost(processes[lost].pid)

@@ -45,7 +45,7 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
     place = workplace(4 if processes == 2 else 1)
     place.write()
     running = place.start_all(
-        processes, *RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
+        processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
     )
     results = [process_end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
@@ -61,7 +61,7 @@ def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
     (code, _, err) = process_end(
-        place.start(*RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice")
+        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice")
     )
     assert code == 143
     assert "step-7" not in place.checkpoints()

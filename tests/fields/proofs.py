@@ -1,7 +1,7 @@
 """Proofs that a field has an effect: an exact error, or an exact difference in the program, state or schedule.
 
-Each proof compares the plan of a base tree with that of the same tree after one field was changed, and names the
-difference that it expects. A changed start-up line proves nothing.
+Each proof compares the plan of a base tree with that of the same tree after changing one field, and states the
+expected difference. A changed start-up message is not a proof.
 """
 
 import ast
@@ -240,7 +240,7 @@ class Change:
     """Another value for a field, and the proof that it has an effect.
 
     Attributes:
-        also: keys that the field needs beside it, set before and after the change.
+        also: keys that the field needs, set before and after the change.
     """
 
     value: Any

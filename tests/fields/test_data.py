@@ -32,11 +32,11 @@ class Opened:
     """The data that a section opens.
 
     Attributes:
-        tokenizer: of the section.
+        tokenizer: the section's tokenizer.
         ids: int [rows, positions], the tokens of the first batch.
-        segments: int [rows, positions], their documents.
-        num_validation: sets of validation text.
-        folders: that were made.
+        segments: int [rows, positions], their segment ids.
+        num_validation: number of validation sets.
+        folders: the folders that were created.
     """
 
     tokenizer: Any

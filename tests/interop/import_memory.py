@@ -1,6 +1,6 @@
 """Run by test_memory.py on eight simulated devices: imports a folder under FSDP 8 and prints time and memory as JSON.
 
-The first argument is the folder, the second what imports it: `jaxlm` or `transformers`.
+The first argument is the folder, the second is the importing library: `jaxlm` or `transformers`.
 """
 
 import json

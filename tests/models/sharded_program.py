@@ -81,7 +81,7 @@ def placed(tree, sharding):
 def difference(got, wanted):
     """The largest difference, relative to the leaf's largest value plus a hundredth of the whole tree's.
 
-    The second part is for leaves that are zero but for rounding, such as the gradient of the keys' biases.
+    The second part is for leaves that are zero except for rounding, such as the gradient of key biases.
     """
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)]
     floor = 0.01 * max(np.abs(b).max() for _, b in pairs)

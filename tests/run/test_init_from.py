@@ -1,6 +1,6 @@
 """Where a run starts: its own checkpoint, another run's state or weights; and refused combinations.
 
-Runs of the trainer in this process, on eight devices.
+Runs the trainer in this process, on eight devices.
 """
 
 import io

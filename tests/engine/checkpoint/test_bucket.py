@@ -1,6 +1,6 @@
 """Checkpoints in a bucket: complete or absent, whatever fails during a save.
 
-On fsspec's store in memory; the last tests on an emulator of Google's, where one is installed.
+Uses fsspec's in-memory store. The last tests use an emulator of Google's, if one is installed.
 """
 
 import base64

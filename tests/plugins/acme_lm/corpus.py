@@ -14,8 +14,8 @@ class Sums(CorpusConfig):
     """Lines like `3 + 4 = 7`.
 
     Attributes:
-        num_records: of each split.
-        largest: number that is added.
+        num_records: number of records per split.
+        largest: the largest number in a sum.
     """
 
     num_records: int = 1000
@@ -23,7 +23,6 @@ class Sums(CorpusConfig):
 
     @property
     def splits(self) -> Sequence[str]:
-        """See `CorpusConfig.splits`."""
         return ("train", "validation")
 
     @property
@@ -32,7 +31,6 @@ class Sums(CorpusConfig):
         return "1"
 
     def records(self, split: str) -> Iterator[Mapping[str, Any]]:
-        """See `CorpusConfig.records`."""
         numbers = random.Random(split)
         for _ in range(self.num_records):
             a, b = (numbers.randint(0, self.largest) for _ in range(2))

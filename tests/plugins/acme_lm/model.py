@@ -26,12 +26,10 @@ class MeanOfPast(LanguageModel):
 
     @property
     def Vocab(self) -> Axis:
-        """See `LanguageModel.Vocab`."""
         return self.head.resolve_axis("vocab")
 
     @property
     def Pos(self) -> Axis:
-        """See `LanguageModel.Pos`."""
         return Axis("position", self.seq_len)
 
     def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
@@ -42,20 +40,18 @@ class MeanOfPast(LanguageModel):
         return Hidden(hax.tanh(embedded + hax.dot(past.rename({"embed": "past"}), self.mix, axis="past")))
 
     def lm_head(self) -> NamedArray:
-        """See `LanguageModel.lm_head`."""
         return self.head
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        """See `LanguageModel.init_cache`."""
         raise NotImplementedError("this model does not decode")
 
 
 @dataclass(frozen=True)
 class MeanOfPastConfig(ModelConfig):
-    """A model of one layer.
+    """A model with one layer.
 
     Attributes:
-        width: of the embeddings.
+        width: size of the embeddings.
     """
 
     width: int = 16
@@ -66,16 +62,14 @@ class MeanOfPastConfig(ModelConfig):
         return Axis("embed", self.width)
 
     def check(self) -> None:
-        """See `ModelConfig.check`."""
+        pass
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> MeanOfPast:
-        """See `ModelConfig.build`."""
         keys = jax.random.split(key, 3)
         tokens, head = (hax.random.normal(k, (Vocab, self.Embed)) * 0.1 for k in keys[:2])
         mix = hax.random.normal(keys[2], (self.Embed, Axis("past", self.width))) * 0.1
         return MeanOfPast(tokens, head, mix, self.seq_len)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """See `ModelConfig.flops_per_token`."""
         weights = self.width * (self.width + vocab_size)
         return FlopsPerToken(6 * weights, 6 * weights)

@@ -14,7 +14,7 @@ class FrontLoaded(ObjectiveConfig):
     """Next-token loss in which early tokens weigh more.
 
     Attributes:
-        front_weight: of the tokens in the first half of a window; those in the second half weigh 1.
+        front_weight: weight of the tokens in the first half of a sequence; those in the second half have weight 1.
     """
 
     front_weight: float = 2.0

@@ -14,7 +14,7 @@ class AcmeConfig(RunConfig):
     """A run, and the keys that this program adds.
 
     Attributes:
-        greeting: is printed first.
+        greeting: printed first.
     """
 
     greeting: str = "hello"
