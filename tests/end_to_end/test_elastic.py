@@ -44,8 +44,8 @@ def test_resuming_on_eight_four_two_and_one_devices(workplace):
             result = here.run(*RUN, *mesh)
             assert result.code == 0, result.err
         else:
-            signalled = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
-            result = here.run(*RUN, *mesh, module="tests.end_to_end.signaled", **signalled)
+            signal_options = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
+            result = here.run(*RUN, *mesh, module="tests.end_to_end.signaled", **signal_options)
             assert result.code == 128 + signal.SIGTERM, result.err
             assert f"step-{stop}" in place.checkpoints()
     expected, found = logged(reference), logged(place)
