@@ -19,18 +19,18 @@ def fail(error):
 @pytest.fixture
 def two(monkeypatch):
     """Makes this process the one with the given number in a run of two, with a fixed message from the other process."""
-    said = []
+    sent = []
 
     def become(number, heard=None, all_well=True):
         def broadcast(values):
-            said.append(values)
+            sent.append(values)
             return values if heard is None else heard
 
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(jax, "process_index", lambda: number)
         monkeypatch.setattr(runtime, "broadcast_from_main", broadcast)
-        monkeypatch.setattr(runtime, "all_processes", lambda holds: said.append(holds) or (holds and all_well))
-        return said
+        monkeypatch.setattr(runtime, "all_processes", lambda holds: sent.append(holds) or (holds and all_well))
+        return sent
 
     return become
 
@@ -60,10 +60,10 @@ def test_other_processes_fail_like_process_0(two, error, expected, message):
 
 
 def test_process_0_learns_that_another_has_failed(two):
-    said = two(1, heard=np.zeros(4096, np.uint8))
+    sent = two(1, heard=np.zeros(4096, np.uint8))
     with pytest.raises(OSError, match="no such disk"):
         main_first(fail(OSError("no such disk")))
-    assert said[-1] is False
+    assert sent[-1] is False
     two(0, all_well=False)
     with pytest.raises(PeerError, match="another process failed; see its output"):
         main_first(lambda: 3)

@@ -80,12 +80,12 @@ def test_large_vocabularies_use_uint32(tmp_path, tokenizer, corpus, monkeypatch)
 
 
 def test_is_built_once_without_leftovers(tmp_path, tokenizer, corpus):
-    said: list[str] = []
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
-    assert len(said) == 1
-    assert said[0].startswith("train: 12 documents, ")
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
-    assert len(said) == 1
+    logged: list[str] = []
+    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
+    assert len(logged) == 1
+    assert logged[0].startswith("train: 12 documents, ")
+    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
+    assert len(logged) == 1
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".lock", "train"]
     assert sorted(p.name for p in (tmp_path / "cache" / "train").iterdir()) == sorted(FILES)
 
@@ -215,10 +215,10 @@ def test_no_text_at_all(tmp_path, tokenizer):
 
 def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
     monkeypatch.setattr(build_module, "_LOG_INTERVAL_S", -1.0)
-    said: list[str] = []
-    build(tmp_path / "train", corpus, tokenizer, log=said.append)
-    assert len(said) > 5
-    assert " of 0.0 MB, 12 documents, " in said[-2]
+    logged: list[str] = []
+    build(tmp_path / "train", corpus, tokenizer, log=logged.append)
+    assert len(logged) > 5
+    assert " of 0.0 MB, 12 documents, " in logged[-2]
 
 
 KILLED = """

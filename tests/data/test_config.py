@@ -34,12 +34,12 @@ def changed(config: DataConfig, **fields: object) -> DataConfig:
 
 
 def test_opens_the_configured_data(config):
-    said: list[str] = []
+    logged: list[str] = []
     config.check()
-    tokenizer = config.load_tokenizer(said.append)
-    data = config.open(tokenizer, 16, said.append)
+    tokenizer = config.load_tokenizer(logged.append)
+    data = config.open(tokenizer, 16, logged.append)
     assert tokenizer.vocab_size == 300
-    assert [line.split(" ")[0] for line in said] == ["training", "train:", "validation:"]
+    assert [line.split(" ")[0] for line in logged] == ["training", "train:", "validation:"]
     (validation,) = [one.sequences for one in data.validation]
     text = "".join(config.validation_documents())
     assert validation.cache.num_bytes == len(text.encode())
@@ -49,12 +49,12 @@ def test_opens_the_configured_data(config):
 
 
 def test_a_second_start_builds_nothing(config, monkeypatch):
-    said: list[str] = []
+    logged: list[str] = []
     first = config.open(config.load_tokenizer(silent), 16, silent)
     monkeypatch.setattr(train_bpe_module, "train_bpe", None)
     config.check()
-    second = config.open(config.load_tokenizer(said.append), 16, said.append)
-    assert said == []
+    second = config.open(config.load_tokenizer(logged.append), 16, logged.append)
+    assert logged == []
     assert second.train[""].cache.fingerprint == first.train[""].cache.fingerprint
 
 
@@ -151,15 +151,15 @@ class TestTrainedTokenizer:
             config.load_tokenizer(silent)
 
     def test_a_vocabulary_smaller_than_requested_is_logged(self, config):
-        said: list[str] = []
-        tokenizer = changed(config, vocab_size=100_000).load_tokenizer(said.append)
+        logged: list[str] = []
+        tokenizer = changed(config, vocab_size=100_000).load_tokenizer(logged.append)
         assert tokenizer.vocab_size < 100_000
-        assert f"yields only {tokenizer.vocab_size:,} tokens" in said[-1]
+        assert f"yields only {tokenizer.vocab_size:,} tokens" in logged[-1]
 
     def test_default_size(self, config):
-        said: list[str] = []
-        changed(config, vocab_size=None).load_tokenizer(said.append)
-        assert said[0].startswith("training a BPE tokenizer of 8,192 tokens")
+        logged: list[str] = []
+        changed(config, vocab_size=None).load_tokenizer(logged.append)
+        assert logged[0].startswith("training a BPE tokenizer of 8,192 tokens")
 
 
 def test_a_cache_of_other_text_is_refused_before_anything_is_built(config, tmp_path):

@@ -64,7 +64,7 @@ def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(mad
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"train_urls": ["a.txt"]}, r"data\.source: given together with data\.train_urls"),
         ({"id": "some/data"}, r"data\.source: given together with data\.id"),
@@ -72,8 +72,8 @@ def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(mad
         ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),
     ],
 )
-def test_invalid_sections_are_refused(made, keys, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_sections_are_refused(made, keys, message):
+    with pytest.raises(ConfigError, match=message):
         made(**keys).check()
 
 

@@ -125,20 +125,20 @@ class TestKeys:
         return str(tmp_path / "saved")
 
     @pytest.fixture
-    def said(self, tmp_path):
-        def said(**keys) -> dict[str, list[str]]:
+    def texts_of(self, tmp_path):
+        def texts_of(**keys) -> dict[str, list[str]]:
             config = DataConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
             config.check()
             [source] = config.sources()
             return {split: list(source.documents(split)) for split in ("train", "validation") if source.has(split)}
 
-        return said
+        return texts_of
 
-    def test_a_folder_of_splits(self, saved, said):
-        assert said(id=saved, validation_split="test") == {"train": TEXTS[:40], "validation": TEXTS[40:]}
-        assert said(id=saved, split="test", validation_split=None) == {"train": TEXTS[40:]}
-        assert said(id=f"{saved}/train", validation_split=None) == {"train": TEXTS[:40]}
-        other = said(id=saved, validation_urls=[f"{saved}/test"])
+    def test_a_folder_of_splits(self, saved, texts_of):
+        assert texts_of(id=saved, validation_split="test") == {"train": TEXTS[:40], "validation": TEXTS[40:]}
+        assert texts_of(id=saved, split="test", validation_split=None) == {"train": TEXTS[40:]}
+        assert texts_of(id=f"{saved}/train", validation_split=None) == {"train": TEXTS[:40]}
+        other = texts_of(id=saved, validation_urls=[f"{saved}/test"])
         assert other == {"train": TEXTS[:40], "validation": TEXTS[40:]}
 
     @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ class TestKeys:
             ({"id": None, "stream": True}, r"data\.stream: has no effect without data\.id"),
         ],
     )
-    def test_invalid_sections_are_refused(self, saved, said, keys, message):
+    def test_invalid_sections_are_refused(self, saved, texts_of, keys, message):
         with pytest.raises(ConfigError, match=message):
-            said(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
+            texts_of(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
 
-    def test_streamed_rows_equal_loaded_rows(self, tmp_path, said, monkeypatch, datasets):
+    def test_streamed_rows_equal_loaded_rows(self, tmp_path, texts_of, monkeypatch, datasets):
         """A folder of files is read by the same library as the hub, without a network."""
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
         (tmp_path / "repo").mkdir()
@@ -167,15 +167,15 @@ class TestKeys:
         for split in ("train", "validation"):
             (tmp_path / "repo" / f"{split}.jsonl").write_text(rows)
         id = str(tmp_path / "repo")
-        loaded = said(id=id)
+        loaded = texts_of(id=id)
         assert (tmp_path / "library").exists()
         assert loaded == {"train": TEXTS, "validation": TEXTS}
         shutil.rmtree(tmp_path / "cache")
         shutil.rmtree(tmp_path / "library")
-        assert said(id=id, stream=True) == loaded
+        assert texts_of(id=id, stream=True) == loaded
         assert not list((tmp_path / "library").rglob("*.arrow"))
 
-    def test_no_network(self, said, monkeypatch, datasets):
+    def test_no_network(self, texts_of, monkeypatch, datasets):
         """Levanter ends with a traceback from the hub's client."""
 
         def unreachable(id, **options):
@@ -185,7 +185,7 @@ class TestKeys:
         with pytest.raises(
             ConfigError, match=r"data\.id: 'hf:some/data\?split=train' cannot be loaded: Conn"
         ) as caught:
-            said(id="some/data")
+            texts_of(id="some/data")
         assert "datasets.load_dataset('some/data').save_to_disk('FOLDER')" in str(caught.value)
         assert "and set data.id to its path" in str(caught.value)
 

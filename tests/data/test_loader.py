@@ -214,9 +214,9 @@ def test_records_of_a_step_are_those_of_its_batch():
     batches.restore({"examples": 7, "step": 2})  # for example after other batch sizes
     taken = {step: rows(next(batches))["tokens"][:, 0] // SEQ_LEN for step in range(2, 8)}
     for step, places in taken.items():
-        said = batches.records(step)
-        found = re.fullmatch(r"a: sequences? ([\d, ]+) of 20(?:; b: sequences? ([\d, ]+) of 9)?", said)
-        assert found, said
+        description = batches.records(step)
+        found = re.fullmatch(r"a: sequences? ([\d, ]+) of 20(?:; b: sequences? ([\d, ]+) of 9)?", description)
+        assert found, description
         listed = [int(place) for part in found.groups() if part for place in part.split(", ")]
         assert sorted(listed) == sorted(places.tolist())
     batches.close()

@@ -82,12 +82,12 @@ class TestHttp:
         url = f"{address}/x-{{1..3}}.jsonl"
         assert listed(url) == [(f"x-{number}.jsonl", 19) for number in range(1, 4)]
         assert handler.fetched == []
-        said: list[str] = []
-        found = files(url, folder=tmp_path / "mirror", log=said.append)
+        logged: list[str] = []
+        found = files(url, folder=tmp_path / "mirror", log=logged.append)
         assert texts(found) == ["text 1", "text 2", "text 3"]
         assert [file.name for file in found] == ["x-1.jsonl", "x-2.jsonl", "x-3.jsonl"]
-        assert len(said) == 3
-        assert min(said).startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
+        assert len(logged) == 3
+        assert min(logged).startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
         fetched = list(handler.fetched)
         assert [file.path for file in files(url, folder=tmp_path / "mirror")] == [file.path for file in found]
         assert handler.fetched == fetched
@@ -182,11 +182,11 @@ def test_progress_is_shown_while_a_file_is_copied(memory, tmp_path, monkeypatch)
     monkeypatch.setattr(mirror, "_LOG_INTERVAL_S", -1.0)
     address, write = memory
     write("x.txt", "text " * 2_000_000)
-    said: list[str] = []
-    files(f"{address}/x.txt", folder=tmp_path, log=said.append)
-    assert len(said) > 2
-    assert "x.txt: copying, " in said[-2]
-    assert said[-2].endswith(" of 10.0 MB")
+    logged: list[str] = []
+    files(f"{address}/x.txt", folder=tmp_path, log=logged.append)
+    assert len(logged) > 2
+    assert "x.txt: copying, " in logged[-2]
+    assert logged[-2].endswith(" of 10.0 MB")
 
 
 class TestDataConfig:
@@ -202,19 +202,19 @@ class TestDataConfig:
         assert not (tmp_path / "cache").exists()
 
     def test_a_cache_is_built_from_the_mirror(self, config, memory):
-        said: list[str] = []
-        tokenizer = config.load_tokenizer(said.append)
-        first = config.open(tokenizer, 16, said.append).train[""].cache
-        assert [line.split(" ")[0] for line in said] == ["mirror:", "mirror:", "training", "train:"]
+        logged: list[str] = []
+        tokenizer = config.load_tokenizer(logged.append)
+        first = config.open(tokenizer, 16, logged.append).train[""].cache
+        assert [line.split(" ")[0] for line in logged] == ["mirror:", "mirror:", "training", "train:"]
         mirror.list_remote.cache_clear()
         config.check()
-        assert config.open(tokenizer, 16, said.append).train[""].cache.fingerprint == first.fingerprint
-        assert len(said) == 4
+        assert config.open(tokenizer, 16, logged.append).train[""].cache.fingerprint == first.fingerprint
+        assert len(logged) == 4
         memory[1]("a.txt", "other text")
         mirror.list_remote.cache_clear()
         config.check()  # the content is unknown before it is copied
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
-            config.load_tokenizer(said.append)
+            config.load_tokenizer(logged.append)
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
             config.check()
 
@@ -226,14 +226,14 @@ class TestDataConfig:
         assert config.identity() == local.identity()
 
     def test_evaluating_other_text_reuses_the_copies(self, config, tmp_path):
-        said: list[str] = []
+        logged: list[str] = []
         config = dataclasses.replace(config, validation_urls=config.train_urls)
-        tokenizer = config.load_tokenizer(said.append)
-        (first,) = config.open(tokenizer, 16, said.append).validation
+        tokenizer = config.load_tokenizer(logged.append)
+        (first,) = config.open(tokenizer, 16, logged.append).validation
         (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
-            tokenizer, 16, said.append, separate_cache=True
+            tokenizer, 16, logged.append, separate_cache=True
         )
         assert first.sequences.cache.fingerprint != other.sequences.cache.fingerprint
         assert tmp_path / "cache" / "evaluate" in other.sequences.cache.folder.parents
-        assert sum(line.startswith("mirror:") for line in said) == 2  # two files, each copied once
+        assert sum(line.startswith("mirror:") for line in logged) == 2  # two files, each copied once
         assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

@@ -27,9 +27,9 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 BLOCK = 8
 
 
-def source(number: int, num_windows: int) -> PackedSequences:
+def source(number: int, num_sequences: int) -> PackedSequences:
     """Sequence w of source n holds the tokens n * 1000 + w."""
-    tokens = [number * 1000 + place // SEQ_LEN for place in range(num_windows * SEQ_LEN + 1)]
+    tokens = [number * 1000 + place // SEQ_LEN for place in range(num_sequences * SEQ_LEN + 1)]
     return PackedSequences(cache_of([tokens]), SEQ_LEN)
 
 
@@ -132,7 +132,7 @@ def test_stages_at_any_step_agree_with_an_example_by_example_stream(lengths, see
 
 
 @pytest.mark.parametrize(
-    ("given_weights", "said"),
+    ("given_weights", "message"),
     [
         ({"a": 1, "z": 1}, "no source with train_urls is named 'z'\. Sources: a, b"),
         ({"a": 1}, "no weight for b"),
@@ -145,8 +145,8 @@ def test_stages_at_any_step_agree_with_an_example_by_example_stream(lengths, see
         ([], "the first must start at 0"),
     ],
 )
-def test_invalid_weights_are_refused(given_weights, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_weights_are_refused(given_weights, message):
+    with pytest.raises(ConfigError, match=message):
         weight_stages(given_weights, ["a", "b"])
 
 
@@ -215,7 +215,7 @@ def test_a_source_that_no_stage_uses_needs_no_cache(config):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"train_urls": ["x.txt"]}, "data.train_urls: has no effect together with data.configs"),
         ({"tags": ["x"]}, "data.tags: has no effect together with data.configs"),
@@ -229,8 +229,8 @@ def test_a_source_that_no_stage_uses_needs_no_cache(config):
         ({"configs": {"a": SourceConfig(["nowhere.txt"])}, "train_weights": None}, r"data.configs.a.train_urls\[0\]"),
     ],
 )
-def test_invalid_mixture_sections_are_refused(config, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_mixture_sections_are_refused(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **changes).check()
 
 
@@ -250,12 +250,12 @@ def test_values_of_shuffle():
 
     assert [read("true"), read("false")] == [True, False]
     assert read("{type: era, era_length: 100}") == EraShuffle(100)
-    for text, said in {
+    for text, message in {
         "{type: era}": "era_length",
         "{type: epoch, era_length: 1}": "'era' expected",
         "era": "'era' given",
     }.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read(text)
     with pytest.raises(ConfigError, match="era_length: 0 given"):
         read("{type: era, era_length: 0}")

@@ -87,17 +87,17 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
     (tmp_path / "begun").mkdir()
     tokenizer = small_tokenizer()
     usual = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
-    said: list[str] = []
+    logged: list[str] = []
 
     def build(name: str, encoder: Encoder, workers, text: str = "text") -> dict[str, bytes]:
         files = find_files([str(tmp_path / text)], "x", "text")
         made_from = cache_key(files, tokenizer, bos=True, eos=True)
-        open_or_build(tmp_path / name / "train", files, encoder, made_from, said.append, workers)
+        open_or_build(tmp_path / name / "train", files, encoder, made_from, logged.append, workers)
         return {path.name: path.read_bytes() for path in (tmp_path / name / "train").iterdir()}
 
     expected = build("local", usual, LOCAL_WORKERS)
     before = signal.getsignal(signal.SIGTERM)
-    with RayConfig().cluster(said.append, shared=True) as workers:
+    with RayConfig().cluster(logged.append, shared=True) as workers:
         import ray
 
         killed: list[int] = []
@@ -121,7 +121,7 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
             assert sum(n["Alive"] for n in ray.nodes()) == alone + 1
         assert node.poll() is not None
     assert signal.getsignal(signal.SIGTERM) is before
-    assert any(line.startswith("ray: tokenizing on ") and "(started)" in line for line in said)
+    assert any(line.startswith("ray: tokenizing on ") and "(started)" in line for line in logged)
     shown = capfd.readouterr()
     lines = [line for line in (shown.out + shown.err).splitlines() if line.strip()]
     assert all("(raylet)" in line for line in lines), lines  # it reports only the worker that died

@@ -50,8 +50,8 @@ def die_in_second_phase(function):
     return wrapped
 
 
-def die_committing(wanted, commit):
-    return lambda self, name: die() if name == wanted else commit(self, name)
+def die_committing(checkpoint, commit):
+    return lambda self, name: die() if name == checkpoint else commit(self, name)
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ def killed_inside_saves(place: Workplace, rng: random.Random, kills: int) -> int
         since = time.time()
         process = place.start(*RUN, *EVERY_STEP)
         # Any of its first saves: if every process died in its first save, the run would make no progress.
-        wanted, seen = rng.randint(1, 4), set()
-        while process.poll() is None and len(seen) < wanted:
+        num_saves, seen = rng.randint(1, 4), set()
+        while process.poll() is None and len(seen) < num_saves:
             seen |= saves_begun(folder, since)
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))

@@ -158,14 +158,14 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [("sealing", r"No space left.*Free up disk space and run"), ("writing arrays", "File too large")],
 )
-def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
+def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, message):
     full = {"module": "tests.end_to_end.full_disk", "JAXLM_TEST_DISK_FULL": place}
     result = again.run(*RUN, "--trainer.num_train_steps", "24", **full)
     assert result.code == 1
-    assert re.search(said, result.err)
+    assert re.search(message, result.err)
     assert "Traceback" not in result.err
     assert "step-12" in again.checkpoints()
     result = again.run(*RUN, "--trainer.num_train_steps", "24")

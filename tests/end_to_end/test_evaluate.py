@@ -71,7 +71,7 @@ def test_other_text_gets_its_own_cache(finished):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--data.validation_urls", "[]"), "the run has no validation data"),
         (("--data.validation_urls", "[nowhere.txt]"), "nowhere.txt"),
@@ -91,14 +91,14 @@ def test_other_text_gets_its_own_cache(finished):
         (("--trainer.model_axis", "2"), "Did you mean 'model_axis_size'"),
     ],
 )
-def test_errors_are_one_message(finished, arguments, said, monkeypatch, capsys):
+def test_errors_are_one_message(finished, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     assert main(["--checkpoint", "checkpoints/run", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--promt", "x"), "--promt is not an option of jaxlm sample. Did you mean --prompt?"),
         (("--data.shuffle", "false"), "--data.shuffle has no effect on a trained model"),
@@ -108,10 +108,10 @@ def test_errors_are_one_message(finished, arguments, said, monkeypatch, capsys):
         (("x",), "'x' is not an option"),
     ],
 )
-def test_sample_accepts_keys_like_evaluate(finished, arguments, said, monkeypatch, capsys):
+def test_sample_accepts_keys_like_evaluate(finished, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     assert sample(["--checkpoint", "checkpoints/run", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_sample_applies_its_keys(finished, monkeypatch, capsys):

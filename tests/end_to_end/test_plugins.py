@@ -86,7 +86,7 @@ def test_a_plugin_that_cannot_be_loaded_is_named(installed):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("no_such_module:Thing", "importing no_such_module failed: ModuleNotFoundError"),
         ("json:Thing", "there is nothing of that name in json"),
@@ -94,6 +94,6 @@ def test_a_plugin_that_cannot_be_loaded_is_named(installed):
         ("jaxlm.objectives.next_token:NextToken", "no dataclass that extends jaxlm.optim.base.OptimizerConfig"),
     ],
 )
-def test_a_missing_class_is_named(name, said):
-    with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{said}"):
+def test_a_missing_class_is_named(name, message):
+    with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{message}"):
         load_config(["--optimizer.type", name], "test")

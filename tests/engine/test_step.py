@@ -49,8 +49,8 @@ def test_chat_gradients_do_not_depend_on_the_number_of_microbatches():
     documents = [rng.integers(0, VOCAB, 4 + n).tolist() for n in lengths]
     asked = np.concatenate([[0] * 4 + [1] * n for n in lengths]).astype(np.uint8)
     cache = dataclasses.replace(cache_of(documents, VOCAB), target_mask=asked)
-    windows = PackedSequences(cache, MODEL.seq_len, pack_documents(cache, MODEL.seq_len, max_documents=0))
-    columns = windows.read(np.arange(16))
+    sequences = PackedSequences(cache, MODEL.seq_len, pack_documents(cache, MODEL.seq_len, max_documents=0))
+    columns = sequences.read(np.arange(16))
     assert len(set(columns["loss_mask"].sum(axis=1))) > 4
     whole, cut = TinyRun(one_device()), TinyRun(one_device())
     a, b = whole.step(columns), cut.step(columns, 8)

@@ -78,12 +78,12 @@ def placed(tree, sharding):
     return jax.tree.map(put, tree, is_leaf=is_named)
 
 
-def difference(got, wanted):
+def difference(got, expected):
     """The largest difference, relative to the leaf's largest value plus a hundredth of the whole tree's.
 
     The second part is for leaves that are zero except for rounding, such as the gradient of key biases.
     """
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)]
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True)]
     floor = 0.01 * max(np.abs(b).max() for _, b in pairs)
     return max(float(np.abs(a - b).max() / (np.abs(b).max() + floor)) for a, b in pairs)
 

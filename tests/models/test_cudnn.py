@@ -73,10 +73,10 @@ def test_the_program_calls_the_kernels(for_cuda, packed, window):
     attend = functools.partial(cudnn_attention, scale=0.1, window=window, packed=packed)
     found = set(calls(for_cuda(gradients(attend), q, k, k, jnp.ones((2, 64), jnp.int32))))
     forward, backward = "fmhaSoftmax", "fmhaSoftmaxBackward"
-    wanted = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
+    expected = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
     if packed:
-        wanted |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
-    assert found == wanted
+        expected |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
+    assert found == expected
 
 
 def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
@@ -253,8 +253,8 @@ def dirty_padding(q, k, v, segments):
     ],
 )
 def test_the_self_test_finds_a_wrong_kernel(attend, found):
-    said = disagreement(attend, packed_rows(), F32)
-    assert said is None if found is None else found in said
+    error = disagreement(attend, packed_rows(), F32)
+    assert error is None if found is None else found in error
 
 
 def test_bfloat16_is_within_the_tolerance():
@@ -328,19 +328,19 @@ def test_without_a_gpu_the_choice_falls_back_to_blockwise():
 
 
 @pytest.mark.parametrize(
-    ("config", "wanted"),
+    ("config", "expected"),
     [
         (LlamaConfig(hidden_dim=64, num_heads=8, num_kv_heads=2, sliding_window=24), (jnp.bfloat16, 8, 4, 24, 0.0)),
         (Gpt2Config(hidden_dim=64, num_heads=4, upcast_attn=True, attn_pdrop=0.1), (jnp.float32, 16, 1, None, 0.1)),
     ],
 )
-def test_a_layer_describes_its_attention_task(config, wanted):
+def test_a_layer_describes_its_attention_task(config, expected):
     built = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
     (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Transformer)
     (kind,) = body.kinds
     task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024, kind.window)
     assert (task.platform, task.capability, task.seq_len, task.same_tokens) == ("gpu", (9, 0), 1024, True)
-    assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == wanted
+    assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == expected
 
 
 @pytest.mark.parametrize(("given", "found"), [("9.0", (9, 0)), ("12.1", (12, 1)), ("gfx90a", None)])

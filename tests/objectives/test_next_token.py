@@ -75,8 +75,8 @@ def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
     model, batch = replace(model, logit_soft_cap=0.5), a_batch()
     objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
     ours = jax.jit(jax.grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total))(model)
-    wanted = jax.jit(jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0]))(model)
-    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+    expected = jax.jit(jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0]))(model)
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 

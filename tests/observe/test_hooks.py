@@ -31,7 +31,7 @@ def test_only_skipped_steps_look_up_their_records():
 
     def records(step: int) -> str:
         asked.append(step)
-        return f"windows of batch {step}"
+        return f"sequences of batch {step}"
 
     shown = io.StringIO()
     listener = ProgressListener(Console(shown), phase(), records, skipped=3)
@@ -43,6 +43,6 @@ def test_only_skipped_steps_look_up_their_records():
     listener(StepInfo(3, "train", {**usual, "train/objective": math.nan, "train/skipped_steps": 4.0}))
     assert asked == [2]
     assert (
-        "step 3: loss or gradient is not finite; update skipped (4 skipped so far). Batch: windows of batch 2"
+        "step 3: loss or gradient is not finite; update skipped (4 skipped so far). Batch: sequences of batch 2"
         " (to print it, run jaxlm.prepare --show_batch 2)"
     ) in shown.getvalue()

@@ -47,13 +47,13 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
         )
         text = "<|system|>Be short.<|end|>"
         for line in ("Hello", "And now?", "That was far too long."):
-            said = "".join(talk.answer(line))
+            answered = "".join(talk.answer(line))
             text += f"<|user|>{line}<|end|><|assistant|>"
             ids = named.tokenizer.encode_with_offsets([text])[0][0].tolist()
             expected = generate(model, [ids], max_new_tokens=12, temperature=0.0, eos_id=0)[0]
-            assert said == named.tokenizer.decode(expected), "as if all of it were read anew"
+            assert answered == named.tokenizer.decode(expected), "as if all of it were read anew"
             assert talk.num_tokens == len(expected)
-            text += f"{said}<|end|>"
+            text += f"{answered}<|end|>"
         assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]
         assert [num_held for _, num_held in held] == [0, 0, len(ids) - 64], "what is held is not read again, but for 64"
 

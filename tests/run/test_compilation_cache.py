@@ -29,8 +29,8 @@ def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):
                 (kept,) = tmp_path.glob("*-cache")
                 kept.write_bytes(damaged)
                 assert len(compile_again()) > len(damaged)
-                assert "cannot read jit_" in (said := capfd.readouterr().err)
-                assert "The cached program was deleted and is compiled again" in said
+                assert "cannot read jit_" in (stderr := capfd.readouterr().err)
+                assert "The cached program was deleted and is compiled again" in stderr
                 assert compile_again()
                 assert not capfd.readouterr().err
         finally:

@@ -30,19 +30,19 @@ def compiled(plan, **options):
 @pytest.mark.slow
 def test_the_least_recomputation_that_fits_is_chosen():
     plan = plan_of()
-    roomy, said = compiled(plan)
+    roomy, output = compiled(plan)
     assert (roomy.remat_policy, roomy.fits) == ("cheap", True)
-    assert "remat policy cheap" in said
+    assert "remat policy cheap" in output
     assert roomy.num_bytes is not None
-    tight, said = compiled(plan, limit=roomy.num_bytes)
+    tight, output = compiled(plan, limit=roomy.num_bytes)
     assert (tight.remat_policy, tight.fits) == ("full", True)
-    assert "trying the next remat policy" in said
+    assert "trying the next remat policy" in output
     assert tight.num_bytes is not None
     assert tight.num_bytes < roomy.num_bytes
-    none, said = compiled(plan, limit=1 << 20)
+    none, output = compiled(plan, limit=1 << 20)
     assert not none.fits
-    assert "warning: the step needs more than 92%" in said
-    assert "per_device_parallelism" in said
+    assert "warning: the step needs more than 92%" in output
+    assert "per_device_parallelism" in output
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num
 
 
 class Trainings:
-    """Runs in one folder; `said` is the last run's output."""
+    """Runs in one folder; `output` is the last run's output."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         (folder / "text").mkdir()
         (folder / "text" / "a.txt").write_text("".join(f"some words {n * n % 97} and more\n" for n in range(400)))
         self.checkpointer = {"base_path": f"{folder}/checkpoints", "keep": [{"every": 2}]}
-        self.said = ""
+        self.output = ""
 
     def config(self, run_id: str, steps: int, **sections: Any) -> dict[str, Any]:
         trainer = {
@@ -52,7 +52,7 @@ class Trainings:
         try:
             return train(decode_run(ConfigSource(self.config(run_id, steps, **sections)), None), Console(stream))
         finally:
-            self.said = stream.getvalue()
+            self.output = stream.getvalue()
 
     def losses(self, run_id: str) -> dict[int, str]:
         lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
@@ -107,7 +107,7 @@ def test_programs_are_dumped_to_the_configured_folder(trainings):
 def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(trainings, key):
     name = f"by_{key}"
     result = trainings.run(name, 6, trainer={key: str(trainings.place("part"))})
-    assert f"resuming, from {trainings.place('part')}/step-4" in trainings.said
+    assert f"resuming, from {trainings.place('part')}/step-4" in trainings.output
     losses = trainings.losses("whole")
     assert trainings.losses(name) == {step: losses[step] for step in (5, 6)}
     assert [path.name for path in find_checkpoints(trainings.place(name))] == ["step-6"]
@@ -119,13 +119,13 @@ def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(t
 def test_the_runs_own_checkpoints_take_precedence(trainings):
     trainings.run("own", 2)
     trainings.run("own", 4, trainer={"load_checkpoint_path": str(trainings.place("whole")), "load_checkpoint": True})
-    assert f"resuming, from {trainings.place('own')}/step-2" in trainings.said
+    assert f"resuming, from {trainings.place('own')}/step-2" in trainings.output
 
 
 @pytest.mark.slow
 def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
     result = trainings.run("adopted", 6, trainer={"load_checkpoint_path": str(trainings.place("whole"))})
-    assert "the run is complete" in trainings.said
+    assert "the run is complete" in trainings.output
     assert result.checkpoint == trainings.place("adopted") / "step-6"
 
 
@@ -134,7 +134,7 @@ def test_initialize_from_loads_only_the_model(trainings):
     """According to the guide, only the model is initialized; Levanter loads the whole state including the step."""
     source = trainings.place("whole") / "step-2"
     result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})
-    assert f"initializing the model from {source}" in trainings.said
+    assert f"initializing the model from {source}" in trainings.output
     assert sorted(trainings.losses("begun")) == [1, 2]
     assert int(result.state.guard.updates) == 2
     begun, saved = parameters(result.state), saved_arrays(source)
@@ -149,7 +149,7 @@ def test_the_newest_below_a_folder_of_runs_is_the_one_with_the_most_steps(traini
     """Levanter sorts by time first."""
     (trainings.place("part") / "step-4" / "checksums.json").touch()
     trainings.run("discovered", 6, trainer={"load_checkpoint_path": str(trainings.folder / "checkpoints")})
-    assert "/step-6" in trainings.said.split("the run is complete")[1].splitlines()[0]
+    assert "/step-6" in trainings.output.split("the run is complete")[1].splitlines()[0]
 
 
 WIDER = {**MODEL, "num_kv_heads": 4, "tie_word_embeddings": True}
@@ -164,10 +164,10 @@ def test_partial_checkpoints_list_missing_and_unused_arrays(trainings):
         trainings.run("tied", 2, **tied)
     tied["trainer"]["allow_partial_checkpoint"] = True
     trainings.run("tied", 2, **tied)
-    assert "1 arrays are only in the checkpoint and are ignored: model.head" in trainings.said
+    assert "1 arrays are only in the checkpoint and are ignored: model.head" in trainings.output
     back = {"trainer": {"initialize_from": str(trainings.place("tied")), "allow_partial_checkpoint": True}}
     result = trainings.run("untied", 2, **back, optimizer={"learning_rate": 0.0})
-    assert "1 arrays are not in the checkpoint and are newly initialized: model.head" in trainings.said
+    assert "1 arrays are not in the checkpoint and are newly initialized: model.head" in trainings.output
     fresh = parameters(trainings.run("fresh", 2, optimizer={"learning_rate": 0.0}).state)
     heads = [path for path in fresh if path.startswith("head")]
     assert same({p: parameters(result.state)[p] for p in heads}, {p: fresh[p] for p in heads})
@@ -201,7 +201,7 @@ def test_starting_over_existing_checkpoints_is_refused(trainings):
 @pytest.mark.slow
 def test_load_if_possible_reports_where_it_found_nothing(trainings):
     trainings.run("possible", 2, trainer={"load_checkpoint_path": "nowhere"})
-    assert "no checkpoint at nowhere" in trainings.said
+    assert "no checkpoint at nowhere" in trainings.output
     assert sorted(trainings.losses("possible")) == [1, 2]
 
 

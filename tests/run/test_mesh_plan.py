@@ -150,8 +150,8 @@ def test_waste_and_contradiction_are_errors(case):
 
 def test_waste_and_overridden_keys_are_warnings():
     assert "'data': its 8 devices" in plan_of(batch_axis=None).warnings[0]
-    (said,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
-    assert said.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
+    (warning,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
+    assert warning.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
     assert plan_of(axis_resources={"batch": "data"}).warnings == ()
 
 

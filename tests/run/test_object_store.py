@@ -47,13 +47,13 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     run("x", 3, "first")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
     run("x", 6, "second")  # another machine, without the first one's staging folder
-    assert "resuming, from" in trainings.said
+    assert "resuming, from" in trainings.output
     assert trainings.losses("x") == trainings.losses("whole")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
     run("y", 6, "third", initialize_from_state=f"{bucket}/runs/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
     run("z", 1, "third", initialize_from=f"{bucket}/runs")
-    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.said
+    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.output
 
 
 @pytest.mark.slow
@@ -70,12 +70,12 @@ def test_a_checkpoint_in_a_bucket_works_wherever_a_path_does(gcs, tmp_path, monk
     run("x", 3)
     assert RemoteFolder(f"{url}/x").names() == ["step-2", "step-3"]
     assert run("x", 6).checkpoint == f"{url}/x/step-6"
-    assert f"resuming, from {url}/x/step-3" in trainings.said
+    assert f"resuming, from {url}/x/step-3" in trainings.output
     assert list(trainings.losses("x")) == [1, 2, 3, 4, 5, 6]
     run("y", 6, load_checkpoint_path=f"{url}/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("x").items() if step > 4}
     run("z", 1, initialize_from=url)
-    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.said
+    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.output
     assert not (tmp_path / "no").exists()
 
     (tmp_path / "elsewhere").mkdir()

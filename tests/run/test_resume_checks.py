@@ -17,7 +17,7 @@ SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
 
 
-def said(batch: Any, weights: Any, examples: int) -> list[str]:
+def warnings_of(batch: Any, weights: Any, examples: int) -> list[str]:
     """A cursor at step 30 of a run that has read the given number of sequences."""
     data = {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}, "train_weights": weights}
     trainer = {"train_batch_size": batch, "num_train_steps": 100}
@@ -36,7 +36,7 @@ def said(batch: Any, weights: Any, examples: int) -> list[str]:
     ],
 )
 def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, warns):
-    lines = said(batch, weights, examples)
+    lines = warnings_of(batch, weights, examples)
     assert len(lines) == warns
     for line in lines:
         assert "480 sequences" in line

@@ -132,15 +132,17 @@ def test_an_interrupted_save_is_never_visible(store, monkeypatch, after):
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(store):
-    folder, said = BucketFolder(URL), []
+    folder, logged = BucketFolder(URL), []
     for step in (1, 2, 3):
         save(store, folder, step)
     store.pipe_file("/bucket/run/step-3/state/d/1", b"nombers 1")
     store.rm_file("/bucket/run/step-2/run/config.yaml")
-    found = latest_valid(folder, said.append)
+    found = latest_valid(folder, logged.append)
     assert found is not None
     assert found.checkpoint.name == "step-1"
-    assert ["step-3 is damaged: state/d/1" in said[0], "step-2 is damaged: run/config.yaml" in said[1]] == [True] * 2
+    assert ["step-3 is damaged: state/d/1" in logged[0], "step-2 is damaged: run/config.yaml" in logged[1]] == [
+        True
+    ] * 2
     folder.prepare()  # the damaged checkpoint is kept for inspection
     assert store.exists("/bucket/run/step-3/state/d/1")
     assert names(folder) == ["step-1"]
@@ -150,7 +152,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(store):
     for step in (1, 3):
         store.pipe_file(f"/bucket/run/step-{step}/state/d/extra", b"")
     with pytest.raises(NoUsableCheckpointError, match="all 2 checkpoints in memory://bucket/run are damaged"):
-        latest_valid(folder, said.append)
+        latest_valid(folder, logged.append)
 
 
 UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError("what another library raises")]
@@ -160,7 +162,7 @@ UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError
 @pytest.mark.parametrize("error", UNANSWERED, ids=lambda error: type(error).__name__)
 def test_an_unresponsive_store_is_an_error_and_not_damage(store, monkeypatch, file, error):
     """Otherwise a short network failure would cost the newest checkpoint."""
-    folder, said, cat = BucketFolder(URL), [], type(store).cat_file
+    folder, logged, cat = BucketFolder(URL), [], type(store).cat_file
     for step in (1, 2):
         save(store, folder, step)
 
@@ -172,15 +174,15 @@ def test_an_unresponsive_store_is_an_error_and_not_damage(store, monkeypatch, fi
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "cat_file", unanswered)
         with pytest.raises(ConfigError, match=rf"cannot read {URL}/step-2 \({type(error).__name__}: {error}\)"):
-            latest_valid(folder, said.append)
+            latest_valid(folder, logged.append)
         with pytest.raises(ConfigError, match=f"cannot read {URL}/step-2 "):
-            latest_complete(folder.checkpoints(), URL, said.append)
+            latest_complete(folder.checkpoints(), URL, logged.append)
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "ls", lambda *args, **kwargs: unanswered(store, f"step-2/{file}"))
         with pytest.raises(ConfigError, match=f"cannot read {URL} "):
-            latest_valid(folder, said.append)
-    assert said == []
-    assert latest_valid(folder, said.append).checkpoint.name == "step-2"
+            latest_valid(folder, logged.append)
+    assert logged == []
+    assert latest_valid(folder, logged.append).checkpoint.name == "step-2"
 
 
 def test_checksums_of_the_store_are_used_without_reading_files(store, with_md5, monkeypatch):
@@ -224,16 +226,16 @@ def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
 
 def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     """Orbax, TensorStore and gcsfs against an emulator: sharded arrays, bit for bit; a damaged one is not used."""
-    where, said = layout(), []
+    where, logged = layout(), []
     folder = resolve_folder(f"gs://{BUCKET}/runs", "x", tmp_path)
-    folder.open(said.append)
+    folder.open(logged.append)
     writer = CheckpointWriter(folder, {"config.yaml": b"{}"})
     writer.prepare()
     states = [state(seed, where) for seed in range(2)]
     for step, temporary in enumerate((False, True)):
         writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})
     writer.wait()
-    found = latest_valid(folder, said.append)
+    found = latest_valid(folder, logged.append)
     assert (found.location, found.cursor.temporary, found.position()) == (
         f"gs://{BUCKET}/runs/x/step-1",
         True,
@@ -249,9 +251,9 @@ def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     chunk = f"{BUCKET}/runs/x/step-1/" + next(file for file in sums if "/d/" in file)
     content = store.cat_file(chunk)
     store.pipe_file(chunk, content[:-1] + bytes([content[-1] ^ 0x10]))
-    found = latest_valid(folder, said.append)
+    found = latest_valid(folder, logged.append)
     assert found.checkpoint.name == "step-0"
-    assert "step-1 is damaged: state/" in said[-1]
+    assert "step-1 is damaged: state/" in logged[-1]
     assert same(restore(found, abstract, where), states[0])
     assert [c.location for c in resolve_checkpoints(f"gs://{BUCKET}/runs", tmp_path)] == [
         f"gs://{BUCKET}/runs/x/step-0"

@@ -59,16 +59,16 @@ def test_leftovers_of_an_earlier_run_are_removed(tmp_path):
 @pytest.mark.parametrize("phase", [None, "sft", "step.2"])
 def test_incomplete_folders_are_not_checkpoints_for_any_phase_name(tmp_path, phase):
     """Otherwise the run would find no complete checkpoint after a kill or damage, not even the previous one."""
-    folder, said = LocalFolder(tmp_path), []
+    folder, logged = LocalFolder(tmp_path), []
     save(folder, 9, temporary=False)
     name = save(folder, 10, temporary=True, entering=phase)
     (tmp_path / name).rename(tmp_path / f"{name}.unfinished")
-    assert latest_valid(folder, said.append).checkpoint.name == "step-9"
-    assert said == []
+    assert latest_valid(folder, logged.append).checkpoint.name == "step-9"
+    assert logged == []
     for aside in (f"{name}.damaged", f"{name}.damaged.2"):
         save(folder, 10, temporary=True, entering=phase)
         assert [checkpoint.name for checkpoint in resolve_checkpoints(str(tmp_path), tmp_path)] == ["step-9", name]
         (tmp_path / name / CURSOR).write_bytes(b"")
-        assert latest_valid(folder, said.append).checkpoint.name == "step-9"
-        assert f"It was set aside as {aside};" in said.pop()
+        assert latest_valid(folder, logged.append).checkpoint.name == "step-9"
+        assert f"It was set aside as {aside};" in logged.pop()
     assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-9"]
