@@ -1,7 +1,10 @@
-# Two commands: `make quickstart` and `make test`. Each makes the virtual environment itself.
-#   PYTHON=python3.12 chooses the interpreter, JAX=0.11.2 the jax version, TESTS=tests/engine what pytest runs,
-#   JOBS=4 how many processes share the tests, EXTRAS=test,torch,hf compares with torch and transformers too,
-#   VENV=DIR another environment (PYTHON, JAX and EXTRAS count when it is made).
+# `make quickstart` and `make test` are the main commands. Each target creates the virtual environment if it is missing.
+#   VENV=DIR              selects the environment; PYTHON, JAX and EXTRAS apply when it is created
+#   PYTHON=python3.12     selects the interpreter
+#   JAX=0.11.2            selects the jax version
+#   EXTRAS=test,torch,hf  also installs torch and transformers, which many tests compare with
+#   TESTS=tests/engine    selects the tests
+#   JOBS=4                sets the number of test processes
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +14,7 @@ JOBS ?= 2
 EXTRAS ?= test
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)
-# With a jax of one's own, what must follow it is left to the installer.
+# With JAX=..., the installer chooses the versions of the packages that depend on the jax version.
 CONSTRAIN = $(if $(JAX),sed -E '/^(jax|jaxlib|flax|numpy)=/d' constraints.txt && echo jax==$(JAX),cat constraints.txt)
 
 .PHONY: quickstart test test-slow lint docs clean

@@ -19,7 +19,7 @@ from jaxlm.config.schema import ConfigKey, ConfigSection, sections
 GUIDE = Path(__file__).parent / "guide"
 EXAMPLES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "examples.yaml").read_text("utf-8"))
 _MARKER = "<!-- Generated from here on by docs/generate_guide.py. -->\n"
-# Page -> its title, and the path of the section that it begins with. A section is on the page of the longest path.
+# Page -> its title and the path of its first section. A section is on the page with the longest matching path.
 _PAGES = {
     "run": ("Top-level keys", ""),
     "data": ("Data", "data"),

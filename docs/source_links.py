@@ -1,7 +1,7 @@
 """Links from pages to the code: ``[`name`](../../src/jaxlm/file.py#L12)``, where `name` is a class or function of the file.
 
-In a checkout such a link opens the file. For the site, MkDocs calls the two hooks below: each linked file becomes a page with
-the code of what is linked. `generate_reference.py` keeps the line numbers right.
+In a checkout, such a link opens the file. For the site, MkDocs calls the two hooks below: each linked file becomes a page
+with the linked code. `generate_reference.py` updates the line numbers.
 """
 
 import ast
@@ -17,14 +17,12 @@ LINK = re.compile(
 
 
 def with_line_numbers(text: str) -> str:
-    """A page with the line of each linked definition. Raises `KeyError` for a name that its file does not define."""
+    """Updates the line numbers in a page's links. Raises `KeyError` for a name that its file does not define."""
 
     def link(match: re.Match[str]) -> str:
         found = definitions(match["file"])
         if match["name"] not in found:
-            raise KeyError(
-                f"{match['file']} defines no {match['name']}: a page links to it. It defines {', '.join(found)}"
-            )
+            raise KeyError(f"a page links to {match['name']}, but {match['file']} defines only {', '.join(found)}")
         line = found[match["name"]][0]
         return f"[`{match['name']}{match['rest']}`]({match['up']}{match['file']}#L{line})"
 
@@ -39,7 +37,7 @@ def definitions(file: str) -> dict[str, tuple[int, int]]:
         for node in body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.setdefault(prefix + node.name, (node.lineno, node.end_lineno or node.lineno))
-                # What is defined inside of a function goes by its own name.
+                # Definitions inside a function are listed under their own name.
                 walk(node.body, f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else "")
 
     walk(ast.parse((ROOT / file).read_text(encoding="utf-8")).body, "")
@@ -60,7 +58,7 @@ def on_files(files: Any, config: Mapping[str, Any]) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leads links to files to their pages (a hook of MkDocs)."""
+    """Points links at the pages of the linked files (a hook of MkDocs)."""
     return LINK.sub(
         lambda m: f"[`{m['name']}{m['rest']}`]({m['up'][3:]}{_page(m['file'])}#{_anchor(m['name'])})", markdown
     )

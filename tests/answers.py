@@ -1,4 +1,4 @@
-"""A small model of Hugging Face with a tokenizer and a chat template, and instructions to tune it on."""
+"""A small Hugging Face model with a tokenizer and a chat template, and instructions for fine-tuning."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path, num_tokens: int = 320) -> int:
 
 
 def write_model(folder: Path, seed: int = 0, **options: Any) -> Path:
-    """A random Llama that transformers has made, beside the tokenizer."""
+    """Saves a random transformers Llama beside the tokenizer."""
     import torch
     import transformers
 

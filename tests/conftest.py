@@ -1,4 +1,4 @@
-"""Eight simulated devices for the whole suite; tests of one device build their own mesh or process."""
+"""Simulates eight devices for the whole suite; tests with one device build their own mesh or process."""
 
 import os
 
@@ -11,7 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
 
 
-# A worker takes all tests of a file, and all files of a group, so that what they share is made once.
+# One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 GROUPS = {
     **dict.fromkeys(
         (f"tests/end_to_end/test_{name}.py" for name in ("command", "evaluate", "checkpoints", "signals")),
@@ -23,7 +23,7 @@ GROUPS = {
 
 @pytest.fixture(scope="session")
 def gcs():
-    """A server of buckets; the variables that lead there, for processes that are started."""
+    """Runs an emulator of Google Cloud Storage; yields the environment variables that point to it."""
     from tests.gcs import gcs_server
 
     with gcs_server() as environment:
@@ -31,12 +31,14 @@ def gcs():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--examples", type=int, help="so many examples of every property, instead of what each test says")
+    parser.addoption(
+        "--examples", type=int, help="number of examples per property test, instead of each test's own number"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Whole files to each worker, and whole groups of files."""
+    """Assigns whole files, and whole groups of files, to each worker."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -50,11 +52,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest first: whole runs of the command, which wait for each other least when they start early."""
+    """Puts the longest tests first: with whole runs of the command started early, workers idle less at the end."""
     if (examples := config.getoption("--examples")) is not None:
         for test in filter(is_hypothesis_test, (getattr(item, "obj", None) for item in items)):
             function = getattr(test, "__func__", test)
             own = function._hypothesis_internal_use_settings
-            # There is no public way to change the settings of a test that has some.
+            # There is no public way to change a test's existing settings.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
     items.sort(key=lambda item: not item.nodeid.startswith("tests/end_to_end/"))

@@ -1,4 +1,4 @@
-"""An emulator of Google Cloud Storage on this machine, as gcsfs and TensorStore find it."""
+"""A local emulator of Google Cloud Storage for gcsfs and TensorStore."""
 
 import contextlib
 import logging
@@ -15,9 +15,9 @@ BUCKET = "bucket"
 
 @contextlib.contextmanager
 def gcs_server() -> Iterator[dict[str, str]]:
-    """Runs the server; what it gives is the environment in which programs use it, this one too from now on.
+    """Runs the server; yields the environment variables that point to it, and sets them in this process.
 
-    Once in a process: TensorStore looks at its variable only then.
+    Call it once per process: TensorStore reads its variable only once.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,17 +25,17 @@ def gcs_server() -> Iterator[dict[str, str]]:
     environment = {
         "STORAGE_EMULATOR_HOST": address,
         "TENSORSTORE_GCS_HTTP_URL": address,
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator knows no such buckets
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator has no such buckets
     }
-    os.environ |= environment  # gcsfs looks at the last one when it is imported
+    os.environ |= environment  # gcsfs reads the last one when it is imported
     pytest.importorskip("gcsfs")
     emulator = pytest.importorskip("gcp_storage_emulator.server")
-    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it calls what is not there an error
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs missing objects as errors
     for _, handlers in emulator.HANDLERS:
         handlers.update({method: with_generations(handle) for method, handle in handlers.items()})
     server = emulator.create_server("127.0.0.1", int(address.rpartition(":")[2]), in_memory=True, default_bucket=BUCKET)
     server.start()
-    # gcsfs asks two questions at once, and hangs up on the second when the first is answered.
+    # gcsfs sends two requests at once, and drops the second connection when the first is answered.
     server._api._httpd.handle_error = lambda *_: None
     try:
         yield environment
@@ -44,7 +44,7 @@ def gcs_server() -> Iterator[dict[str, str]]:
 
 
 def with_generations(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """What the emulator leaves out and TensorStore relies on: an object's number, and requests that depend on it.
+    """Features that TensorStore needs and the emulator lacks: generation numbers and preconditions on them.
 
     https://cloud.google.com/storage/docs/request-preconditions
     """
@@ -65,7 +65,7 @@ def with_generations(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def generation(storage: Any, request: Any, name: str | None) -> str:
-    """The number of an object as it is now; "0" where there is none."""
+    """The current generation number of an object; "0" if it does not exist."""
     from gcp_storage_emulator.exceptions import NotFound
 
     try:

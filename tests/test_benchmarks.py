@@ -1,4 +1,4 @@
-"""The benchmarks that need a GPU, run without one."""
+"""Runs the GPU benchmark without a GPU."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
-def test_the_gpu_benchmark_walks_through_all_of_itself(tmp_path):
+def test_the_gpu_benchmark_runs_completely_with_tiny(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("psutil")
     done = run("--tiny", "--output", tmp_path / "gpu", "--minutes", 9)
@@ -35,7 +35,7 @@ def test_the_gpu_benchmark_walks_through_all_of_itself(tmp_path):
     assert {line.count("|") for line in table[2:] if line} == {8}
 
 
-def test_without_a_card_it_says_so():
+def test_without_a_gpu_the_benchmark_says_so():
     done = run()
     assert done.returncode == 1
     assert "jax finds no NVIDIA GPU, so there is nothing to measure" in done.stderr

@@ -1,4 +1,4 @@
-"""Every field of the configuration has an effect, and the tables in tests/fields say which one."""
+"""Every field of the configuration has the effect that the tables in tests/fields state."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_the_fields_of_each_section_are_listed():
 
 
 def changes() -> list:
-    """The fields with a change. What relatives of Llama have of their own is slow."""
+    """The fields with a change. Fields that only Llama's relatives have are slow tests."""
     return [
         pytest.param(base, path, marks=() if BASES[base]["model"]["type"] in QUICK else pytest.mark.slow)
         for (base, path), entry in ENTRIES.items()
@@ -41,5 +41,5 @@ def test_field(base, path):
 
 
 @pytest.mark.parametrize("test", sorted({entry.test for entry in ENTRIES.values() if isinstance(entry, ShownIn)}))
-def test_a_test_that_shows_a_field_exists(test):
+def test_tests_named_as_proofs_exist(test):
     assert_test_exists(test)

@@ -1,4 +1,4 @@
-"""The guide is what the dataclasses make it; and its YAML, like that of all documents, is read without error."""
+"""The guide agrees with the dataclasses, and the YAML in all documents is valid."""
 
 import dataclasses
 import importlib.util
@@ -41,7 +41,7 @@ def test_the_guide_is_up_to_date():
         assert written == content, "run `python docs/generate_guide.py`"
 
 
-def test_every_key_has_one_place_in_the_guide_and_the_index_leads_there():
+def test_every_key_is_in_the_guide_once_and_linked_from_the_index():
     pages = script("generate_guide").pages()
     anchors = [(name, anchor) for name, text in pages.items() for anchor in re.findall(r'<a id="([^"]+)"></a>', text)]
     assert len(anchors) == len(set(anchors))
@@ -63,13 +63,13 @@ def test_the_list_of_modules_is_up_to_date(monkeypatch):
     assert written == script("generate_reference").modules(), "run `python docs/generate_reference.py`"
 
 
-def test_the_walk_leads_to_the_code_and_each_hop_is_taken(monkeypatch):
+def test_the_walks_links_are_current_and_each_hop_calls_the_next(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     links = script("source_links")
     walk = (ROOT / "docs" / "reference" / "walk.md").read_text(encoding="utf-8")
     assert walk == links.with_line_numbers(walk), "run `python docs/generate_reference.py`"
     hops = [match for row in walk.partition("Nine hops")[0].splitlines() for match in links.LINK.finditer(row)]
-    assert len(hops) == 10  # main, and nine hops
+    assert len(hops) == 10  # main and nine hops
     code = ""
     for match in hops:
         first, last = links.definitions(match["file"])[match["name"]]
@@ -78,7 +78,7 @@ def test_the_walk_leads_to_the_code_and_each_hop_is_taken(monkeypatch):
         code += "\n".join((ROOT / match["file"]).read_text(encoding="utf-8").splitlines()[first:last])
 
 
-def test_the_pictures_are_up_to_date():
+def test_the_diagrams_are_up_to_date():
     for name, content in script("generate_pictures").pictures().items():
         written = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
         assert written == content, "run `python docs/generate_pictures.py`"
@@ -92,12 +92,12 @@ def test_every_key_has_a_meaning():
     assert [f"{s.path}.{key.name}" for s in found for key in s.keys if not key.meaning] == []
 
 
-def test_every_example_can_be_read_and_says_something(tmp_path, monkeypatch):
+def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a_model_of_hugging_face(Path("qwen-small"))
     an_adapter_of_peft(Path("adapter-folder"))
     example, found = script("generate_guide").example, list(sections(RunConfig))
-    # What makes each section be there, and be of the type whose keys are looked at.
+    # The required keys of each section and type.
     required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
 
     def run_with(section: ConfigSection, given: dict[str, Any]) -> RunConfig:
@@ -124,11 +124,11 @@ def test_every_example_can_be_read_and_says_something(tmp_path, monkeypatch):
                 continue
             extra = {"initialize_from_hf": "qwen-small"} if key.name == "use_hf_model_config" else {}
             read = run_with(section, needed | extra | {key.name: value})
-            if key.name not in (*needed, "shutdown_at_exit", "type"):  # which have one value only
+            if key.name not in (*needed, "shutdown_at_exit", "type"):  # these have only one valid value
                 assert read != run_with(section, needed | extra), f"{section.path}.{key.name}: {value} is the default"
 
 
-def test_no_example_is_left_over():
+def test_every_example_belongs_to_a_key():
     guide, found = script("generate_guide"), list(sections(RunConfig))
     keys = {path: {key.name for s in found if s.path.startswith(path) for key in s.keys} for path in guide.EXAMPLES}
     assert {path: examples.keys() - keys[path] for path, examples in guide.EXAMPLES.items()} == {p: set() for p in keys}
@@ -149,9 +149,9 @@ def an_adapter_of_peft(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_yaml_in_the_documents_can_be_read(path, tmp_path, monkeypatch):
+def test_yaml_in_the_documents_is_valid(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    a_model_of_hugging_face(Path("qwen-small"))  # folders that the documents speak of
+    a_model_of_hugging_face(Path("qwen-small"))  # folders that the documents mention
     an_adapter_of_peft(Path("adapter-folder"))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)

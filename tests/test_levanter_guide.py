@@ -1,6 +1,6 @@
-"""Every kind of YAML block in Levanter's configuration guide resolves to what the guide says of it; so do its defaults.
+"""Every kind of YAML block in Levanter's configuration guide resolves as the guide documents; so do its defaults.
 
-The blocks here are our own, with the guide's keys. Where the guide itself lies beside the project, its blocks are read too.
+The blocks here are our own, with the guide's keys. If the guide itself is beside the project, its blocks are tested too.
 """
 
 import ast
@@ -29,7 +29,7 @@ from jaxlm.optim.adam import AdamConfig
 from jaxlm.run.plan import make_plan
 
 GUIDE = Path(__file__).parents[2] / "shared" / "seeds" / "levanter-configuration-guide.txt"
-NUM_BLOCKS = 10  # in the guide; two of them are one file each of a pair
+NUM_BLOCKS = 10  # in the guide; two of them are a pair of files
 
 SOURCE = """
 train_urls:
@@ -86,7 +86,7 @@ def read(tmp_path):
     return read
 
 
-def test_a_run_as_the_guide_writes_it(read):
+def test_the_guides_whole_run(read):
     config = read(BLOCKS["a whole run"])
     assert config.data.train_urls == ["gs://bucket/text/train.{1..16}-of-16.jsonl.gz"]
     assert config.data.cache_dir == "gs://bucket/tokens/"
@@ -95,12 +95,12 @@ def test_a_run_as_the_guide_writes_it(read):
     assert (model.hidden_dim, model.num_layers, model.scale_attn_by_inverse_layer_idx) == (96, 2, True)
     assert config.trainer.trackers == [WandbConfig(project="mine", tags=["text", "gpt2"])]
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (6e-4, 0.1)
-    plan = make_plan(config, run_id_of(config), 512)  # on the 8 devices of the tests
+    plan = make_plan(config, run_id_of(config), 512)  # on the tests' 8 devices
     assert plan.batches.train.first.shape == (16, 32)
     assert str(plan.precision.compute) == "bfloat16"
 
 
-def test_an_included_section_is_that_section(read):
+def test_an_included_file_becomes_the_section(read):
     config = read(BLOCKS["an include"])
     assert config.data == read("data:\n" + re.sub(r"^", "    ", SOURCE, flags=re.MULTILINE)).data
     assert config.trainer.num_train_steps == 2_000_000
@@ -112,7 +112,7 @@ def test_the_keep_example(read):
     assert checkpointer.save_interval == timedelta(minutes=15)
 
 
-def test_trackers_as_the_guide_writes_them(read):
+def test_the_guides_trackers(read):
     wandb, board = WandbConfig(project="mine", entity="us"), TensorboardConfig(logdir="logs")
     assert read(BLOCKS["wandb"]).trainer.trackers == [wandb]
     assert read(BLOCKS["wandb without its type"]).trainer.trackers == [wandb]
@@ -187,7 +187,7 @@ def test_tensorboard_files_go_below_the_run_id(monkeypatch):
 
 @pytest.mark.trap("D15")
 def test_the_default_model_is_llama():
-    assert fresh().model == LlamaConfig()  # as in the reference; the guide's example says Gpt2
+    assert fresh().model == LlamaConfig()  # as in Levanter; the guide's example uses GPT-2
 
 
 @pytest.mark.trap("D16")
@@ -226,7 +226,7 @@ NUMBERED = [*(f"T{n}" for n in range(1, 11)), *(f"D{n}" for n in range(1, 28))]
 
 
 def marked_traps() -> dict[tuple[str, str], list[str]]:
-    """(file, test) -> the rows in its `pytest.mark.trap(...)`, over all test files."""
+    """(file, test) -> the rows in its `pytest.mark.trap(...)`, for all test files."""
     marked: dict[tuple[str, str], list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -238,7 +238,7 @@ def marked_traps() -> dict[tuple[str, str], list[str]]:
 
 
 def test_the_table_of_traps_and_the_marked_tests_agree():
-    """Each row names a test that carries its number; each number that a test carries is a row."""
+    """Each row names a test that is marked with its number; each number in a mark is a row."""
     table = TABLE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([TD]\d+) \|.*\| `(\S+)::(\w+)` \|$", table, re.MULTILINE)
     assert [number for number, _, _ in rows] == NUMBERED
@@ -248,7 +248,7 @@ def test_the_table_of_traps_and_the_marked_tests_agree():
 
 
 def blocks_of(guide: str) -> Iterator[str]:
-    """The YAML blocks of a text that has lost its fences: they begin at a section, and end where prose begins."""
+    """The YAML blocks of a text without fences: each begins at a section and ends where prose begins."""
     block: list[str] = []
     for line in [*guide.splitlines(), "The end."]:
         begins = re.match(r"(# [\w-]+\.yaml|[a-z_]+:( |$))", line) is not None

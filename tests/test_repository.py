@@ -1,4 +1,4 @@
-"""The shape of the repository: import direction, recipes that trace, documented functions, sizes of files and folders."""
+"""The repository's structure: import direction, recipes that trace, docstrings, sizes of files and folders."""
 
 import ast
 import json
@@ -37,14 +37,14 @@ def test_import_contracts():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, tmp_path, monkeypatch):
-    # Recipes that begin with a model of Hugging Face call it so.
+    # The recipes that start from a Hugging Face model use this folder name.
     (tmp_path / "model-folder").mkdir()
     (tmp_path / "model-folder" / "config.json").write_text(
         json.dumps({"model_type": "llama", "vocab_size": 320, **LLAMA})
     )
     monkeypatch.chdir(tmp_path)
     config = read_config(path)
-    # The recipes are written for any number of devices; here are eight, so the batch must divide by that.
+    # The recipes suit any number of devices. The tests have eight, so the batch must be divisible by eight.
     config = replace(config, trainer=replace(config.trainer, train_batch_size=8, per_device_parallelism=-1))
     plan = make_plan(config, "recipe", assumed_vocabulary(config)[0])
     with plan.layout.use():
@@ -54,7 +54,7 @@ def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, tmp_path
             after, report = step.out_info
             assert jax.tree.map(shape_and_dtype, after) == jax.tree.map(shape_and_dtype, state)
             assert {"train/objective", "train/loss", "grad/norm/total"} <= report.metrics.keys()
-            # XLA writes the new state into the buffers of the old one, all of them.
+            # XLA writes the whole new state into the buffers of the old one.
             donated = re.findall(r"tf\.aliasing_output|jax\.buffer_donor", step.lower().as_text())
             assert len(donated) == len(jax.tree.leaves(state))
 
@@ -76,7 +76,7 @@ def is_abstract(node: ast.FunctionDef) -> bool:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_contracts_are_documented(path):
-    """Modules, what they export, and abstract methods; an override has its base's documentation."""
+    """Modules, their public definitions, and abstract methods need docstrings; overrides do not."""
     module = ast.parse(path.read_text())
     if path.name == "__init__.py" and not module.body:
         return
@@ -91,7 +91,7 @@ def test_contracts_are_documented(path):
     assert missing == []
 
 
-def test_no_file_is_too_long_and_none_is_unfinished():
+def test_files_are_short_and_have_no_todos():
     for path in MODULES:
         text = path.read_text()
         assert text.count("\n") <= 400, path

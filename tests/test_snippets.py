@@ -1,4 +1,4 @@
-"""The commands and the Python in README.md and docs/ work: commands pass the real parsers, Python is run.
+"""Commands and Python in README.md and docs/ work: commands pass the real parsers, Python is run.
 
 YAML is decoded by tests/test_guide.py. A block that cannot be checked has a reason above it: `<!-- not run: why -->`.
 """
@@ -32,7 +32,7 @@ from tests.xla_flags import flags_for
 
 BLOCK = re.compile(r"(?:<!-- not run: *(?P<reason>.*?) *-->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 NEWCOMER = [ROOT / "README.md", *sorted((ROOT / "docs" / "start").glob("*.md"))]
-# What a page's Python needs that its reader has seen elsewhere: the names of base classes, and a command line.
+# Definitions that a page's Python takes for granted: imports of base classes, and a command line.
 PRELUDES = {
     "extend.md": """
         import sys
@@ -55,7 +55,7 @@ trainer: {num_train_steps: 2, train_batch_size: 8}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `reason` says why it is not checked."""
+    """A fenced block. `reason` says why it is not checked, if it is not."""
 
     page: Path
     language: str
@@ -88,7 +88,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def without_prefix(words: list[str]) -> list[str]:
-    """A command without variables, `until` and `do` in front of it; nothing for what only steers a loop."""
+    """A command without leading variables, `until` and `do`; empty for the rest of a loop's syntax."""
     while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] in ("until", "do", "srun")):
         words = words[1:]
     return [] if words and words[0] in ("[", "done", "break") else words
@@ -100,12 +100,12 @@ def is_shell(block: Block) -> bool:
 
 
 class Parsed(BaseException):
-    """Ends a command after it has read its command line. No `Exception`, so that nothing catches it."""
+    """Ends a command after it has parsed its command line. Not an `Exception`, so that nothing catches it."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder of a reader: the models and adapters that the documents speak of, and a `config` folder."""
+    """A reader's current folder: the models and adapters that the documents mention, and a `config` folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("qwen-small", "model-folder"):
         a_model_of_hugging_face(tmp_path / name)
@@ -115,7 +115,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_configs(folder: Path, page: Path) -> None:
-    """The YAML files that a page names (`# mine.yaml`), with those of README below them."""
+    """Writes the YAML files that a page names (`# mine.yaml`), which override README's."""
     for block in (*blocks(ROOT / "README.md"), *blocks(page)):
         name = re.match(r"# (\w+\.yaml)\n", block.text)
         if block.language == "yaml" and name:
@@ -125,7 +125,7 @@ def write_configs(folder: Path, page: Path) -> None:
 
 
 def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
-    """Raises, or fails, if a jaxlm command does not accept its arguments."""
+    """Raises or fails if a jaxlm command does not accept its arguments."""
     if name not in command_line.COMMANDS:
         assert command_line.main([name, *arguments]) == 0
         return
@@ -162,7 +162,7 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
 
 
 def check_command(words: list[str], monkeypatch) -> None:
-    """Fails for a command that does not exist here, or does not accept its arguments."""
+    """Fails for a command that does not exist or does not accept its arguments."""
     program, *rest = words
     if Path(program).name.startswith("python") and rest[:1] == ["-m"]:
         program, rest = rest[1], rest[2:]
@@ -171,7 +171,7 @@ def check_command(words: list[str], monkeypatch) -> None:
         check_jaxlm(rest[0], rest[1:], monkeypatch) if rest else None
     elif program.startswith("jaxlm."):
         check_jaxlm(program.removeprefix("jaxlm."), rest, monkeypatch)
-    elif program.startswith("--"):  # options alone, to be put behind `jaxlm train`
+    elif program.startswith("--"):  # only options, to be appended to `jaxlm train`
         check_jaxlm("train", ["--config_path", "mine.yaml", *words], monkeypatch)
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -236,7 +236,7 @@ def run_python(source: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a tiny run `mine` that is complete: mine.yaml, its text, its checkpoint and its logs."""
+    """A folder with a complete tiny run `mine`: mine.yaml, its text, its checkpoint and its logs."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "corpus.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[:20000])
     (folder / "mine.yaml").write_text(TINY)
@@ -253,7 +253,7 @@ PYTHON_PAGES = [page for page in DOCUMENTS if PYTHON[page]]
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_in_the_documents_runs(page, trained):
-    """A page's blocks run one after another, as one program."""
+    """Runs a page's blocks one after another, as one program."""
     run = [block.text for block in PYTHON[page] if block.reason is None]
     run_python("\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run]), trained)
 
@@ -268,20 +268,20 @@ def test_python_in_the_documents_compiles_and_its_imports_exist(page):
             exec(compile(ast.Module(imports, []), str(page), "exec"), {})
 
 
-def test_json_in_the_documents_can_be_read():
+def test_json_in_the_documents_is_valid():
     for block in ALL:
         if block.language == "json":
             assert [json.loads(line) for line in block.text.splitlines()]
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_links_of_the_readme_resolve():
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def messages() -> list[str]:
-    """Every text in the source, with `...` for each value in it. Texts that are joined to one count as one."""
+    """Every string in the source, with `...` for each interpolated value. Adjacent literals count as one string."""
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -293,8 +293,8 @@ def messages() -> list[str]:
     return found
 
 
-def test_errors_that_are_explained_exist():
-    """Each error of the page on troubleshooting is a message of the source; `...` stands for anything."""
+def test_explained_errors_exist_in_the_source():
+    """Each error quoted on the troubleshooting page is a message in the source; `...` stands for anything."""
     known = messages()
     gone = {}
     for block in blocks(ROOT / "docs" / "start" / "troubleshoot.md"):

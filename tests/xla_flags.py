@@ -1,10 +1,10 @@
-"""XLA flags of the test suite: it compiles much and computes little."""
+"""XLA flags of the test suite: it compiles a lot and computes little."""
 
 import importlib.metadata
 
 # Half of the compile time is LLVM's optimization.
 _FLAGS = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
-# Half of the rest lowers fusions through MLIR. Newer versions of jaxlib have no other way, and XLA refuses unknown flags.
+# Half of the rest lowers fusions through MLIR. Newer jaxlib versions have no alternative, and XLA refuses unknown flags.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
 

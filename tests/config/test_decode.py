@@ -1,4 +1,4 @@
-"""Reading values into dataclasses: what fits, what is refused, and that what is written reads back."""
+"""Decoding values into dataclasses: valid values, refused values, and round trips through `dump`."""
 
 import abc
 from dataclasses import dataclass, field
@@ -66,17 +66,17 @@ def read(**tree) -> Outer:
     [
         ({"count": 512.0}, 512),
         ({"share": 1}, 1.0),
-        ({"axes": ["a", "b"]}, ["a", "b"]),  # a union with text first must not turn the list into text
+        ({"axes": ["a", "b"]}, ["a", "b"]),  # a union with `str` first must not turn the list into text
         ({"axes": "a"}, "a"),
         ({"axes": None}, None),
         ({"mapping": {"x": ["r", "d"], "y": "z"}}, {"x": ["r", "d"], "y": "z"}),
         ({"shape": {"type": "square", "side": 3}}, Square(3)),
-        ({"shape": {"radius": 3}}, Circle(3.0)),  # without a type, the default's
+        ({"shape": {"radius": 3}}, Circle(3.0)),  # without a `type`, the default type is used
         ({"shapes": [{"type": "square"}, {"type": "circle"}]}, [Square(), Circle()]),
         ({"inner": {"text": "t", "wait": "2m"}}, Inner("t", timedelta(minutes=2))),
     ],
 )
-def test_reads_what_fits(given, value):
+def test_valid_values_are_decoded(given, value):
     name = next(iter(given))
     read_value = getattr(read(**given), name)
     assert read_value == value
@@ -105,13 +105,13 @@ def test_reads_what_fits(given, value):
         ({"cuont": 1}, "Did you mean 'count'?"),
     ],
 )
-def test_refuses_what_does_not_fit(given, message):
+def test_invalid_values_are_refused(given, message):
     with pytest.raises(ConfigError) as caught:
         read(**given)
     assert message in str(caught.value)
 
 
-def test_names_file_and_line():
+def test_errors_name_file_and_line():
     source = ConfigSource({"inner": {"text": 1}}, {("inner", "text"): "run.yaml:7"})
     with pytest.raises(ConfigError, match=r"^run\.yaml:7: inner\.text: 1 given"):
         decode(Outer, source)
@@ -134,18 +134,18 @@ outers = st.builds(
 
 
 @given(outers)
-def test_what_is_written_reads_back(value):
+def test_dumped_values_decode_to_an_equal_object(value):
     assert decode(Outer, ConfigSource(yaml.safe_load(dump(value)))) == value
     assert encode(value)["shape"]["type"] in ("circle", "square")
 
 
-def test_a_new_type_drops_the_old_types_keys():
+def test_changing_the_type_drops_the_old_types_keys():
     file = {"shape": {"type": "circle", "radius": 3.0, "label": "kept"}, "count": 2}
     assert drop_stale_keys(Outer, file, {"shape": {"type": "square"}}) == ["shape.radius"]
     assert file == {"shape": {"type": "circle", "label": "kept"}, "count": 2}
 
 
-def test_the_same_type_drops_nothing():
+def test_keeping_the_type_keeps_all_keys():
     file = {"shape": {"radius": 3.0}}
     assert drop_stale_keys(Outer, file, {"shape": {"type": "circle", "label": "x"}}) == []
     assert file == {"shape": {"radius": 3.0}}

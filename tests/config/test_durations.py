@@ -24,12 +24,12 @@ from jaxlm.core.errors import ConfigError
         ("1d 2h", 93600),
     ],
 )
-def test_ways_of_writing(text, seconds):
+def test_duration_formats(text, seconds):
     assert parse_duration(text) == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("value", ["soon", "", "15 parsecs", "m15", "15m!", None, True, [1]])
-def test_what_is_none(value):
+def test_values_that_are_not_durations_are_refused(value):
     with pytest.raises(ConfigError, match="duration"):
         parse_duration(value)
 
@@ -41,6 +41,6 @@ def test_round_trip(microseconds):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30, "99999999999999d"])
-def test_refuses_what_no_clock_can_wait_for(value):
+def test_durations_outside_the_valid_range_are_refused(value):
     with pytest.raises(ConfigError, match="is not a finite duration, or is too long"):
         parse_duration(value)

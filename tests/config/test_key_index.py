@@ -1,4 +1,4 @@
-"""What is answered from the index of keys is what the whole reading of a configuration answers, and it refuses no more."""
+"""The index of keys gives the same errors as decoding the whole configuration, and refuses nothing else."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ from tests.interop.test_levanter import REFUSED, SAME
     ],
     ids=lambda arguments: " ".join(arguments),
 )
-def test_a_mistake_is_told_in_the_same_words_with_and_without_jax(arguments, tmp_path, monkeypatch):
+def test_an_error_reads_the_same_with_and_without_jax(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("typo.yaml").write_text("trainer:\n  checkpointer: {base_pth: x}\n")
     Path("twice.yaml").write_text("trainer: {seed: 1}\ntrainer: {seed: 2}\n")
@@ -54,14 +54,14 @@ def test_a_mistake_is_told_in_the_same_words_with_and_without_jax(arguments, tmp
     ],
     ids=lambda arguments: " ".join(arguments),
 )
-def test_what_cannot_be_judged_without_jax_is_not(arguments, tmp_path, monkeypatch):
+def test_keys_that_need_jax_to_check_are_not_checked_without_it(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model.yaml").write_text("use_hf_model_config: true\ninitialize_from_hf: folder\nmodel: {use_qk_norm: true}\n")
     check_command_line(arguments)
 
 
 @pytest.mark.parametrize("tree", [case[0] for case in (*SAME.values(), *REFUSED.values())], ids=[*SAME, *REFUSED])
-def test_spellings_of_levanter_are_left_to_their_translation(tree):
+def test_levanter_spellings_are_left_to_the_translation(tree):
     KeyIndex.load().check(ConfigSource(tree))
 
 
@@ -75,14 +75,14 @@ def test_recipes_have_no_unknown_key(path):
     )
 
 
-def test_recipes_are_listed_and_copied_but_never_over_a_file(tmp_path, monkeypatch, capsys):
+def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert recipes_command([]) == 0
     assert "jaxlm:quickstart.yaml" in capsys.readouterr().out
     assert recipes_command(["two_phases"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
     assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree
-    assert recipes_command(["quickstart"]) == 0  # it is there already, as it ships
+    assert recipes_command(["quickstart"]) == 0  # an unchanged copy exists already
     Path("quickstart.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):
         recipes_command(["quickstart.yaml"])
@@ -90,8 +90,8 @@ def test_recipes_are_listed_and_copied_but_never_over_a_file(tmp_path, monkeypat
         recipes_command(["quikstart"])
 
 
-def test_help_mistakes_and_recipes_need_no_jax(tmp_path):
-    """In one process, which would fail where jax is imported."""
+def test_help_errors_and_recipes_do_not_import_jax(tmp_path):
+    """Runs in one process that fails if jax is imported."""
     program = textwrap.dedent("""
         import sys
         sys.modules["jax"] = sys.modules["haliax"] = None

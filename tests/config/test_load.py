@@ -1,4 +1,4 @@
-"""Mistakes in a configuration: one message, exit code 2, nothing written. And what a configuration becomes."""
+"""Configuration errors (one message, exit code 2, nothing written), and what valid configurations decode to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ model: {type: llama, seq_len: 16, hidden_dim: 32, intermediate_dim: 32, num_laye
 trainer: {num_train_steps: 4, train_batch_size: 8}
 """
 
-# (text of run.yaml, or a change of the good one; options; what the message must name)
+# (text of run.yaml, or a change to the valid one; options; what the message must contain)
 MISTAKES = {
     "wrong key": (
         GOOD.replace("seq_len", "seq_length"),
@@ -111,7 +111,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_message_and_nothing_is_written(name, here, capsys):
+def test_an_error_is_one_message_and_nothing_is_written(name, here, capsys):
     text, options, parts = MISTAKES[name]
     (here / "run.yaml").write_text(text)
     assert train.main(["--config_path", "run.yaml", *options]) == 2
@@ -128,14 +128,14 @@ def test_a_missing_file(here, capsys):
     assert str(here / "gone.yaml") in capsys.readouterr().err
 
 
-def test_without_a_configuration_the_first_step_is_named(here, capsys):
+def test_without_a_configuration_the_message_says_how_to_start(here, capsys):
     assert train.main([]) == 2
     assert "--config_path" in capsys.readouterr().err
     assert __main__.main([]) == 0
     assert "jaxlm train --config_path jaxlm:quickstart.yaml" in capsys.readouterr().out
 
 
-def test_the_id_is_the_files_stem_unless_given(here):
+def test_the_id_defaults_to_the_config_files_stem(here):
     (here / "mine.yaml").write_text(GOOD)
     assert read_config(here / "mine.yaml").trainer.id == "mine"
     assert read_config(str(here / "mine.yaml")) == read_config(here / "mine.yaml")
@@ -159,7 +159,7 @@ phases:
 )
 
 
-def test_a_phase_takes_what_it_leaves_out_from_the_top(here):
+def test_a_phase_inherits_missing_keys_from_the_top_level(here):
     (here / "run.yaml").write_text(PHASES)
     one, two = read_config(here / "run.yaml").phases
     assert one.optimizer is None
@@ -169,7 +169,7 @@ def test_a_phase_takes_what_it_leaves_out_from_the_top(here):
 
 
 @pytest.mark.parametrize("text", [GOOD, PHASES], ids=["plain", "phases"])
-def test_what_is_saved_loads_back_equal(text, here):
+def test_a_dumped_configuration_loads_back_equal(text, here):
     (here / "run.yaml").write_text(text)
     config = read_config(here / "run.yaml")
     (here / "saved.yaml").write_text(dump(config))
@@ -178,7 +178,7 @@ def test_what_is_saved_loads_back_equal(text, here):
     assert decode_run(ConfigSource({"trainer": {"seed": 5}}), None).trainer.seed == changed.trainer.seed
 
 
-def test_another_type_on_the_command_line_drops_the_old_types_keys(here, capsys):
+def test_a_new_type_on_the_command_line_drops_the_old_types_keys(here, capsys):
     (here / "run.yaml").write_text(GOOD)
     options = ["--model.type", "gpt2", "--dry_run", "true", "--trainer.train_batch_size", "16"]
     assert train.main(["--config_path", "run.yaml", *options]) == 0
@@ -196,7 +196,7 @@ def test_included_files_and_overrides_merge_deeply(here):
 
 @pytest.mark.trap("T4")
 def test_where_the_run_id_comes_from(monkeypatch):
-    """In Levanter it is random unless `trainer.id` is set, so nothing is ever resumed."""
+    """Levanter chooses a random id unless `trainer.id` is set, so it never resumes."""
     monkeypatch.delenv("RUN_ID", raising=False)
     tracked = {"trainer": {"tracker": {"type": "wandb", "id": "tracked"}}}
     assert run_id_of(decode_run(ConfigSource({}), None)) == "run"

@@ -1,4 +1,4 @@
-"""The command line: taking it apart, laying it over the file, the help text."""
+"""The command line: parsing, overriding the file's keys, the help text."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 
 
-def test_takes_a_command_line_apart():
+def test_parses_a_command_line():
     parsed = parse_arguments(
         ["--config_path", "a.yaml", "--x.y", "3", "--x.z=4e-3", "--tracker", "[]", "--w", "-1", "--name=a=b"]
     )
@@ -36,14 +36,14 @@ def test_values_are_yaml():
         ("--config a --config_path b", "are aliases. Remove one of them"),
     ],
 )
-def test_refuses_what_it_cannot_read(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError) as caught:
         parse_arguments(arguments.split())
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_wins_over_everything(flag):
+def test_help_takes_precedence_over_all_other_arguments(flag):
     assert parse_arguments(["--nonsense", flag, "more"]).help
 
 
@@ -52,20 +52,20 @@ def test_overrides_merge_sections_and_replace_lists():
     after = override(source, {"a": {"c": 3}, "many.1.n": 5, "new.deep.key": 7}).tree
     assert after == {"a": {"b": 1, "c": 3}, "many": [{"n": 1}, {"n": 5}], "new": {"deep": {"key": 7}}}
     assert override(source, {"many": []}).tree["many"] == []
-    assert source.tree == {"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]}  # the file's own tree is left alone
+    assert source.tree == {"a": {"b": 1, "c": 2}, "many": [{"n": 1}, {"n": 2}]}  # the file's own tree is unchanged
 
 
-def test_an_override_says_where_it_came_from():
+def test_an_override_records_its_origin():
     assert override(ConfigSource({"many": [1]}), {"many.0": 2}).marks[("many", 0)] == "command line --many.0"
 
 
 @pytest.mark.parametrize("name", ["many.2", "many.x", "scalar.inside"])
-def test_overrides_that_lead_nowhere(name):
+def test_overrides_of_invalid_paths_are_refused(name):
     with pytest.raises(ConfigError, match=f"--{name}"):
         override(ConfigSource({"many": [1, 2], "scalar": 3}), {name: 1})
 
 
-def test_options_alone():
+def test_options_without_a_config_file():
     assert option_tree({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
 
 

@@ -1,4 +1,4 @@
-"""The walk over a configuration: every section once, every key with its type, default and meaning."""
+"""Listing a configuration's sections: every section once, every key with its type, default and meaning."""
 
 from dataclasses import dataclass, field
 
@@ -69,7 +69,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Optional:
-    """Where the only place is one that may be empty.
+    """The only use of this section is optional.
 
     Attributes:
         rule: or none.
@@ -78,7 +78,7 @@ class Optional:
     rule: Rule | None = None
 
 
-def test_every_section_once_with_what_it_adds():
+def test_every_section_is_listed_once_with_its_own_keys():
     top, shape, ring, square, rule = sections(Whole)
     assert [key.name for key in top.keys] == ["shape", "rules", "named", "perhaps"]
     assert top.keys[0] == ConfigKey("shape", "section", None, "of one kind.")
@@ -86,7 +86,7 @@ def test_every_section_once_with_what_it_adds():
     assert top.keys[3] == ConfigKey("perhaps", "section or null", "null", "or not.")
     assert (shape.path, shape.choice, [key.name for key in shape.keys]) == ("shape", None, ["size", "weight"])
     assert shape.keys[1] == ConfigKey("weight", "float or null", "null", "two numbers of one meaning.")
-    # The default's own values are shown, and what is as for all choices is not said again.
+    # The default choice's own values are shown. Keys that all choices share are not repeated.
     assert (ring.choice, ring.is_default) == ("ring", True)
     assert [(key.name, key.default) for key in ring.keys] == [("size", "4"), ("width", "7")]
     assert (square.choice, square.is_default, square.keys) == ("square", False, ())
@@ -94,7 +94,7 @@ def test_every_section_once_with_what_it_adds():
     assert rule.keys == (ConfigKey("every", "int", "required", "how often."),)
 
 
-def test_a_section_that_is_not_there_unless_it_is_written():
+def test_an_optional_section_is_listed():
     _, rule = sections(Optional)
     assert (rule.path, rule.is_default) == ("rule", False)
 

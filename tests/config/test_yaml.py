@@ -28,7 +28,7 @@ def test_include_works_as_a_value_nested_and_at_the_top_level(tmp_path):
     assert load_yaml(write(tmp_path, run="!include base.yaml\n")).tree["model"] == {"type": "llama"}
 
 
-def test_marks_tell_file_and_line(tmp_path):
+def test_marks_hold_file_and_line(tmp_path):
     source = load_yaml(write(tmp_path, run="data: !include d.yaml\ntrainer:\n  seed: 1\n", d="\nurls: 3\n"))
     assert source.where(("trainer", "seed")).endswith("run.yaml:3")
     assert source.where(("data", "urls")).endswith("d.yaml:2")
@@ -46,14 +46,14 @@ def test_marks_tell_file_and_line(tmp_path):
         ("<<: 3\n", ["run.yaml:1", "mapping"]),
     ],
 )
-def test_mistakes_name_file_and_line(tmp_path, text, parts):
+def test_yaml_errors_name_file_and_line(tmp_path, text, parts):
     with pytest.raises(ConfigError) as error:
         load_yaml(write(tmp_path, run=text))
     for part in parts:
         assert part in str(error.value)
 
 
-def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
+def test_the_error_for_a_missing_file_shows_the_path(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         load_yaml(tmp_path / "absent.yaml")
 

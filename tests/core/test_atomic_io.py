@@ -1,4 +1,4 @@
-"""Names that do not collide, and folders that are whole or not there, on a disk that several hosts share."""
+"""Temporary names that do not collide, and folders that are complete or absent, on a disk that several hosts share."""
 
 import os
 import platform
@@ -8,8 +8,8 @@ import pytest
 from jaxlm.core import atomic_io as atomic_io
 
 
-def test_no_two_hosts_write_under_one_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a container, where it tells nothing
+def test_two_hosts_never_use_the_same_temporary_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers, where process ids are not unique
     names = set()
     for host in ("one", "two", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)
@@ -20,7 +20,7 @@ def test_no_two_hosts_write_under_one_name(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
 
 
-def test_only_what_this_host_has_left_is_removed(tmp_path, monkeypatch):
+def test_only_this_hosts_leftovers_are_removed(tmp_path, monkeypatch):
     left = {}
     for host in ("one", "two"):
         monkeypatch.setattr(platform, "node", lambda host=host: host)
@@ -31,7 +31,7 @@ def test_only_what_this_host_has_left_is_removed(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == sorted([*left["one"], left["two"][1]])
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path):
+def test_a_folder_is_complete_or_absent(tmp_path):
     def fail():
         with atomic_io.atomic_folder(tmp_path / "f") as unfinished:
             unfinished.mkdir()
@@ -46,7 +46,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["f", "a"]
 
 
-def test_the_folder_of_a_faster_host_stays(tmp_path):
+def test_the_folder_of_the_faster_host_is_kept(tmp_path):
     with atomic_io.atomic_folder(tmp_path / "f") as unfinished:
         for folder, content in ((tmp_path / "f", "theirs"), (unfinished, "ours")):
             folder.mkdir()

@@ -1,4 +1,4 @@
-"""What a schedule says of a step, beside a loop over all steps."""
+"""Batch-size schedules, compared with a loop over all steps."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ def schedules(draw) -> tuple[BatchSchedule, list[int]]:
 
 
 @given(schedules(), st.integers(0, 40), st.integers(0, 200))
-def test_it_counts_as_a_loop_does(made, step, examples):
+def test_counts_match_a_loop_over_all_steps(made, step, examples):
     schedule, sizes = made
     assert schedule.at(step).size == sizes[step]
     assert schedule.examples_before(step) == sum(sizes[:step])
@@ -29,14 +29,14 @@ def test_it_counts_as_a_loop_does(made, step, examples):
     assert later.examples_before(13) == sum(sizes[step : step + 13])
 
 
-def test_a_step_far_away_is_counted_at_once():
-    """The reference's `value_at_step` tells the first stage for every step."""
+def test_a_distant_step_is_counted_without_a_loop():
+    """Levanter's `value_at_step` returns the first stage for every step."""
     schedule = BatchSchedule.of([BatchSize(0, 32), BatchSize(1000, 64)])
     assert [schedule.at(step).size for step in (0, 999, 1000, 10**15)] == [32, 32, 64, 64]
     assert schedule.examples_before(10**15) == 32_000 + (10**15 - 1000) * 64
 
 
 @pytest.mark.parametrize(("step", "end", "sizes"), [(0, 20, [4, 8]), (3, 10, [4]), (10, 99, [8, 2]), (60, 99, [2])])
-def test_the_stages_of_some_steps(step, end, sizes):
+def test_stages_of_a_range_of_steps(step, end, sizes):
     schedule = BatchSchedule.of([BatchSize(0, 4), BatchSize(10, 8), BatchSize(50, 2)])
     assert [stage.size for stage in schedule.between(step, end)] == sizes

@@ -1,4 +1,4 @@
-"""Launchers are recognised by the variables that they set."""
+"""Launchers are recognized by the variables that they set."""
 
 import jax
 import pytest
@@ -27,7 +27,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_detected(name, monkeypatch):
+def test_launchers_are_detected(name, monkeypatch):
     monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [])
     environment, expected = LAUNCHERS[name]
     assert detect_launcher(environment) == expected
@@ -49,12 +49,12 @@ def test_local_devices_of_a_slurm_task(visible, tasks, expected):
     assert slurm_devices(environment) == expected
 
 
-def test_one_slurm_task_a_node_has_all_of_its_gpus():
+def test_a_single_slurm_task_per_node_gets_all_gpus():
     environment = {**SLURM, "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert slurm_devices({**environment, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}) == [0, 1, 2, 3]
 
 
-def test_under_slurm_jax_is_left_to_find_the_others(monkeypatch):
+def test_under_slurm_jax_finds_the_coordinator(monkeypatch):
     for name, value in {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}.items():
         monkeypatch.setenv(name, value)
     seen = []
@@ -65,8 +65,8 @@ def test_under_slurm_jax_is_left_to_find_the_others(monkeypatch):
     assert named["local_device_ids"] == [1]
 
 
-def test_what_jax_finds_under_slurm():
-    """jax's own reading of the variables: the first node coordinates. It is jax's to change; a failure here says so."""
+def test_jax_reads_slurm_variables():
+    """How jax itself reads the variables: the first node coordinates. A failure here means that jax has changed."""
     from jax._src.clusters.slurm_cluster import SlurmCluster
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The collector rests, and comes back to what it was."""
+"""Garbage collection is paused and then restored to its previous state."""
 
 import gc
 import weakref
@@ -13,21 +13,21 @@ class Cycle:
         self.itself = self
 
 
-def test_it_comes_back_and_garbage_of_the_rest_is_found():
+def test_garbage_collection_resumes_and_frees_earlier_garbage():
     enabled = gc.isenabled()
     with gc_paused():
         assert not gc.isenabled()
         garbage = weakref.ref(Cycle())
         with gc_paused():
             pass
-        assert not gc.isenabled()  # an inner rest does not end the outer one
+        assert not gc.isenabled()  # an inner pause does not end the outer one
     assert gc.isenabled() == enabled
     assert garbage() is not None
     gc.collect()
     assert garbage() is None
 
 
-def test_it_comes_back_after_a_failure_and_stays_off_where_it_was_off():
+def test_garbage_collection_resumes_after_an_error_and_stays_off_if_it_was_off():
     enabled = gc.isenabled()
     with pytest.raises(KeyError), gc_paused():
         raise KeyError
@@ -40,7 +40,7 @@ def test_it_comes_back_after_a_failure_and_stays_off_where_it_was_off():
         gc.enable()
 
 
-def test_what_the_host_froze_stays_frozen():
+def test_objects_frozen_by_the_caller_stay_frozen():
     gc.freeze()
     try:
         before = gc.get_freeze_count()

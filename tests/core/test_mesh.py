@@ -1,4 +1,4 @@
-"""Mesh shapes, the places of devices, and where arrays lie."""
+"""Mesh shapes, the order of devices, and the sharding of arrays."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from jaxlm.core.sharding import spec_of
 
 @dataclass(frozen=True)
 class Device:
-    """A device as far as the mesh looks at one."""
+    """The attributes of a device that the mesh uses."""
 
     id: int
     process_index: int
@@ -21,7 +21,7 @@ class Device:
     platform: str = "cpu"
 
 
-def test_the_sizes_fill_the_devices():
+def test_mesh_sizes_use_all_devices():
     assert mesh_shape(8, replica=2, model=2).sizes == {"replica": 2, "data": 2, "model": 2}
     two_slices = mesh_shape(16, replica=2, model=2, replica_dcn=2, num_groups=2)
     assert two_slices.sizes == {"replica": 4, "data": 2, "model": 2}
@@ -30,7 +30,7 @@ def test_the_sizes_fill_the_devices():
         mesh_shape(8, replica_dcn=3, num_groups=2)
 
 
-def test_a_free_mesh():
+def test_a_mesh_with_custom_axes():
     assert MeshConfig({"data": -1, "context": 2, "model": 2}).shape(16, 1).sizes == {
         "replica": 1,
         "data": 4,
@@ -51,13 +51,13 @@ def test_a_free_mesh():
         ({"data": 0}, "sizes must be 1 or more"),
     ],
 )
-def test_sizes_that_do_not_use_the_devices(axes, named):
+def test_mesh_sizes_that_do_not_match_the_devices_are_refused(axes, named):
     with pytest.raises(ConfigError, match=named):
         MeshConfig(axes).shape(8, 1)
 
 
-def test_devices_of_a_slice_lie_together():
-    """Two slices of four: model and the inner part of data stay inside, the outer part of data and of replica cross."""
+def test_devices_of_a_slice_are_adjacent():
+    """Two slices of four: model and the inner part of data stay inside a slice; the outer part of data and replica cross."""
     devices = [Device(id=n, process_index=0, slice_index=n % 2, platform="tpu") for n in range(8)]
     assert count_groups(devices, group_by_process=False) == 2
     for shape, crossing in (
@@ -74,13 +74,13 @@ def test_devices_of_a_slice_lie_together():
             assert len({device.slice_index for device in part}) == 1
 
 
-def test_processes_are_groups_only_where_asked():
+def test_processes_form_slices_only_on_request():
     devices = [Device(id=n, process_index=n // 4) for n in range(8)]
     assert count_groups(devices, group_by_process=False) == 1
     assert count_groups(devices, group_by_process=True) == 2
 
 
-def test_where_two_axes_want_one_mesh_axis_the_first_of_the_mapping_has_it():
+def test_if_two_axes_map_to_one_mesh_axis_the_first_in_the_mapping_wins():
     Embed, Mlp = hax.Axis("embed", 8), hax.Axis("mlp", 16)
     mapping = {"embed": "data", "mlp": ("data", "model")}
     assert spec_of((Mlp, Embed), mapping) == PartitionSpec("model", "data")

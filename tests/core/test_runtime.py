@@ -1,4 +1,4 @@
-"""What happens on one process first: its failure ends the others as well, with its message."""
+"""Code that runs on process 0 first: its failure ends the other processes with the same message."""
 
 import jax
 import numpy as np
@@ -18,25 +18,25 @@ def fail(error):
 
 @pytest.fixture
 def two(monkeypatch):
-    """Makes this process the one of a number in a run of two, which heard the other say something."""
-    said = []
+    """Makes this process the one with the given number in a run of two, with a fixed message from the other process."""
+    sent = []
 
     def become(number, heard=None, all_well=True):
         def broadcast(values):
-            said.append(values)
+            sent.append(values)
             return values if heard is None else heard
 
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(jax, "process_index", lambda: number)
         monkeypatch.setattr(runtime, "broadcast_from_main", broadcast)
-        monkeypatch.setattr(runtime, "all_processes", lambda holds: said.append(holds) or (holds and all_well))
-        return said
+        monkeypatch.setattr(runtime, "all_processes", lambda holds: sent.append(holds) or (holds and all_well))
+        return sent
 
     return become
 
 
 def heard_of(two, error):
-    """What process 0 says when it fails with an error."""
+    """The message that process 0 broadcasts when it fails with an error."""
     with pytest.raises(type(error)):
         main_only(fail(error))
     return two(0)[-1]
@@ -51,7 +51,7 @@ def heard_of(two, error):
         (ConfigError("ö" * 9999), ConfigError, "process 0: ö{1000,2047}$"),
     ],
 )
-def test_the_others_fail_as_process_0_does(two, error, expected, message):
+def test_other_processes_fail_like_process_0(two, error, expected, message):
     two(0)
     news = heard_of(two, error)
     two(1, heard=news)
@@ -60,16 +60,16 @@ def test_the_others_fail_as_process_0_does(two, error, expected, message):
 
 
 def test_process_0_learns_that_another_has_failed(two):
-    said = two(1, heard=np.zeros(4096, np.uint8))
+    sent = two(1, heard=np.zeros(4096, np.uint8))
     with pytest.raises(OSError, match="no such disk"):
         main_first(fail(OSError("no such disk")))
-    assert said[-1] is False
+    assert sent[-1] is False
     two(0, all_well=False)
     with pytest.raises(PeerError, match="another process failed; see its output"):
         main_first(lambda: 3)
 
 
-def test_all_is_well(two):
+def test_without_errors_results_are_returned(two):
     assert main_first(lambda: 3) == main_only(lambda: 3) == 3  # one process
     two(0)
     assert main_first(lambda: 3) == main_only(lambda: 3) == 3

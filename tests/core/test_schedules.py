@@ -1,4 +1,4 @@
-"""Schedules against published values, a float64 restatement of them, and what must hold for all of them."""
+"""Schedules against published values, a float64 reimplementation, and properties that hold for all schedules."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ from jaxlm.core.schedules import ScheduleSpec, cycle_boundaries, make_schedule
 from jaxlm.optim.adam import AdamConfig
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "lr_schedules.json").read_text())
-PUBLISHED = {"learning_rate": 6e-4}  # the one default of theirs that is not the guide's
-NO_ERROR = {"E13_linear_decay_zero"}  # listed beside the errors, but none: stays at the peak
+PUBLISHED = {"learning_rate": 6e-4}  # their only default that differs from the guide
+NO_ERROR = {"E13_linear_decay_zero"}  # listed among the errors but valid: stays at the peak
 
 
 def adam(optimizer: dict) -> AdamConfig:
@@ -31,7 +31,7 @@ def adam(optimizer: dict) -> AdamConfig:
 def test_known_values(case):
     config = adam(case["optimizer"])
     schedule = config.schedule(case["num_train_steps"])
-    # Where the source loses its warmup, what it was corrected to.
+    # Where the source loses its warmup, the corrected values.
     steps, expected = zip(*case.get("values_clamped_upstream_2026", case["values"]), strict=True)
     atol = 1e-6 * config.learning_rate
     np.testing.assert_allclose([schedule(s) for s in steps], expected, rtol=1e-5, atol=atol)
@@ -52,7 +52,7 @@ def test_known_errors(case):
 
 
 def by_hand(shape: ScheduleSpec, num_steps: int, points: list[int]) -> np.ndarray:
-    """All values up to the end, in float64, segment after segment, from the description alone."""
+    """All values in float64, segment by segment, computed from the specification alone."""
     steps = lambda value, n: int(value * n) if value <= 1 else int(value)  # noqa: E731
     ratio, peak, before, values = shape.min_ratio, shape.peak, 0.0, []
     for k, (a, b) in enumerate(itertools.pairwise(points)):
@@ -128,7 +128,7 @@ def check_schedule(shape: ScheduleSpec, cycles: dict, num_steps: int) -> None:
         if after.name in ("warmup", "rewarmup"):
             assert np.all(np.diff(inside) >= -1e-6 * peak)
             last = 0.0 if before is None else before.last
-            assert low == pytest.approx(last, rel=1e-5, abs=1e-6 * peak)  # goes on where the last cycle ended
+            assert low == pytest.approx(last, rel=1e-5, abs=1e-6 * peak)  # starts where the previous cycle ended
         elif after.name == "stable":
             np.testing.assert_allclose(inside, peak, rtol=1e-6)
         else:
@@ -158,7 +158,7 @@ def test_a_length_of_one_is_the_whole_cycle_and_not_one_step():
     assert float(schedule(50)) == pytest.approx(0.5)
     assert cycle_boundaries(None, 1, 100) == [0, 100]
     lines = [name for _, _, name in schedule.corner_points()]
-    assert lines == ["warmup from", "end"]  # and it is shown before anything is trained
+    assert lines == ["warmup from", "end"]  # and it is printed before training
     with pytest.raises(ConfigError, match="1 means all of it, not one step"):
         make_schedule(ScheduleSpec(1.0, 1.5, None, "linear", 0.1), 100)
 
@@ -178,7 +178,7 @@ def test_a_warmup_longer_than_its_cycle_is_clamped():
 
 @pytest.mark.trap("D13")
 def test_an_integer_number_of_cycles_divides_the_run():
-    assert cycle_boundaries(4, None, 1000) == [0, 250, 500, 750, 1000]  # and not the guide's N / (c + 1)
+    assert cycle_boundaries(4, None, 1000) == [0, 250, 500, 750, 1000]  # not the guide's N / (c + 1)
 
 
 @pytest.mark.trap("D25")
@@ -210,28 +210,28 @@ def test_cycle_boundaries_that_do_not_fit_are_errors(cycles, length):
         cycle_boundaries(cycles, length, 1000)
 
 
-def test_the_first_update_has_no_rate_and_the_last_one_nearly_the_least():
+def test_the_first_update_has_rate_zero_and_the_last_one_is_close_to_the_minimum():
     schedule = make_schedule(ScheduleSpec(1.0, 0.1, None, "linear", 0.1), 100)
     assert float(schedule(0)) == 0.0
     assert float(schedule(99)) == pytest.approx(0.1 + 0.9 / 90)
     assert float(schedule(100)) == pytest.approx(0.1)
 
 
-def test_a_rewarmed_cycle_begins_at_the_low_point_and_another_jumps():
+def test_a_rewarmup_starts_at_the_minimum_and_a_cycle_without_one_jumps():
     for rewarmup, expected in ((10, [0.01 + 0.99 / 90, 0.01, 0.01 + 0.99 / 10]), (0, [0.01 + 0.99 / 90, 1.0, 0.9901])):
         shape = ScheduleSpec(1.0, 10, None, "linear", 0.01, rewarmup=rewarmup, cycles=[100])
         schedule = make_schedule(shape, 200)
         assert [float(schedule(s)) for s in (99, 100, 101)] == pytest.approx(expected, rel=1e-5)
 
 
-def test_thousands_of_cycles_are_one_look_up():
+def test_thousands_of_cycles_compile_to_one_lookup():
     small, large = (make_schedule(ScheduleSpec(1.0, 0.1, None, "cosine", 0.1, cycles=n), 10_000) for n in (2, 3000))
     lines = [len(str(jax.make_jaxpr(schedule)(3)).splitlines()) for schedule in (small, large)]
     assert lines[0] == lines[1]
 
 
 class TestSections:
-    """`lr_schedule` as a section with keys of its own, against closed forms."""
+    """`lr_schedule` as a section with its own keys, against closed forms."""
 
     def value(self, section: dict, step: int, **keys) -> float:
         config = adam({"learning_rate": 1.0, "warmup": 0, "min_lr_ratio": 0.1, "lr_schedule": section} | keys)
@@ -269,7 +269,7 @@ class TestSections:
             ("power", "needs keys. Set {type: power, batch_size: ..., seq_length: ...}"),
         ],
     )
-    def test_what_is_wrong_is_said(self, wrong, named):
+    def test_invalid_sections_are_refused(self, wrong, named):
         with pytest.raises(ConfigError, match=named):
             self.value(wrong, 0)
 
@@ -283,7 +283,7 @@ class TestSections:
             lambda: Power(1, 1, b=0.5),
         ],
     )
-    def test_numbers_that_make_no_decay_are_refused(self, made):
+    def test_invalid_decay_parameters_are_refused(self, made):
         with pytest.raises(ConfigError, match="lr_schedule"):
             made()
 
@@ -292,7 +292,7 @@ def _without_type(config: AdamConfig) -> dict:
     return {key: value for key, value in encode(config).items() if key != "type"}
 
 
-def test_decay_ends_where_the_ratio_says():
+def test_decay_ends_at_the_minimum_ratio():
     for kind in ("linear", "cosine", "inv"):
         assert float(make_schedule(ScheduleSpec(1.0, 10, None, kind, 0.25), 100)(100)) == pytest.approx(0.25)
 
@@ -307,13 +307,13 @@ def test_decay_ends_where_the_ratio_says():
         ({"min_ratio": 2.0}, "min_lr_ratio"),
     ],
 )
-def test_what_makes_no_schedule_is_refused(changes, named):
+def test_invalid_schedules_are_refused(changes, named):
     shape = ScheduleSpec(**{"peak": 1.0, "warmup": 0.1, "decay": None, "kind": "cosine", "min_ratio": 0.1} | changes)
     with pytest.raises(ConfigError, match=named):
         make_schedule(shape, 100)
 
 
-def test_corner_points_lie_on_the_schedule():
+def test_corner_points_are_on_the_schedule():
     schedule = make_schedule(ScheduleSpec(1.0, 10, 20, "linear", 0.0), 100)
     assert [(step, name) for step, _, name in schedule.corner_points()] == [
         (0, "warmup from"),

@@ -31,13 +31,13 @@ def pair() -> Pair:
 PATHS = ["up.weight", "up.bias", "down.weight", "many.0", "many.1.inner", "count"]
 
 
-def test_paths_read_as_in_python(pair):
+def test_paths_use_python_attribute_syntax(pair):
     assert [path for path, _ in tree.leaves(pair)] == PATHS
 
 
-def test_every_leaf_is_whole(pair):
+def test_leaves_are_whole_named_arrays(pair):
     assert tree.is_named(dict(tree.leaves(pair))["up.weight"])
-    assert tree.num_parameters(pair) == 15 + 5 + 15 + 2 + 3  # integers are no parameters
+    assert tree.num_parameters(pair) == 15 + 5 + 15 + 2 + 3  # integers are not parameters
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,6 @@ def test_map_modules_changes_only_what_matches(pair):
     assert doubled.up is pair.up
 
 
-def test_map_modules_names_what_there_is(pair):
+def test_map_modules_lists_the_available_modules(pair):
     with pytest.raises(ConfigError, match=r"matches no Linear layer\. Closest names: down, up"):
         tree.map_modules(pair, hnn.Linear, "dwn", lambda module: module)

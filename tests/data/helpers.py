@@ -35,13 +35,13 @@ WORDS = [
 
 
 def some_text(seed: int, num_words: int = 60) -> str:
-    """Words, code and other scripts, the same for the same seed."""
+    """Words, code and non-Latin scripts, determined by the seed."""
     chooser = random.Random(seed)
     return " ".join(chooser.choice(WORDS) + str(chooser.randrange(30)) for _ in range(num_words))
 
 
 def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
-    """Text files and one file of records; returns the documents in the order in which they are read."""
+    """Writes text files and a file of records; returns the documents in reading order."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [some_text(seed) for seed in range(num_files)]
     records = [some_text(100 + seed, 20) for seed in range(num_files)]
@@ -52,14 +52,14 @@ def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
 
 
 def refused(path: Path, content: bytes, read: Callable[[Path], object], message: str) -> None:
-    """A file of this content is refused with a message that names the place."""
+    """Asserts that a file with this content is refused with a message that names file and position."""
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read(path)
 
 
 def small_tokenizer(vocab_size: int = 320) -> Tokenizer:
-    """A BPE trained on `some_text`."""
+    """A BPE tokenizer trained on `some_text`."""
     return train_bpe([some_text(seed) for seed in range(20)], vocab_size)
 
 
@@ -72,7 +72,7 @@ def cache_of(documents: Sequence[Sequence[int]], vocab_size: int = 1 << 16) -> T
 
 
 def numbered_cache(num_tokens: int, document_length: int = 7) -> TokenCache:
-    """Token i is i, in documents of one length."""
+    """A cache in which token i is i, in documents of equal length."""
     numbers = list(range(num_tokens))
     return cache_of([numbers[at : at + document_length] for at in range(0, num_tokens, document_length)])
 

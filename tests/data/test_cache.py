@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, True), (False, True), (True, False), (False, False)])
-def test_holds_every_document_between_its_special_tokens(tmp_path, tokenizer, corpus, bos, eos):
+def test_stores_every_document_between_its_special_tokens(tmp_path, tokenizer, corpus, bos, eos):
     documents = write_corpus(corpus)
     cache = build(tmp_path / "cache" / "train", corpus, tokenizer, bos=bos, eos=eos)
     assert cache.num_bytes == sum(len(text.encode()) for text in documents)
@@ -63,7 +63,7 @@ def test_holds_every_document_between_its_special_tokens(tmp_path, tokenizer, co
     assert cache.tokens.dtype == np.uint16
 
 
-def test_says_which_document_a_token_is_from(tmp_path, tokenizer, corpus):
+def test_finds_the_document_of_a_token(tmp_path, tokenizer, corpus):
     cache = build(tmp_path / "train", corpus, tokenizer)
     assert cache.source_of(0) == "document 1 of a.jsonl"
     assert cache.source_of(int(cache.offsets[6]) - 1) == "document 6 of a.jsonl"
@@ -71,20 +71,20 @@ def test_says_which_document_a_token_is_from(tmp_path, tokenizer, corpus):
     assert cache.source_of(cache.num_tokens - 1) == "document 1 of b5.txt"
 
 
-def test_wide_ids_for_wide_vocabularies(tmp_path, tokenizer, corpus, monkeypatch):
+def test_large_vocabularies_use_uint32(tmp_path, tokenizer, corpus, monkeypatch):
     monkeypatch.setattr(tokenizer, "vocab_size", (1 << 16) + 1)
     assert build(tmp_path / "wide", corpus, tokenizer).tokens.dtype == np.uint32
     monkeypatch.setattr(tokenizer, "vocab_size", 1 << 16)
     assert build(tmp_path / "narrow", corpus, tokenizer).tokens.dtype == np.uint16
 
 
-def test_is_built_once_and_leaves_nothing_else(tmp_path, tokenizer, corpus):
-    said: list[str] = []
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
-    assert len(said) == 1
-    assert said[0].startswith("train: 12 documents, ")
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=said.append)
-    assert len(said) == 1
+def test_is_built_once_without_leftovers(tmp_path, tokenizer, corpus):
+    logged: list[str] = []
+    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
+    assert len(logged) == 1
+    assert logged[0].startswith("train: 12 documents, ")
+    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
+    assert len(logged) == 1
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".lock", "train"]
     assert sorted(p.name for p in (tmp_path / "cache" / "train").iterdir()) == sorted(FILES)
 
@@ -98,7 +98,7 @@ def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, token
 
 
 class TestOtherCacheKey:
-    """A cache of something else is refused, with what is different."""
+    """A cache of other data is refused with a list of the differences."""
 
     def refused(self, tmp_path, corpus, tokenizer, message, **options):
         with pytest.raises(ConfigError, match=message) as caught:
@@ -153,7 +153,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "extended"])
-    def test_is_found_on_opening(self, folder, name, damage):
+    def test_damage_is_detected_on_opening(self, folder, name, damage):
         raw = (folder / name).read_bytes()
         if damage == "deleted":
             (folder / name).unlink()
@@ -163,7 +163,7 @@ class TestDamage:
             open_cache(folder)
 
     @pytest.mark.parametrize("name", FILES)
-    def test_any_flipped_bit_is_found(self, folder, name):
+    def test_any_flipped_bit_is_detected(self, folder, name):
         raw = (folder / name).read_bytes()
         for place in np.linspace(0, len(raw) - 1, 200).astype(int):
             flipped = bytearray(raw)
@@ -173,7 +173,7 @@ class TestDamage:
                 open_cache(folder)
 
     def test_a_token_beyond_the_vocabulary(self, folder):
-        """Planted with matching checksums, so that only reading can find it."""
+        """Written with matching checksums, so only reading can detect it."""
         whole = open_cache(folder)
         tokens = np.array(whole.tokens)
         tokens[41] = 9999
@@ -189,16 +189,16 @@ class TestDamage:
             broken.read(np.array([0, 30]), 20)
 
 
-def test_a_finished_cache_is_read_where_nothing_can_be_written(tmp_path, corpus, tokenizer, monkeypatch):
+def test_a_finished_cache_is_read_from_a_read_only_folder(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "cache" / "train", corpus, tokenizer)
-    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root can write everywhere
     monkeypatch.setattr(build_module, "folder_lock", None)
     build(tmp_path / "cache" / "train", corpus, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*is not writable"):
         build(tmp_path / "cache" / "validation", corpus, tokenizer)
 
 
-def test_a_cache_folder_that_cannot_be(tmp_path, corpus, tokenizer):
+def test_invalid_cache_folders_are_refused(tmp_path, corpus, tokenizer):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*file/cache cannot be created"):
         build(tmp_path / "file" / "cache" / "train", corpus, tokenizer)
@@ -214,10 +214,10 @@ def test_no_text_at_all(tmp_path, tokenizer):
 
 def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
     monkeypatch.setattr(build_module, "_LOG_INTERVAL_S", -1.0)
-    said: list[str] = []
-    build(tmp_path / "train", corpus, tokenizer, log=said.append)
-    assert len(said) > 5
-    assert " of 0.0 MB, 12 documents, " in said[-2]
+    logged: list[str] = []
+    build(tmp_path / "train", corpus, tokenizer, log=logged.append)
+    assert len(logged) > 5
+    assert " of 0.0 MB, 12 documents, " in logged[-2]
 
 
 KILLED = """
@@ -265,7 +265,7 @@ print(tries)
 """
 
 
-def test_killed_at_any_moment_it_comes_to_the_same_bytes(tmp_path, corpus, tokenizer):
+def test_a_build_killed_at_any_moment_gives_the_same_bytes(tmp_path, corpus, tokenizer):
     expected = contents(build(tmp_path / "whole", corpus, tokenizer).folder)
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(corpus), str(tmp_path)]
@@ -273,14 +273,14 @@ def test_killed_at_any_moment_it_comes_to_the_same_bytes(tmp_path, corpus, token
     assert done.returncode == 0, done.stderr
     num_moments, num_tries = map(int, done.stdout.split())
     assert num_moments > 50
-    assert num_tries > 2  # each start got further than the one before
+    assert num_tries > 2  # each start got further than the previous one
     for folder in [*tmp_path.glob("at-*/train"), tmp_path / "often" / "train"]:
         assert contents(folder) == expected, folder
     assert not list(tmp_path.glob("*/train.building"))
 
 
 def interrupt(folder: Path, corpus: Path, tokenizer, monkeypatch) -> list[Path]:
-    """Leaves all shards of a cache, not yet joined."""
+    """Builds all shards of a cache without joining them."""
 
     def too_late(*_):
         raise KeyboardInterrupt
@@ -306,7 +306,7 @@ def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monk
     assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 
-def test_any_damage_to_a_shard_is_found(tmp_path, corpus, tokenizer, monkeypatch):
+def test_any_damage_to_a_shard_is_detected(tmp_path, corpus, tokenizer, monkeypatch):
     shard = interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[1]
     raw = shard.read_bytes()
     assert build_module._read_shard(shard) is not None
@@ -320,14 +320,14 @@ def test_any_damage_to_a_shard_is_found(tmp_path, corpus, tokenizer, monkeypatch
         assert build_module._read_shard(shard) is None
 
 
-def test_an_unfinished_cache_of_something_else_is_begun_anew(tmp_path, corpus, tokenizer, monkeypatch):
+def test_an_unfinished_cache_of_other_data_is_rebuilt(tmp_path, corpus, tokenizer, monkeypatch):
     interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)
     (corpus / "b0.txt").write_text("changed")
     build(tmp_path / "train", corpus, tokenizer)
     assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 
-def test_shards_of_another_size_are_not_taken_up(tmp_path, corpus, tokenizer, monkeypatch):
+def test_shards_of_another_size_are_not_reused(tmp_path, corpus, tokenizer, monkeypatch):
     expected = contents(build(tmp_path / "other", corpus, tokenizer).folder)
     for shard in interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[3:]:
         shard.unlink()
@@ -335,7 +335,7 @@ def test_shards_of_another_size_are_not_taken_up(tmp_path, corpus, tokenizer, mo
     assert contents(build(tmp_path / "train", corpus, tokenizer).folder) == expected
 
 
-def test_a_file_that_changes_meanwhile_is_named(tmp_path, corpus, tokenizer, monkeypatch):
+def test_a_file_that_changes_during_the_build_is_named(tmp_path, corpus, tokenizer, monkeypatch):
     original = tokenizer.encode_arrays
 
     def writing(texts):
@@ -352,7 +352,7 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, corpus, tokenizer, mon
 
 
 @pytest.mark.parametrize("moment", [0, 1, 4, 12, 22])
-def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path, corpus, tokenizer, monkeypatch, moment):
+def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path, corpus, tokenizer, monkeypatch, moment):
     calls = []
 
     def full(path):
@@ -380,7 +380,7 @@ def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:
 
 
 @pytest.mark.slow
-def test_builders_in_several_processes_do_not_disturb_each_other(tmp_path, tokenizer):
+def test_concurrent_builders_do_not_interfere(tmp_path, tokenizer):
     corpus = tmp_path / "text"
     corpus.mkdir()
     for number in range(40):

@@ -1,4 +1,4 @@
-"""Conversations against transformers' rendering and masks, and what is said where they cannot be had."""
+"""Chat tokens and masks against transformers, and the errors for conversations that cannot be rendered."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def encoded(tokenizer: Tokenizer, template: str, messages, **keys):
 def test_tokens_and_masks_are_those_of_transformers(tokenizer, template):
     transformers = pytest.importorskip("transformers")
     names = tokenizer.template_names
-    # The text itself may hold special tokens here: transformers' own copy must not have our setting for plain text.
+    # The text may contain special tokens here, so transformers' copy must not use our setting for plain text.
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend_with_offsets, **names)
     for messages in CONVERSATIONS:
         rendered, tokens = encoded(tokenizer, template, messages)
@@ -85,7 +85,7 @@ def test_tokens_and_masks_are_those_of_transformers(tokenizer, template):
         assert tokens.target_mask.astype(int).tolist() == found["assistant_masks"]
 
 
-def test_without_a_generation_block_each_answer_is_what_it_adds(tokenizer):
+def test_without_a_generation_block_each_message_counts_for_the_text_it_adds(tokenizer):
     for messages in CONVERSATIONS:
         (marked, by_block), (plain, by_difference) = (encoded(tokenizer, t, messages) for t in (MARKED, PLAIN))
         assert marked.text == plain.text
@@ -94,7 +94,7 @@ def test_without_a_generation_block_each_answer_is_what_it_adds(tokenizer):
         assert asked == "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
 
 
-def test_user_turns_can_be_asked_for_too(tokenizer):
+def test_user_turns_can_be_unmasked(tokenizer):
     for template in (MARKED, PLAIN):
         rendered, tokens = encoded(tokenizer, template, CONVERSATIONS[3], mask_user_turns=False)
         assert tokens.target_mask.all()
@@ -111,12 +111,12 @@ def test_user_turns_can_be_asked_for_too(tokenizer):
         (PLAIN, [{"role": "user", "content": "\ufdd0"}], "U\\+FDD0 or U\\+FDD1, which are Unicode noncharacters"),
     ],
 )
-def test_what_a_template_does_not_take(tokenizer, template, messages, said):
+def test_conversations_that_a_template_cannot_render_are_refused(tokenizer, template, messages, said):
     with pytest.raises(ConfigError, match=said):
         encoded(tokenizer, template, messages)
 
 
-def test_templates_that_are_none(tokenizer, tmp_path):
+def test_missing_and_invalid_templates_are_errors(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="but the tokenizer has no chat template"):
         ChatTemplate.load(None, tokenizer, "k")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -125,7 +125,7 @@ def test_templates_that_are_none(tokenizer, tmp_path):
         ChatTemplate.load("a\n{% if %}", tokenizer, "k")
 
 
-def test_the_tokenizers_own_template_goes_with_it(tokenizer, tmp_path):
+def test_the_tokenizers_template_is_used_and_saved(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "a")
     settings = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": MARKED}]
@@ -156,14 +156,14 @@ def config(tokenizer, tmp_path):
     )
 
 
-def windows_of(config: DataConfig, seq_len: int, log=lambda _: None):
+def sequences_of(config: DataConfig, seq_len: int, log=lambda _: None):
     config.check()
     return config.open(config.load_tokenizer(log), seq_len, log).train[""]
 
 
 def test_masks_reach_the_batch_and_conversations_stay_whole(config, tokenizer):
     said: list[str] = []
-    windows = windows_of(config, 512, said.append)
+    windows = sequences_of(config, 512, said.append)
     columns = windows.read(np.arange(len(windows)))
     asked = []
     for row in range(len(windows)):
@@ -174,52 +174,52 @@ def test_masks_reach_the_batch_and_conversations_stay_whole(config, tokenizer):
     expected = [encoded(tokenizer, MARKED, messages)[1] for messages in CONVERSATIONS]
     assert [ids.tolist() for ids in asked] == [t.ids[1:][t.target_mask[1:]].tolist() for t in expected]
     assert any("sequences of 512 tokens" in line for line in said)
-    alone = windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=MARKED, pack=False)), 512)
+    alone = sequences_of(dataclasses.replace(config, format=ChatFormat(chat_template=MARKED, pack=False)), 512)
     assert len(alone) == len(CONVERSATIONS) > len(windows)
 
 
-def test_truncation_is_counted_and_said(config, tokenizer):
+def test_truncation_is_counted_and_logged(config, tokenizer):
     said: list[str] = []
-    windows = windows_of(config, 64, said.append)
+    windows = sequences_of(config, 64, said.append)
     lengths = [len(encoded(tokenizer, MARKED, messages)[1].ids) for messages in CONVERSATIONS]
     lost = sum(max(0, length - 65) for length in lengths)
     assert windows.packed is not None
     assert (windows.packed.num_truncated, windows.packed.num_lost) == (sum(n > 65 for n in lengths), lost)
     assert f"documents are longer and were truncated, losing {lost:,} of {sum(lengths):,} tokens" in said[-1]
     with pytest.raises(ConfigError, match=r"within model\.seq_len"):
-        windows_of(config, 4)
+        sequences_of(config, 4)
 
 
-def test_a_template_that_gives_no_assistant_tokens_is_an_error(config, tmp_path):
-    """Masks of zeros are no error of transformers, nor of Levanter: nothing would be learned, silently."""
+def test_a_template_without_assistant_tokens_is_an_error(config, tmp_path):
+    """transformers and Levanter accept masks of zeros; the run would silently learn nothing."""
     never = MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
     with pytest.raises(ConfigError, match=r"marks no assistant tokens.*generation.* block is empty"):
-        windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)
+        sequences_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)
     others = [[{"role": "gpt", "content": "a"}]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in others))
     with pytest.raises(ConfigError, match="none of their messages has the role 'assistant'"):
-        windows_of(dataclasses.replace(config, format=ChatFormat(chat_template=PLAIN)), 64)
+        sequences_of(dataclasses.replace(config, format=ChatFormat(chat_template=PLAIN)), 64)
 
 
-def test_some_conversations_without_answers_are_left_out_and_counted(config, tmp_path):
+def test_conversations_without_answers_are_skipped_and_counted(config, tmp_path):
     said: list[str] = []
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "anybody?"}]}) + "\n")
-    windows = windows_of(config, 64, said.append)
+    windows = sequences_of(config, 64, said.append)
     assert len(windows.cache.offsets) - 1 == len(CONVERSATIONS)
     assert "train: 1 documents left out: they have no token to compute the loss on" in said
 
 
-def test_another_template_is_another_cache(config):
-    windows_of(config, 64)
+def test_another_template_uses_another_cache(config):
+    sequences_of(config, 64)
     changed = dataclasses.replace(config, format=ChatFormat(chat_template=MARKED.replace("user", "User") + " "))
     with pytest.raises(ConfigError, match=r"built from other inputs(.|\n)*chat_template"):
-        windows_of(changed, 64)
+        sequences_of(changed, 64)
     assert dataclasses.replace(config, format=ChatFormat(chat_template=PLAIN)).identity() != config.identity()
 
 
 def test_tables_give_the_same_tokens(config, tmp_path):
-    first = windows_of(config, 64).cache.fingerprint
+    first = sequences_of(config, 64).cache.fingerprint
     plain = [[{k: v for k, v in m.items() if k != "tool"} for m in messages] for messages in CONVERSATIONS]
     pq.write_table(pa.table({"chat": plain, "other": list(range(8))}), tmp_path / "a.parquet", row_group_size=3)
     with pa.ipc.new_file(tmp_path / "a.arrow", pa.table({"chat": plain}).schema) as writer:
@@ -232,7 +232,7 @@ def test_tables_give_the_same_tokens(config, tmp_path):
             cache_dir=f"{tmp_path}/{kind}",
             format=ChatFormat("chat", chat_template=MARKED),
         )
-        assert windows_of(changed, 64).cache.fingerprint == first
+        assert sequences_of(changed, 64).cache.fingerprint == first
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_tables_give_the_same_tokens(config, tmp_path):
         ([1], "line 1: expected a record with keys"),
     ],
 )
-def test_records_that_are_no_conversations(config, tmp_path, record, said):
+def test_records_that_are_not_conversations_are_refused(config, tmp_path, record, said):
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(ConfigError, match=said):
-        windows_of(config, 64)
+        sequences_of(config, 64)

@@ -33,13 +33,13 @@ def changed(config: DataConfig, **fields: object) -> DataConfig:
     return dataclasses.replace(config, **fields)
 
 
-def test_opens_what_it_names(config):
-    said: list[str] = []
+def test_opens_the_configured_data(config):
+    logged: list[str] = []
     config.check()
-    tokenizer = config.load_tokenizer(said.append)
-    data = config.open(tokenizer, 16, said.append)
+    tokenizer = config.load_tokenizer(logged.append)
+    data = config.open(tokenizer, 16, logged.append)
     assert tokenizer.vocab_size == 300
-    assert [line.split(" ")[0] for line in said] == ["training", "train:", "validation:"]
+    assert [line.split(" ")[0] for line in logged] == ["training", "train:", "validation:"]
     (validation,) = [one.sequences for one in data.validation]
     text = "".join(config.validation_documents())
     assert validation.cache.num_bytes == len(text.encode())
@@ -48,13 +48,13 @@ def test_opens_what_it_names(config):
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
 
 
-def test_a_second_start_makes_nothing(config, monkeypatch):
-    said: list[str] = []
+def test_a_second_start_builds_nothing(config, monkeypatch):
+    logged: list[str] = []
     first = config.open(config.load_tokenizer(silent), 16, silent)
     monkeypatch.setattr(train_bpe_module, "train_bpe", None)
     config.check()
-    second = config.open(config.load_tokenizer(said.append), 16, said.append)
-    assert said == []
+    second = config.open(config.load_tokenizer(logged.append), 16, logged.append)
+    assert logged == []
     assert second.train[""].cache.fingerprint == first.train[""].cache.fingerprint
 
 
@@ -74,13 +74,13 @@ def test_checking_writes_nothing(config, tmp_path):
         ({"tokenizer": "nowhere"}, r"data\.tokenizer: 'nowhere': no tokenizer\.json found"),
     ],
 )
-def test_what_cannot_be(config, fields, message):
+def test_invalid_sections_are_refused(config, fields, message):
     with pytest.raises(ConfigError, match=message):
         changed(config, **fields).check()
 
 
-def test_a_text_key_without_records_has_no_effect(config):
-    changed(config, text_key="body").check()  # there is a .jsonl among the files
+def test_a_text_key_needs_a_file_of_records(config):
+    changed(config, text_key="body").check()  # one of the files is .jsonl
     [other] = config.validation_urls
     with pytest.raises(ConfigError, match=r"data\.text_key: 'body' given, but no file is \.jsonl"):
         changed(config, text_key="body", train_urls=[other]).check()
@@ -109,7 +109,7 @@ class TestGivenTokenizer:
 
 
 class TestTrainedTokenizer:
-    def test_is_refused_for_other_text(self, config, tmp_path):
+    def test_a_tokenizer_of_other_text_is_refused(self, config, tmp_path):
         config.load_tokenizer(silent)
         with pytest.raises(
             ConfigError, match=r"(?s)tokenizer .*built from other inputs.*vocab_size: was 300, is now 301"
@@ -130,7 +130,7 @@ class TestTrainedTokenizer:
         assert not (tmp_path / "cache" / "tokenizer").exists()
         config.load_tokenizer(silent)
 
-    def test_an_interrupted_training_leaves_nothing_in_the_way(self, config, tmp_path, monkeypatch):
+    def test_an_interrupted_tokenizer_training_can_be_repeated(self, config, tmp_path, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
@@ -143,26 +143,26 @@ class TestTrainedTokenizer:
         assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "tokenizer"]
 
     @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"vocab_size": 300}'])
-    def test_a_folder_that_is_something_else(self, config, tmp_path, content):
+    def test_a_folder_with_other_content_is_refused(self, config, tmp_path, content):
         config.load_tokenizer(silent)
         about = tmp_path / "cache" / "tokenizer" / "made_from.json"
         about.unlink() if content is None else about.write_text(content)
         with pytest.raises(ConfigError, match=r"data\.cache_dir: .*tokenizer was not written by jaxlm, or is damaged"):
             config.load_tokenizer(silent)
 
-    def test_says_when_the_text_gives_fewer_tokens(self, config):
-        said: list[str] = []
-        tokenizer = changed(config, vocab_size=100_000).load_tokenizer(said.append)
+    def test_a_vocabulary_smaller_than_requested_is_logged(self, config):
+        logged: list[str] = []
+        tokenizer = changed(config, vocab_size=100_000).load_tokenizer(logged.append)
         assert tokenizer.vocab_size < 100_000
-        assert f"yields only {tokenizer.vocab_size:,} tokens" in said[-1]
+        assert f"yields only {tokenizer.vocab_size:,} tokens" in logged[-1]
 
     def test_default_size(self, config):
-        said: list[str] = []
-        changed(config, vocab_size=None).load_tokenizer(said.append)
-        assert said[0].startswith("training a BPE tokenizer of 8,192 tokens")
+        logged: list[str] = []
+        changed(config, vocab_size=None).load_tokenizer(logged.append)
+        assert logged[0].startswith("training a BPE tokenizer of 8,192 tokens")
 
 
-def test_a_cache_of_other_text_is_refused_before_anything_is_made(config, tmp_path):
+def test_a_cache_of_other_text_is_refused_before_anything_is_built(config, tmp_path):
     config.open(config.load_tokenizer(silent), 16, silent)
     with pytest.raises(ConfigError, match="enforce_eos: was True, is now False"):
         changed(config, enforce_eos=False).check()
@@ -172,7 +172,7 @@ def test_a_cache_of_other_text_is_refused_before_anything_is_made(config, tmp_pa
 
 
 class TestIdentity:
-    def test_is_of_the_content(self, config, tmp_path):
+    def test_depends_only_on_the_content(self, config, tmp_path):
         before = config.identity()
         assert json.loads(json.dumps(before)) == before
         moved = (tmp_path / "text").rename(tmp_path / "moved")
@@ -184,10 +184,10 @@ class TestIdentity:
         "fields",
         [{"vocab_size": 301}, {"text_key": "x"}, {"shuffle": False}, {"enforce_bos": False}, {"enforce_eos": False}],
     )
-    def test_knows_every_field_that_matters(self, config, fields):
+    def test_depends_on_every_field_that_changes_tokens(self, config, fields):
         assert changed(config, **fields).identity() != config.identity()
 
-    def test_knows_the_tokenizer(self, config, tmp_path):
+    def test_depends_on_the_tokenizer(self, config, tmp_path):
         for size in (300, 310):
             small_tokenizer(size).save(tmp_path / str(size))
         found = [changed(config, tokenizer=str(tmp_path / name)).identity()["tokenizer"] for name in ("300", "310")]
@@ -195,7 +195,7 @@ class TestIdentity:
 
 
 class TestCacheAmongTheText:
-    """A cache_dir inside a folder of text: its own .json files are no text."""
+    """A cache_dir inside a folder of text: the cache's .json files are not text."""
 
     def built(self, cache, *urls):
         config = DataConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
@@ -206,29 +206,29 @@ class TestCacheAmongTheText:
     @pytest.mark.parametrize(
         "url", ["{}", "file://{}", "{}/**/*", "file://{}/**/*.json*", "{{{}/**/*.jsonl,{}/*.jsonl}}"]
     )
-    def test_is_left_out(self, tmp_path, url):
+    def test_cache_files_are_ignored(self, tmp_path, url):
         texts = write_corpus(tmp_path)
         (tmp_path / "deep").mkdir()
         (tmp_path / "a.jsonl").rename(tmp_path / "deep" / "a.jsonl")
         (tmp_path / "b.jsonl").write_text(json.dumps({"text": texts[0] * 9}))
         first = self.built(tmp_path / "cache", url.format(tmp_path, tmp_path))
         assert {"b.jsonl", "deep/a.jsonl"} <= set(first)
-        mirror.list_remote.cache_clear()  # as a new process, which finds a cache there
+        mirror.list_remote.cache_clear()  # simulates a new process, which finds the cache
         assert self.built(tmp_path / "cache", url.format(tmp_path, tmp_path)) == first
 
     @pytest.mark.parametrize("url", ["{}", "{}/**/*.txt", "file://{}"])
-    def test_is_refused_where_it_is_the_folder_itself(self, tmp_path, url):
+    def test_a_cache_folder_equal_to_the_text_folder_is_refused(self, tmp_path, url):
         write_corpus(tmp_path)
         with pytest.raises(ConfigError, match=r"is the folder data\.cache_dir.*of its own"):
             self.built(tmp_path, url.format(tmp_path))
 
-    def test_text_in_the_cache_s_folder_that_is_named_is_read(self, tmp_path):
+    def test_named_text_files_in_the_cache_folder_are_read(self, tmp_path):
         write_corpus(tmp_path / "text")
         write_corpus(tmp_path, 2)
         assert "b1.txt" in self.built(tmp_path, tmp_path / "text")
         assert self.built(tmp_path / "other", tmp_path / "*.txt") == ["b0.txt", "b1.txt"]
 
-    def test_nothing_but_the_cache(self, tmp_path):
+    def test_a_folder_with_only_the_cache_has_no_text(self, tmp_path):
         write_corpus(tmp_path / "cache")
         with pytest.raises(ConfigError, match=r"contains no files outside data\.cache_dir"):
             self.built(tmp_path / "cache", tmp_path)

@@ -1,4 +1,4 @@
-"""Data that a class of another package makes (tests/plugins/acme_lm/corpus.py)."""
+"""Data from a class of another package (tests/plugins/acme_lm/corpus.py)."""
 
 import importlib
 from pathlib import Path
@@ -16,7 +16,7 @@ PLACE = "corpus:Sums"
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    # The module alone, and a registry that forgets it again: other tests look at all classes that there are.
+    # Imports only this module and unregisters it afterwards: other tests list all registered classes.
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugins" / "acme_lm")
     monkeypatch.setattr(CorpusConfig, "_choice_registry", {})
 
@@ -32,10 +32,10 @@ def texts(config: DataConfig, split: str) -> list[str]:
     return list(source.documents(split))
 
 
-def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp_path):
+def test_records_are_used_like_those_of_a_file(made, tmp_path):
     config = made()
     config.check()
-    assert list(tmp_path.iterdir()) == []  # nothing is made before it is needed
+    assert list(tmp_path.iterdir()) == []  # nothing is written before it is needed
     sums = importlib.import_module("corpus").Sums(50)
     data = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
     tokenizer = config.load_tokenizer(lambda _: None)
@@ -49,14 +49,14 @@ def test_its_records_are_trained_and_evaluated_on_like_those_of_a_file(made, tmp
     assert decode(DataConfig, ConfigSource(encode(config))) == config
 
 
-def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, monkeypatch):
+def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(made, monkeypatch):
     config = made()
     config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
     before = config.identity()
     assert made().identity() == before
     module = importlib.import_module("corpus")
     monkeypatch.setattr(module.Sums, "records", lambda self, split: iter([{"text": "1 + 1 = 2"}] * 9))
-    assert made().identity() == before  # as long as it says that nothing has changed
+    assert made().identity() == before  # the version is unchanged
     monkeypatch.setattr(module.Sums, "version", "2")
     assert made().identity() != before
     with pytest.raises(ConfigError, match=r"was built from other inputs:\s+files changed: 1 \(train\.jsonl\)"):
@@ -64,7 +64,7 @@ def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, m
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"train_urls": ["a.txt"]}, r"data\.source: given together with data\.train_urls"),
         ({"id": "some/data"}, r"data\.source: given together with data\.id"),
@@ -72,12 +72,12 @@ def test_another_version_or_key_is_made_anew_and_told_from_the_old_cache(made, m
         ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),
     ],
 )
-def test_what_cannot_be(made, keys, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_sections_are_refused(made, keys, message):
+    with pytest.raises(ConfigError, match=message):
         made(**keys).check()
 
 
-def test_a_record_that_is_not_json(made, monkeypatch):
+def test_a_record_that_is_not_json_is_an_error(made, monkeypatch):
     config = made()
     module = importlib.import_module("corpus")
     monkeypatch.setattr(module.Sums, "records", lambda self, split: iter([{"text": "good"}, {"text": {1, 2}}]))

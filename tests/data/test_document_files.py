@@ -1,4 +1,4 @@
-"""Every format against what its usual writer writes, and every damage with the place where it is."""
+"""Every file format as its usual writer produces it; errors for damaged files name the position."""
 
 import bz2
 import gzip
@@ -16,7 +16,7 @@ from jaxlm.data.sources import document_files as formats
 from tests.data.helpers import find_files, refused, some_text
 
 TEXTS = [some_text(seed, 30) for seed in range(40)]
-# One frame with a checksum, as the reference implementation's binding writes it.
+# One frame with a checksum, written by the reference implementation's binding.
 ZSTD = bytes.fromhex("28b52ffd2416b100007b2274657874223a202266726f6d207a737464227d0aab3203ed")
 
 
@@ -74,13 +74,13 @@ def test_text_and_records_in_every_compression(tmp_path, suffix, compression):
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_compressed_pieces_one_after_another(tmp_path, compression):
+def test_concatenated_compressed_streams(tmp_path, compression):
     path = tmp_path / f"x.jsonl{compression}"
     path.write_bytes(b"".join(COMPRESS[compression](lines([{"text": text}])) for text in TEXTS[:3]))
     assert texts(path) == TEXTS[:3]
 
 
-def test_zstd_of_the_reference_implementation(tmp_path):
+def test_zstd_with_a_checksum(tmp_path):
     (tmp_path / "x.jsonl.zst").write_bytes(ZSTD * 2)
     assert texts(tmp_path / "x.jsonl.zst") == ["from zstd", "from zstd"]
 
@@ -108,7 +108,7 @@ def test_tables(tmp_path, how, kind):
     assert positions[-1] > 0.9 * path.stat().st_size or how in ("stream", "file")
 
 
-def test_tables_are_read_in_pieces(tmp_path, monkeypatch):
+def test_tables_are_read_in_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "_ROWS", 4)
     for how in ("parquet", "stream", "file"):
         path = tmp_path / ("x.parquet" if how == "parquet" else "x.arrow")
@@ -169,7 +169,7 @@ class TestTablesWithoutText:
         message = r"no column 'body' \(data\.text_key\)\. The file has: id \(int64\), text \(string\)"
         self.refused(tmp_path, how, table(), message, "body")
 
-    def test_a_column_of_something_else(self, tmp_path, how):
+    def test_a_column_of_another_type(self, tmp_path, how):
         self.refused(tmp_path, how, table(), r"column 'id' \(data\.text_key\) holds int64, not text", "id")
         self.refused(tmp_path, how, table(raw=[b"x"] * 40), r"column 'raw' .* holds binary, not text", "raw")
 
@@ -211,7 +211,7 @@ def test_unreadable_records_name_file_and_place(tmp_path, name, content, message
     ("name", "ending"),
     [("x.csv", ".csv"), ("x.csv.gz", ".csv.gz"), ("x.parquet.gz", ".parquet.gz"), ("x.gz", ".gz"), ("x", "")],
 )
-def test_other_suffixes(tmp_path, name, ending):
+def test_other_suffixes_are_refused(tmp_path, name, ending):
     (tmp_path / name).write_text("x")
     with pytest.raises(
         ConfigError, match=rf"has the suffix '{ending}'\. Allowed: \.txt, \.jsonl, .*compressed with \.gz"

@@ -1,4 +1,4 @@
-"""Prompts with completions, token ids as they are, and the ends of documents."""
+"""Prompts with completions, token ids, and document boundaries."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def base(tokenizer, tmp_path):
     return DataConfig(cache_dir=f"{tmp_path}/cache", tokenizer=f"{tmp_path}/tokenizer")
 
 
-def windows_of(config: DataConfig, seq_len: int = 64, **changes):
+def sequences_of(config: DataConfig, seq_len: int = 64, **changes):
     config = dataclasses.replace(config, **changes)
     config.check()
     return config.open(config.load_tokenizer(lambda _: None), seq_len, lambda _: None).train[""]
@@ -45,13 +45,13 @@ def write_pairs(path: Path, names=("prompt", "response")) -> str:
     return str(path)
 
 
-def test_of_a_prompt_and_its_completion_the_completion_alone_is_asked_for(base, tokenizer, tmp_path):
+def test_the_loss_is_computed_on_the_completion_only(base, tokenizer, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl")
-    windows = windows_of(base, train_urls=[path], format=SupervisedFormat(separate_with="=>"))
-    cache, bos, eos = windows.cache, tokenizer.bos_id, tokenizer.eos_id
+    sequences = sequences_of(base, train_urls=[path], format=SupervisedFormat(separate_with="=>"))
+    cache, bos, eos = sequences.cache, tokenizer.bos_id, tokenizer.eos_id
     for number, (prompt, completion) in enumerate(PAIRS):
         own = slice(*cache.offsets[number : number + 2])
-        # As a model is asked: the prompt's tokens do not depend on what follows it.
+        # As in generation: the prompt's tokens do not depend on what follows it.
         asked, answer = tokenizer.encode_batch([prompt + "=>", completion])
         assert cache.tokens[own].tolist() == [bos, *asked, *answer, eos]
         assert cache.target_mask[own].tolist() == [0] * (1 + len(asked)) + [1] * (len(answer) + 1)
@@ -61,7 +61,9 @@ def test_supervised_fields(base, tmp_path):
     first, second = write_pairs(tmp_path / "a.jsonl"), write_pairs(tmp_path / "b.jsonl", ("x", "y"))
 
     def seen(number: int, url: str, **keys) -> list:
-        columns = windows_of(base, train_urls=[url], cache_dir=f"{tmp_path}/{number}", format=SupervisedFormat(**keys))
+        columns = sequences_of(
+            base, train_urls=[url], cache_dir=f"{tmp_path}/{number}", format=SupervisedFormat(**keys)
+        )
         return [c.tolist() for c in columns.read(np.arange(len(columns))).values()]
 
     usual = seen(0, first)
@@ -72,7 +74,7 @@ def test_supervised_fields(base, tmp_path):
         seen(9, second)
 
 
-def test_every_format_and_field_is_shown_somewhere():
+def test_every_format_field_has_a_test():
     found = {
         name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
     }
@@ -84,18 +86,18 @@ def test_every_format_and_field_is_shown_somewhere():
     }
 
 
-def test_a_format_names_its_text_key(base, tmp_path):
+def test_a_format_can_set_its_text_key(base, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl")
-    first = windows_of(base, train_urls=[path], format=TextFormat(text_key="response"))
-    second = windows_of(base, train_urls=[path], text_key="response", cache_dir=f"{tmp_path}/other")
+    first = sequences_of(base, train_urls=[path], format=TextFormat(text_key="response"))
+    second = sequences_of(base, train_urls=[path], text_key="response", cache_dir=f"{tmp_path}/other")
     assert first.cache.fingerprint == second.cache.fingerprint
     with pytest.raises(ConfigError, match="text_key: 'prompt' has no effect"):
-        windows_of(base, train_urls=[path], text_key="prompt", format=TextFormat(text_key="response"))
+        sequences_of(base, train_urls=[path], text_key="prompt", format=TextFormat(text_key="response"))
     with pytest.raises(ConfigError, match="text_key: 'prompt' has no effect"):
-        windows_of(base, train_urls=[path], text_key="prompt", format=ChatFormat(chat_template="x"))
+        sequences_of(base, train_urls=[path], text_key="prompt", format=ChatFormat(chat_template="x"))
 
 
-def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
+def test_token_ids_are_used_unchanged(base, tokenizer, tmp_path):
     documents = [[1, 2, 3, 4], [299, 0, 7, 7]]
     flat = [*documents[0], *documents[1]]
     np.save(tmp_path / "rows.npy", np.array(documents, np.uint16))
@@ -103,17 +105,17 @@ def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
     pq.write_table(pa.table({"ids": documents}), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in documents))
     for number, (name, key) in enumerate({"rows.npy": "input_ids", "a.parquet": "ids", "a.jsonl": "input_ids"}.items()):
-        cache = windows_of(
+        cache = sequences_of(
             base, 4, train_urls=[f"{tmp_path}/{name}"], cache_dir=f"{tmp_path}/{number}", format=PretokenizedFormat(key)
         ).cache
         assert (cache.tokens.tolist(), cache.offsets.tolist()) == (flat, [0, 4, 8])
         assert cache.num_bytes == tokenizer.token_bytes()[flat].sum()
-    both = windows_of(base, 4, train_urls=[f"{tmp_path}/*.npy"], format=PretokenizedFormat())
+    both = sequences_of(base, 4, train_urls=[f"{tmp_path}/*.npy"], format=PretokenizedFormat())
     assert list(both.cache.documents_of.values()) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "message"),
     [
         ([0, 300], "token id 300 given, but the tokenizer has 300 tokens"),
         ([-1], "token id -1"),
@@ -121,28 +123,28 @@ def test_token_ids_are_taken_as_they_are(base, tokenizer, tmp_path):
         ([0.5], "got an array of float64"),
     ],
 )
-def test_what_is_no_token(base, tmp_path, ids, said):
+def test_invalid_token_ids_are_refused(base, tmp_path, ids, message):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": ids}) + "\n")
-    with pytest.raises(ConfigError, match=said):
-        windows_of(base, train_urls=[f"{tmp_path}/a.jsonl"], format=PretokenizedFormat())
+    with pytest.raises(ConfigError, match=message):
+        sequences_of(base, train_urls=[f"{tmp_path}/a.jsonl"], format=PretokenizedFormat())
 
 
-def test_formats_and_files_that_do_not_go_together(base, tmp_path):
+def test_formats_refuse_unsuitable_files(base, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     np.save(tmp_path / "a.npy", np.arange(3))
     (tmp_path / "b.npy").write_bytes(b"no array")
     for name, how in {"a.txt": ChatFormat(chat_template="x"), "a.npy": TextFormat()}.items():
         with pytest.raises(ConfigError, match=f"'{name}' cannot hold records of this format"):
-            windows_of(base, train_urls=[f"{tmp_path}/{name}"], format=how)
+            sequences_of(base, train_urls=[f"{tmp_path}/{name}"], format=how)
     with pytest.raises(ConfigError, match=r"b\.npy: not an array"):
-        windows_of(base, train_urls=[f"{tmp_path}/b.npy"], format=PretokenizedFormat())
+        sequences_of(base, train_urls=[f"{tmp_path}/b.npy"], format=PretokenizedFormat())
     with pytest.raises(ConfigError, match="holds token ids, so there is no text"):
-        windows_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
+        sequences_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
 
 
-def test_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokenizer, tmp_path):
+def test_bos_and_eos_are_added_as_ids_not_as_text(base, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("no space behind this")
-    cache = windows_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
+    cache = sequences_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
     expected = [tokenizer.bos_id, *tokenizer.encode_batch(["no space behind this"])[0], tokenizer.eos_id]
     assert cache.tokens.tolist() == expected
     assert cache.num_bytes == len("no space behind this")
@@ -151,13 +153,13 @@ def test_bos_and_eos_are_ids_and_no_text_with_spaces(base, tokenizer, tmp_path):
 @pytest.mark.trap("T9")
 def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
-    windows_of(base, train_urls=[f"{tmp_path}/a.txt"])
+    sequences_of(base, train_urls=[f"{tmp_path}/a.txt"])
     small_tokenizer(310).save(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"built from other inputs:\n  tokenizer: was .*, is now "):
-        windows_of(base, train_urls=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/other")
+        sequences_of(base, train_urls=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/other")
 
 
-def test_windows_are_shuffled_unless_one_says_otherwise():
+def test_sequences_are_shuffled_by_default():
     assert DataConfig().shuffle is True
 
 
@@ -172,14 +174,14 @@ def test_dolly_is_tokenized_as_transformers_does(tmp_path):
         format=SupervisedFormat(),
         enforce_bos=False,
     )
-    windows = windows_of(config, 512)
+    sequences = sequences_of(config, 512)
     reference = transformers.AutoTokenizer.from_pretrained(str(GPT2))
     records = [json.loads(line) for line in DOLLY.read_text().splitlines()]
     kept = [record for record in records if record["response"]]
-    assert len(windows.cache.offsets) - 1 == len(kept)
+    assert len(sequences.cache.offsets) - 1 == len(kept)
     for number, record in enumerate(kept):
-        own = slice(*windows.cache.offsets[number : number + 2])
+        own = slice(*sequences.cache.offsets[number : number + 2])
         prompt, answer = (reference(record[key])["input_ids"] for key in ("prompt", "response"))
-        assert windows.cache.tokens[own].tolist() == [*prompt, *answer, reference.eos_token_id]
-        assert windows.cache.target_mask[own].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
-    assert windows.padding < 0.25
+        assert sequences.cache.tokens[own].tolist() == [*prompt, *answer, reference.eos_token_id]
+        assert sequences.cache.target_mask[own].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
+    assert sequences.padding < 0.25

@@ -1,4 +1,4 @@
-"""Datasets that the library `datasets` has written, read with and without it."""
+"""Datasets written by the library `datasets`, read with and without it."""
 
 import json
 import shutil
@@ -40,12 +40,12 @@ def test_a_saved_dataset(tmp_path, dataset):
     assert first.name == "data-00000-of-00003.arrow"
 
 
-def test_rows_that_were_chosen_before_saving(tmp_path, dataset):
+def test_selected_rows_of_a_saved_dataset(tmp_path, dataset):
     dataset.filter(lambda row: row["id"] % 2 == 1).shuffle(seed=1).save_to_disk(tmp_path / "saved")
     assert sorted(texts(tmp_path / "saved")) == sorted(TEXTS[1::2])
 
 
-def test_one_among_other_files(tmp_path, dataset):
+def test_a_saved_dataset_among_other_files(tmp_path, dataset):
     dataset.save_to_disk(tmp_path / "corpus" / "saved")
     (tmp_path / "corpus" / "a.txt").write_text("a")
     assert texts(tmp_path / "corpus") == ["a", *TEXTS]
@@ -60,7 +60,7 @@ def test_splits(tmp_path, dataset, datasets):
         texts(tmp_path / "saved")
 
 
-def test_a_saved_dataset_that_is_not_whole(tmp_path):
+def test_an_incomplete_saved_dataset_is_an_error(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     with pytest.raises(ConfigError, match=r"is incomplete: data-00000-of-00001\.arrow missing"):
@@ -71,7 +71,7 @@ def test_a_saved_dataset_that_is_not_whole(tmp_path):
 
 
 class TestHub:
-    """The hub is the one thing that is not there: `load_dataset` answers in its place."""
+    """Without the hub: a stand-in replaces `load_dataset`."""
 
     URL = "hf:some/data?name=main&split=train"
 
@@ -98,7 +98,7 @@ class TestHub:
         assert texts(self.URL, mirror=tmp_path) == TEXTS
         assert asked == []
 
-    def test_trains(self, asked, tmp_path):
+    def test_a_hub_dataset_trains(self, asked, tmp_path):
         config = DataConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
         config.check()
         assert not (tmp_path / "cache").exists()
@@ -125,20 +125,20 @@ class TestKeys:
         return str(tmp_path / "saved")
 
     @pytest.fixture
-    def said(self, tmp_path):
-        def said(**keys) -> dict[str, list[str]]:
+    def texts_of(self, tmp_path):
+        def texts_of(**keys) -> dict[str, list[str]]:
             config = DataConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
             config.check()
             [source] = config.sources()
             return {split: list(source.documents(split)) for split in ("train", "validation") if source.has(split)}
 
-        return said
+        return texts_of
 
-    def test_a_folder_of_splits(self, saved, said):
-        assert said(id=saved, validation_split="test") == {"train": TEXTS[:40], "validation": TEXTS[40:]}
-        assert said(id=saved, split="test", validation_split=None) == {"train": TEXTS[40:]}
-        assert said(id=f"{saved}/train", validation_split=None) == {"train": TEXTS[:40]}
-        other = said(id=saved, validation_urls=[f"{saved}/test"])
+    def test_a_folder_of_splits(self, saved, texts_of):
+        assert texts_of(id=saved, validation_split="test") == {"train": TEXTS[:40], "validation": TEXTS[40:]}
+        assert texts_of(id=saved, split="test", validation_split=None) == {"train": TEXTS[40:]}
+        assert texts_of(id=f"{saved}/train", validation_split=None) == {"train": TEXTS[:40]}
+        other = texts_of(id=saved, validation_urls=[f"{saved}/test"])
         assert other == {"train": TEXTS[:40], "validation": TEXTS[40:]}
 
     @pytest.mark.parametrize(
@@ -155,28 +155,28 @@ class TestKeys:
             ({"id": None, "stream": True}, r"data\.stream: has no effect without data\.id"),
         ],
     )
-    def test_what_cannot_be(self, saved, said, keys, message):
+    def test_invalid_sections_are_refused(self, saved, texts_of, keys, message):
         with pytest.raises(ConfigError, match=message):
-            said(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
+            texts_of(**{"id": saved, "train_urls": [] if keys.get("id", 1) else ["x.txt"], **keys})
 
-    def test_streamed_rows_are_those_that_are_loaded(self, tmp_path, said, monkeypatch, datasets):
-        """A folder of files goes through the same library as the hub does, without a network."""
+    def test_streamed_rows_equal_loaded_rows(self, tmp_path, texts_of, monkeypatch, datasets):
+        """A folder of files is read by the same library as the hub, without a network."""
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
         (tmp_path / "repo").mkdir()
         rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
         for split in ("train", "validation"):
             (tmp_path / "repo" / f"{split}.jsonl").write_text(rows)
         id = str(tmp_path / "repo")
-        loaded = said(id=id)
+        loaded = texts_of(id=id)
         assert (tmp_path / "library").exists()
         assert loaded == {"train": TEXTS, "validation": TEXTS}
         shutil.rmtree(tmp_path / "cache")
         shutil.rmtree(tmp_path / "library")
-        assert said(id=id, stream=True) == loaded
+        assert texts_of(id=id, stream=True) == loaded
         assert not list((tmp_path / "library").rglob("*.arrow"))
 
-    def test_no_network(self, said, monkeypatch, datasets):
-        """Levanter ends with a traceback of the hub's client."""
+    def test_no_network(self, texts_of, monkeypatch, datasets):
+        """Levanter ends with a traceback from the hub's client."""
 
         def unreachable(id, **options):
             raise ConnectionError(f"Couldn't reach '{id}' on the Hub")
@@ -185,12 +185,12 @@ class TestKeys:
         with pytest.raises(
             ConfigError, match=r"data\.id: 'hf:some/data\?split=train' cannot be loaded: Conn"
         ) as caught:
-            said(id="some/data")
+            texts_of(id="some/data")
         assert "datasets.load_dataset('some/data').save_to_disk('FOLDER')" in str(caught.value)
         assert "and set data.id to its path" in str(caught.value)
 
 
-def test_the_library_is_missing(monkeypatch, tmp_path):
+def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"'hf:some/data' needs the library datasets.*pip install 'jaxlm\[hf\]'"):
         texts("hf:some/data", mirror=tmp_path)

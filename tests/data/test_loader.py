@@ -38,11 +38,11 @@ def layout_of(replica: int = 1, data: int = 1, model: int = 1, **mapping: str) -
 
 @pytest.fixture(scope="module")
 def windows():
-    return PackedSequences(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 windows, the last one not full
+    return PackedSequences(numbered_cache(SEQ_LEN * 37 + 3), SEQ_LEN)  # 38 sequences, the last one not full
 
 
 def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) -> dict[str, np.ndarray]:
-    """What windows of a numbered cache hold, told by arithmetic: token i is i, a document begins at each multiple."""
+    """The expected sequences of a numbered cache: token i is i, and a document begins at each multiple."""
     at = places[:, None] * SEQ_LEN + np.arange(SEQ_LEN)
     inside, followed = at < num_tokens, at + 1 < num_tokens
     documents = at // document_length
@@ -99,7 +99,7 @@ def test_axes_and_dtypes(windows):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_each_epoch_holds_every_window_once(windows, shuffle):
+def test_each_epoch_has_every_sequence_once(windows, shuffle):
     taken = take(open_batches(windows, shuffle=shuffle), 19)  # 152 examples: four epochs of 38
     starts = np.concatenate([batch["tokens"][:, 0] for batch in taken]).reshape(4, 38)
     for epoch in starts:
@@ -109,7 +109,7 @@ def test_each_epoch_holds_every_window_once(windows, shuffle):
     assert len({tuple(epoch) for epoch in starts}) == (4 if shuffle else 1)
 
 
-def test_the_seed_alone_decides(windows):
+def test_the_order_depends_only_on_the_seed(windows):
     assert_same(take(open_batches(windows), 6), take(open_batches(windows), 6))
     other = take(open_batches(windows, seed=6), 1)
     assert (other[0]["tokens"] != take(open_batches(windows), 1)[0]["tokens"]).any()
@@ -137,7 +137,7 @@ def test_sharded_batches_equal_unsharded_ones(windows, shape, num_microbatches):
 @pytest.mark.parametrize("tensor_parallel", [False, True], ids=["fsdp 8", "tp 2 x fsdp 4"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_under_a_runs_layout_the_rows_are_the_plain_ones(windows, tensor_parallel, num_microbatches, shuffle):
+def test_rows_under_a_runs_layout_equal_unsharded_rows(windows, tensor_parallel, num_microbatches, shuffle):
     mappings = AxisMappings("batch", ("embed",), ("mlp", "heads") if tensor_parallel else (), {}, {})
     sizes = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_size": 8, "vocab": 64, "layers": 2}
     if jax.device_count() != 8:
@@ -155,7 +155,7 @@ def test_under_a_runs_layout_the_rows_are_the_plain_ones(windows, tensor_paralle
 
 @settings(max_examples=12, deadline=None)
 @given(before=st.integers(0, 12), num_microbatches=st.sampled_from([1, 2, 4, 8]))
-def test_a_restored_position_goes_on_identically(windows, before, num_microbatches):
+def test_a_restored_position_continues_identically(windows, before, num_microbatches):
     expected = take(open_batches(windows), before + 3)
     first = open_batches(windows)
     for _ in range(before):
@@ -168,7 +168,7 @@ def test_a_restored_position_goes_on_identically(windows, before, num_microbatch
     assert_same(take(again, 3), expected[before:])
 
 
-def test_the_position_holds_for_another_batch_size(windows):
+def test_the_position_is_valid_for_another_batch_size(windows):
     everything = take(open_batches(windows, batch_size=4), 10)
     order = np.concatenate([batch["tokens"][:, 0] for batch in everything])
     batches = open_batches(windows, batch_size=16)
@@ -181,8 +181,8 @@ SIZES = ((0, 4), (3, 16), (5, 8))
 
 
 @pytest.mark.parametrize("before", [0, 2, 3, 4, 7])
-def test_sizes_that_change_take_each_example_once_and_a_position_goes_on(windows, before):
-    """Against one batch after another, cut out of the order by a plain loop."""
+def test_changing_batch_sizes_use_each_example_once_and_positions_resume(windows, before):
+    """Compared with batches cut from the order one after another in a plain loop."""
     mixture = Mixture({"": windows}, [MixtureStage(0, (1,))], seed=5, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 2, size // 2) for start, size in SIZES))
     sizes = [4, 4, 4, 16, 16, 8, 8, 8, 8, 8]
@@ -203,7 +203,7 @@ def test_sizes_that_change_take_each_example_once_and_a_position_goes_on(windows
         )
 
 
-def test_the_records_of_a_step_are_those_that_it_took():
+def test_records_of_a_step_are_those_of_its_batch():
     sources = {
         "a": PackedSequences(numbered_cache(SEQ_LEN * 20), SEQ_LEN),
         "b": PackedSequences(numbered_cache(SEQ_LEN * 9), SEQ_LEN),
@@ -211,18 +211,18 @@ def test_the_records_of_a_step_are_those_that_it_took():
     mixture = Mixture(sources, [MixtureStage(0, (3, 1)), MixtureStage(13, (1, 1))], seed=2, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 1, size) for start, size in SIZES))
     batches = train_batches(mixture, schedule, layout_of())
-    batches.restore({"examples": 7, "step": 2})  # with other sizes before, for instance
+    batches.restore({"examples": 7, "step": 2})  # for example after other batch sizes
     taken = {step: rows(next(batches))["tokens"][:, 0] // SEQ_LEN for step in range(2, 8)}
     for step, places in taken.items():
-        said = batches.records(step)
-        found = re.fullmatch(r"a: sequences? ([\d, ]+) of 20(?:; b: sequences? ([\d, ]+) of 9)?", said)
-        assert found, said
+        description = batches.records(step)
+        found = re.fullmatch(r"a: sequences? ([\d, ]+) of 20(?:; b: sequences? ([\d, ]+) of 9)?", description)
+        assert found, description
         listed = [int(place) for part in found.groups() if part for place in part.split(", ")]
         assert sorted(listed) == sorted(places.tolist())
     batches.close()
 
 
-def test_restoring_while_it_reads_ahead(windows):
+def test_restoring_during_read_ahead(windows):
     expected = take(open_batches(windows), 6)
     batches = open_batches(windows)
     for _ in range(5):
@@ -231,7 +231,7 @@ def test_restoring_while_it_reads_ahead(windows):
     assert_same(take(batches, 4), expected[1:5])
 
 
-def test_a_far_position_costs_no_more_than_a_near_one(windows):
+def test_a_distant_position_costs_no_more_than_a_near_one(windows):
     batches = open_batches(windows)
     batches.restore({"examples": 10**15})
     began = time.monotonic()
@@ -241,7 +241,7 @@ def test_a_far_position_costs_no_more_than_a_near_one(windows):
 
 
 class CountingWindows(PackedSequences):
-    """Windows that remember who was read."""
+    """Sequences that record which indices were read."""
 
     def __init__(self, cache, seq_len):
         super().__init__(cache, seq_len)
@@ -252,7 +252,7 @@ class CountingWindows(PackedSequences):
         return super().read(indices)
 
 
-def test_each_row_is_read_once_though_many_devices_hold_it():
+def test_each_row_is_read_once_even_if_many_devices_hold_it():
     counting = CountingWindows(numbered_cache(SEQ_LEN * 40), SEQ_LEN)
     batches = open_batches(counting, batch_size=16, layout=layout_of(data=2, model=4), shuffle=False)
     next(batches)
@@ -260,7 +260,7 @@ def test_each_row_is_read_once_though_many_devices_hold_it():
     np.testing.assert_array_equal(counting.reads[0], np.arange(16))
 
 
-def test_a_failure_names_the_place_and_keeps_its_traceback():
+def test_a_read_error_names_the_position_and_keeps_its_traceback():
     cache = numbered_cache(SEQ_LEN * 10)
     broken = PackedSequences(dataclasses.replace(cache, vocab_size=45), SEQ_LEN)
     batches = open_batches(broken, batch_size=2, shuffle=False)
@@ -279,7 +279,7 @@ def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_closing_while_it_reads_is_prompt(windows):
+def test_closing_during_a_read_is_prompt(windows):
     batches = open_batches(windows, batch_size=32)
     for _ in range(3):
         next(batches)
@@ -290,7 +290,7 @@ def test_closing_while_it_reads_is_prompt(windows):
     assert not prefetch_threads()
 
 
-def test_closed_or_forgotten_no_thread_stays(windows):
+def test_no_thread_survives_closing_or_garbage_collection(windows):
     closed = open_batches(windows)
     next(closed)
     closed.close()
@@ -323,12 +323,12 @@ class TestEvaluation:
         assert [(axis.name, axis.size) for axis in batch.tokens.axes] == [(BATCH, 8), (POSITION, SEQ_LEN)]
 
     @pytest.mark.parametrize(("most", "expected"), [(None, 5), (2, 2), (5, 5), (99, 5)])
-    def test_at_most_so_many(self, windows, most, expected):
+    def test_maximum_number_of_batches(self, windows, most, expected):
         assert len(list(eval_batches(windows, batch_size=8, layout=layout_of(), max_batches=most))) == expected
 
 
-def test_a_batch_that_does_not_divide_is_filled_up_with_padding(windows):
-    """Twelve examples over eight devices in two microbatches: four rows count nothing, and no example is lost."""
+def test_a_batch_that_does_not_divide_is_padded(windows):
+    """Twelve examples over eight devices in two microbatches: four rows are padding, and no example is lost."""
     plain = take(open_batches(windows, batch_size=12, layout=layout_of(data=4)), 3)
     padded = take(open_batches(windows, batch_size=12, num_microbatches=2, layout=layout_of(data=8)), 3)
     for one, two in zip(plain, padded, strict=True):

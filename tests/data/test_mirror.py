@@ -21,7 +21,7 @@ from tests.data.helpers import find_files
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder, counts what is fetched, and can break off."""
+    """Serves a folder, counts downloads, and can break the connection."""
 
     fetched: list[str]
     break_off = False
@@ -43,7 +43,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path):
-    """A folder, the address that it is served under, and the handler."""
+    """A folder, the URL that serves it, and the handler."""
     pytest.importorskip("aiohttp")
     folder = tmp_path / "served"
     folder.mkdir()
@@ -63,7 +63,7 @@ def asked_anew():
 
 
 def files(*urls, folder: Path, log=lambda _: None):
-    mirror.list_remote.cache_clear()  # as a new process
+    mirror.list_remote.cache_clear()  # simulates a new process
     return find_files(list(urls), "data.train_urls", "text", folder, log)
 
 
@@ -76,28 +76,28 @@ def texts(found):
 
 
 class TestHttp:
-    def test_is_listed_without_a_copy_and_copied_once(self, served, tmp_path):
+    def test_files_are_listed_without_copying_and_copied_once(self, served, tmp_path):
         folder, address, handler = served
         for number in range(1, 4):
             (folder / f"x-{number}.jsonl").write_text(json.dumps({"text": f"text {number}"}) + "\n")
         url = f"{address}/x-{{1..3}}.jsonl"
         assert listed(url) == [(f"x-{number}.jsonl", 19) for number in range(1, 4)]
         assert handler.fetched == []
-        said: list[str] = []
-        found = files(url, folder=tmp_path / "mirror", log=said.append)
+        logged: list[str] = []
+        found = files(url, folder=tmp_path / "mirror", log=logged.append)
         assert texts(found) == ["text 1", "text 2", "text 3"]
         assert [file.name for file in found] == ["x-1.jsonl", "x-2.jsonl", "x-3.jsonl"]
-        assert len(said) == 3
-        assert min(said).startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
+        assert len(logged) == 3
+        assert min(logged).startswith(f"mirror: {address}/x-1.jsonl: 0.0 MB copied to ")
         fetched = list(handler.fetched)
         assert [file.path for file in files(url, folder=tmp_path / "mirror")] == [file.path for file in found]
         assert handler.fetched == fetched
 
-    def test_what_has_changed_is_copied_again(self, served, tmp_path):
+    def test_changed_files_are_copied_again(self, served, tmp_path):
         folder, address, _ = served
         (folder / "x.txt").write_text("one")
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["one"]
-        (folder / "x.txt").write_text("two")  # of the same size
+        (folder / "x.txt").write_text("two")  # the same size
         os.utime(folder / "x.txt", (1, 1))
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["two"]
 
@@ -111,7 +111,7 @@ class TestHttp:
         assert listed(f"{address}/{{deep/d.py,a.txt}}") == [("a.txt", 5), ("deep/d.py", 9)]
         assert texts(files(f"{address}/a.txt?download=true", folder=tmp_path / "mirror")) == ["a.txt"]
 
-    def test_a_broken_connection_leaves_nothing(self, served, tmp_path):
+    def test_a_broken_connection_leaves_no_partial_file(self, served, tmp_path):
         folder, address, handler = served
         (folder / "x.txt").write_text("text " * 1000)
         handler.break_off = True
@@ -121,7 +121,7 @@ class TestHttp:
         handler.break_off = False
         assert texts(files(f"{address}/x.txt", folder=tmp_path / "mirror")) == ["text " * 1000]
 
-    def test_nothing_there_and_nobody_there(self, served):
+    def test_missing_files_and_unreachable_servers(self, served):
         _, address, _ = served
         with pytest.raises(ConfigError, match=rf"data\.train_urls\[0\]: '{address}/no\.txt' cannot be read .*404"):
             listed(f"{address}/no.txt")
@@ -140,7 +140,7 @@ class TestHttp:
 
 @pytest.fixture
 def memory():
-    """A folder in fsspec's memory."""
+    """A folder in fsspec's in-memory file system."""
     name = uuid.uuid4().hex
     fs = fsspec.filesystem("memory")
     fs.makedirs(f"/{name}/deep")
@@ -162,7 +162,7 @@ def test_memory(memory, tmp_path):
         listed(f"{address}/*.json")
 
 
-def test_names_are_those_of_a_local_copy(tmp_path):
+def test_names_equal_those_of_a_local_copy(tmp_path):
     for name in ("text/b.txt", "text/deep/a.txt", "more/c.txt"):
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "here" / name).write_text(name)
@@ -183,11 +183,11 @@ def test_progress_is_shown_while_a_file_is_copied(memory, tmp_path, monkeypatch)
     monkeypatch.setattr(mirror, "_LOG_INTERVAL_S", -1.0)
     address, write = memory
     write("x.txt", "text " * 2_000_000)
-    said: list[str] = []
-    files(f"{address}/x.txt", folder=tmp_path, log=said.append)
-    assert len(said) > 2
-    assert "x.txt: copying, " in said[-2]
-    assert said[-2].endswith(" of 10.0 MB")
+    logged: list[str] = []
+    files(f"{address}/x.txt", folder=tmp_path, log=logged.append)
+    assert len(logged) > 2
+    assert "x.txt: copying, " in logged[-2]
+    assert logged[-2].endswith(" of 10.0 MB")
 
 
 class TestDataConfig:
@@ -198,43 +198,43 @@ class TestDataConfig:
         write("b.jsonl", json.dumps({"text": "more text"}) + "\n")
         return DataConfig(train_urls=[address], cache_dir=str(tmp_path / "cache"), vocab_size=270)
 
-    def test_checking_copies_nothing(self, config, tmp_path):
+    def test_checking_does_not_copy(self, config, tmp_path):
         config.check()
         assert not (tmp_path / "cache").exists()
 
-    def test_is_built_through_the_mirror(self, config, memory):
-        said: list[str] = []
-        tokenizer = config.load_tokenizer(said.append)
-        first = config.open(tokenizer, 16, said.append).train[""].cache
-        assert [line.split(" ")[0] for line in said] == ["mirror:", "mirror:", "training", "train:"]
+    def test_a_cache_is_built_from_the_mirror(self, config, memory):
+        logged: list[str] = []
+        tokenizer = config.load_tokenizer(logged.append)
+        first = config.open(tokenizer, 16, logged.append).train[""].cache
+        assert [line.split(" ")[0] for line in logged] == ["mirror:", "mirror:", "training", "train:"]
         mirror.list_remote.cache_clear()
         config.check()
-        assert config.open(tokenizer, 16, said.append).train[""].cache.fingerprint == first.fingerprint
-        assert len(said) == 4
+        assert config.open(tokenizer, 16, logged.append).train[""].cache.fingerprint == first.fingerprint
+        assert len(logged) == 4
         memory[1]("a.txt", "other text")
         mirror.list_remote.cache_clear()
-        config.check()  # its content is not known before it is copied
+        config.check()  # the content is unknown before it is copied
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
-            config.load_tokenizer(said.append)
+            config.load_tokenizer(logged.append)
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
             config.check()
 
-    def test_identity_does_not_depend_on_the_place(self, config, tmp_path):
+    def test_identity_does_not_depend_on_the_location(self, config, tmp_path):
         [address] = config.train_urls
         fs = fsspec.filesystem("memory")
         fs.get(address, str(tmp_path / "local"), recursive=True)
         local = DataConfig(train_urls=[str(tmp_path / "local")], cache_dir="elsewhere", vocab_size=270)
         assert config.identity() == local.identity()
 
-    def test_other_text_is_evaluated_through_the_same_copies(self, config, tmp_path):
-        said: list[str] = []
+    def test_evaluating_other_text_reuses_the_copies(self, config, tmp_path):
+        logged: list[str] = []
         config = dataclasses.replace(config, validation_urls=config.train_urls)
-        tokenizer = config.load_tokenizer(said.append)
-        (first,) = config.open(tokenizer, 16, said.append).validation
+        tokenizer = config.load_tokenizer(logged.append)
+        (first,) = config.open(tokenizer, 16, logged.append).validation
         (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
-            tokenizer, 16, said.append, separate_cache=True
+            tokenizer, 16, logged.append, separate_cache=True
         )
         assert first.sequences.cache.fingerprint != other.sequences.cache.fingerprint
         assert tmp_path / "cache" / "evaluate" in other.sequences.cache.folder.parents
-        assert sum(line.startswith("mirror:") for line in said) == 2  # two files, each copied once
+        assert sum(line.startswith("mirror:") for line in logged) == 2  # two files, each copied once
         assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

@@ -1,4 +1,4 @@
-"""Mixtures against a stream that is made example after example, and what `train_weights` may say."""
+"""Mixtures against a stream built example by example, and the valid values of `train_weights`."""
 
 import dataclasses
 from collections import Counter
@@ -27,9 +27,9 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 BLOCK = 8
 
 
-def source(number: int, num_windows: int) -> PackedSequences:
-    """Window w of source n holds the tokens n * 1000 + w."""
-    tokens = [number * 1000 + place // SEQ_LEN for place in range(num_windows * SEQ_LEN + 1)]
+def source(number: int, num_sequences: int) -> PackedSequences:
+    """Sequence w of source n holds the tokens n * 1000 + w."""
+    tokens = [number * 1000 + place // SEQ_LEN for place in range(num_sequences * SEQ_LEN + 1)]
     return PackedSequences(cache_of([tokens]), SEQ_LEN)
 
 
@@ -46,7 +46,7 @@ def stream(mixed: Mixture, number: int) -> list[tuple[str, int]]:
     return [(mixed.names[s], int(p)) for s, p in zip(sources, places, strict=True)]
 
 
-def test_each_block_holds_each_source_exactly_so_often():
+def test_each_block_has_the_exact_number_of_examples_per_source():
     drawn = [name for name, _ in stream(mixture(), 45 + 4 * BLOCK)]
     starts = [stage.start for stage in STAGES] + [45 + 4 * BLOCK]
     for stage, start, end in zip(STAGES, starts, starts[1:], strict=False):
@@ -57,8 +57,8 @@ def test_each_block_holds_each_source_exactly_so_often():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_no_window_is_skipped_or_repeated_whatever_the_stages(shuffle):
-    """Levanter's deviation: a stage that begins inside of a block is an error there (100 steps of 32 in blocks of 2048)."""
+def test_no_sequence_is_skipped_or_repeated_for_any_stages(shuffle):
+    """In Levanter, a stage that begins inside a block is an error (100 steps of 32 in blocks of 2048)."""
     drawn = stream(mixture(shuffle=shuffle), 400)
     for name, windows in SOURCES.items():
         own, size = [place for drawn_name, place in drawn if drawn_name == name], len(windows)
@@ -69,7 +69,7 @@ def test_no_window_is_skipped_or_repeated_whatever_the_stages(shuffle):
         assert (epochs[0] != epochs[1]) == shuffle
 
 
-def test_any_example_is_found_without_those_before_it():
+def test_an_example_is_found_without_reading_earlier_ones():
     drawn = stream(mixture(), 300)
     fresh = mixture()
     for examples in (np.array([299, 3, 44, 45, 46, 18, 19]), np.arange(17, 52), np.array([0])):
@@ -77,7 +77,7 @@ def test_any_example_is_found_without_those_before_it():
         assert [(fresh.names[s], p) for s, p in zip(sources, places, strict=True)] == [drawn[i] for i in examples]
 
 
-def test_what_is_read_is_what_the_sources_hold():
+def test_examples_equal_the_sources_sequences():
     mixed, examples = mixture(), np.array([5, 60, 44, 7, 100])
     columns = mixed.read(examples)
     for row, (number, place) in enumerate(zip(*mixed.find(examples), strict=True)):
@@ -86,7 +86,7 @@ def test_what_is_read_is_what_the_sources_hold():
             assert columns[name].dtype == expected.dtype
 
 
-def test_a_source_more_leaves_the_others_their_order():
+def test_adding_a_source_keeps_the_order_of_the_others():
     def own(mixed: Mixture) -> list[int]:
         return [place for name, place in stream(mixed, 200) if name == "a"][:30]
 
@@ -109,7 +109,7 @@ weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
 
 @settings(max_examples=200, deadline=None)
 @given(weights, st.integers(1000, 5000))
-def test_counts_are_the_weights_to_less_than_one_example(values, block_size):
+def test_counts_match_the_weights_within_one_example(values, block_size):
     names = [str(n) for n in range(len(values))]
     counts = block_counts(dict(zip(names, values, strict=True)), names, block_size)
     assert sum(counts) == block_size
@@ -118,7 +118,7 @@ def test_counts_are_the_weights_to_less_than_one_example(values, block_size):
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=4), st.integers(0, 2**32), st.data())
-def test_stages_anywhere_agree_with_a_stream_made_one_by_one(lengths, seed, data):
+def test_stages_at_any_step_agree_with_an_example_by_example_stream(lengths, seed, data):
     counts = st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)
     starts = np.cumsum([0, *lengths])
     stages = [MixtureStage(int(start), tuple(data.draw(counts))) for start in starts]
@@ -132,7 +132,7 @@ def test_stages_anywhere_agree_with_a_stream_made_one_by_one(lengths, seed, data
 
 
 @pytest.mark.parametrize(
-    ("given_weights", "said"),
+    ("given_weights", "message"),
     [
         ({"a": 1, "z": 1}, "no source with train_urls is named 'z'\. Sources: a, b"),
         ({"a": 1}, "no weight for b"),
@@ -145,12 +145,12 @@ def test_stages_anywhere_agree_with_a_stream_made_one_by_one(lengths, seed, data
         ([], "the first must start at 0"),
     ],
 )
-def test_weights_that_cannot_be(given_weights, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_weights_are_refused(given_weights, message):
+    with pytest.raises(ConfigError, match=message):
         weight_stages(given_weights, ["a", "b"])
 
 
-def test_a_weight_that_is_less_than_an_example_is_an_error_and_not_nothing():
+def test_a_weight_below_one_example_per_block_is_an_error():
     with pytest.raises(ConfigError, match=r"Raise data\.mixture_block_size to 1001"):
         block_counts({"a": 999, "b": 1}, ["a", "b"], 100)
 
@@ -174,7 +174,7 @@ def opened(config: DataConfig):
 
 
 def test_mixture_fields(config, tmp_path):
-    """tests/test_fields.py: each changes what is read, or how long."""
+    """Each field changes what is read, or for how long (see tests/test_fields.py)."""
 
     def seen(**changes) -> list:
         data = opened(dataclasses.replace(config, **changes))
@@ -205,7 +205,7 @@ def test_mixture_fields(config, tmp_path):
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["a", "b", "c"]
 
 
-def test_a_stage_without_a_source_needs_no_cache_of_it(config):
+def test_a_source_that_no_stage_uses_needs_no_cache(config):
     data = opened(dataclasses.replace(config, train_weights={"a": 1, "b": 0}))
     assert list(data.train) == ["a"]
     never = dataclasses.replace(config, train_weights=[[0, {"a": 1, "b": 1}], [1, {"a": 1, "b": 0}]])
@@ -215,7 +215,7 @@ def test_a_stage_without_a_source_needs_no_cache_of_it(config):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"train_urls": ["x.txt"]}, "data.train_urls: has no effect together with data.configs"),
         ({"tags": ["x"]}, "data.tags: has no effect together with data.configs"),
@@ -229,12 +229,12 @@ def test_a_stage_without_a_source_needs_no_cache_of_it(config):
         ({"configs": {"a": SourceConfig(["nowhere.txt"])}, "train_weights": None}, r"data.configs.a.train_urls\[0\]"),
     ],
 )
-def test_sections_that_cannot_be(config, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_mixture_sections_are_refused(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **changes).check()
 
 
-def test_the_identity_is_the_sources_content(config):
+def test_the_identity_depends_on_the_sources_content(config):
     def identity(**changes) -> dict:
         return dataclasses.replace(config, **changes).identity()
 
@@ -244,18 +244,18 @@ def test_the_identity_is_the_sources_content(config):
     assert usual != identity(configs={**config.configs, "b": config.configs["a"]})
 
 
-def test_the_forms_of_shuffle():
+def test_values_of_shuffle():
     def read(text: str) -> object:
         return decode(DataConfig, ConfigSource({"shuffle": yaml.safe_load(text)})).shuffle
 
     assert [read("true"), read("false")] == [True, False]
     assert read("{type: era, era_length: 100}") == EraShuffle(100)
-    for text, said in {
+    for text, message in {
         "{type: era}": "era_length",
         "{type: epoch, era_length: 1}": "'era' expected",
         "era": "'era' given",
     }.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read(text)
     with pytest.raises(ConfigError, match="era_length: 0 given"):
         read("{type: era, era_length: 0}")
@@ -263,7 +263,7 @@ def test_the_forms_of_shuffle():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared data")
-def test_real_texts_come_in_the_proportions_of_each_stage(tmp_path):
+def test_real_texts_follow_the_weights_of_each_stage(tmp_path):
     names = {"plays": "tinyshakespeare.txt", "wiki": "wikitext2_valid.txt"}
     config = DataConfig(
         configs={name: SourceConfig([str(SHARED / file)]) for name, file in names.items()},

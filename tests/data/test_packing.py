@@ -13,9 +13,9 @@ lengths_of_documents = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
 
 def by_hand(documents: list[list[int]], seq_len: int) -> list[list[tuple]]:
-    """One token at a time: (token, target, mask, segment, position) for each place of each window."""
+    """One token at a time: (token, target, mask, segment, position) for each position of each sequence."""
     stream = [(token, d, i) for d, document in enumerate(documents) for i, token in enumerate(document)]
-    windows = []
+    sequences = []
     for start in range(0, max(1, len(stream) - 1), seq_len):
         window = []
         for place in range(start, start + seq_len):
@@ -28,16 +28,16 @@ def by_hand(documents: list[list[int]], seq_len: int) -> list[list[tuple]]:
             segment = document - first_of_window[1] + 1
             position = place - start if segment == 1 else inside
             window.append((token, following[0], float(following[1] == document), segment, position))
-        windows.append(window)
-    return windows
+        sequences.append(window)
+    return sequences
 
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
-def test_agrees_with_one_token_at_a_time(lengths, seq_len):
+def test_agrees_with_packing_one_token_at_a_time(lengths, seq_len):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
-    windows = PackedSequences(cache_of(documents), seq_len)
-    columns = windows.read(np.arange(len(windows)))
+    sequences = PackedSequences(cache_of(documents), seq_len)
+    columns = sequences.read(np.arange(len(sequences)))
     names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
     found = np.stack([columns[name] for name in names], axis=-1).tolist()
     assert found == [[list(place) for place in window] for window in by_hand(documents, seq_len)]
@@ -45,27 +45,27 @@ def test_agrees_with_one_token_at_a_time(lengths, seq_len):
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
-def test_every_token_but_each_documents_first_is_a_target_once(lengths, seq_len):
+def test_every_token_except_each_documents_first_is_a_target_once(lengths, seq_len):
     numbers = iter(range(1000))
     documents = [[next(numbers) for _ in range(length)] for length in lengths]
-    windows = PackedSequences(cache_of(documents), seq_len)
-    columns = windows.read(np.arange(len(windows)))
+    sequences = PackedSequences(cache_of(documents), seq_len)
+    columns = sequences.read(np.arange(len(sequences)))
     counted = columns["loss_mask"] == 1
     assert sorted(columns["targets"][counted].tolist()) == [t for document in documents for t in document[1:]]
     np.testing.assert_array_equal(columns["targets"][counted], columns["tokens"][counted] + 1)
 
 
-def test_windows_may_be_asked_for_in_any_order():
-    windows = PackedSequences(numbered_cache(100), 8)
-    everything = windows.read(np.arange(len(windows)))
+def test_sequences_can_be_read_in_any_order():
+    sequences = PackedSequences(numbered_cache(100), 8)
+    everything = sequences.read(np.arange(len(sequences)))
     some = np.array([5, 0, 12, 5])
-    for name, column in windows.read(some).items():
+    for name, column in sequences.read(some).items():
         np.testing.assert_array_equal(column, everything[name][some])
         assert column.dtype == (np.float32 if name == "loss_mask" else np.int32)
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
-def test_documents_without_tokens_change_nothing(seq_len):
+def test_empty_documents_have_no_effect(seq_len):
     full = PackedSequences(cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
     with_empty = PackedSequences(cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
     everything = np.arange(len(full))
@@ -74,7 +74,7 @@ def test_documents_without_tokens_change_nothing(seq_len):
         np.testing.assert_array_equal(with_empty.read(everything)[name], column, err_msg=name)
 
 
-def test_columns_are_apart():
+def test_columns_do_not_share_memory():
     columns = PackedSequences(numbered_cache(100), 8).read(np.arange(3))
     expected = {name: column.copy() for name, column in columns.items()}
     columns["tokens"][:] = -1
@@ -89,18 +89,18 @@ def test_a_token_beyond_the_vocabulary_is_named():
 
 
 def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: int, most: int) -> list[list[tuple]]:
-    """One document at a time into the last window, if there is room: (token, target, mask, segment, position)."""
-    windows: list[list[int]] = []
+    """One document at a time into the last sequence, if it fits: (token, target, mask, segment, position)."""
+    sequences: list[list[int]] = []
     room = 0
     for number, document in enumerate(documents):
         needed = min(len(document), seq_len)
-        if not windows or needed > room or most == 1:
-            windows.append([])
+        if not sequences or needed > room or most == 1:
+            sequences.append([])
             room = seq_len
-        windows[-1].append(number)
+        sequences[-1].append(number)
         room -= needed
     rows = []
-    for members in windows:
+    for members in sequences:
         row = []
         for segment, number in enumerate(members, start=1):
             ids, asked = documents[number], masks[number]
@@ -116,21 +116,24 @@ def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: 
 
 @settings(max_examples=200, deadline=None)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), max_documents=st.sampled_from([0, 1]), data=st.data())
-def test_whole_documents_agree_with_one_document_at_a_time(lengths, seq_len, max_documents, data):
+def test_whole_documents_agree_with_packing_one_document_at_a_time(lengths, seq_len, max_documents, data):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
     cache = dataclasses.replace(cache_of(documents), target_mask=np.concatenate(masks).astype(np.uint8))
     whole = pack_documents(cache, seq_len, max_documents=max_documents)
-    windows, expected = PackedSequences(cache, seq_len, whole), packed_by_hand(documents, masks, seq_len, max_documents)
-    assert len(windows) == len(expected)
+    sequences, expected = (
+        PackedSequences(cache, seq_len, whole),
+        packed_by_hand(documents, masks, seq_len, max_documents),
+    )
+    assert len(sequences) == len(expected)
     assert whole.num_truncated == sum(n > seq_len + 1 for n in lengths)
     assert whole.num_lost == sum(max(0, n - seq_len - 1) for n in lengths)
     if expected:
-        columns = windows.read(np.arange(len(windows)))
+        columns = sequences.read(np.arange(len(sequences)))
         found = np.stack([columns[n] for n in ("tokens", "loss_mask", "segment_ids", "positions")], axis=-1).tolist()
         assert found == [[[t, m, s, p] for t, _, m, s, p in row] for row in expected]
         asked = columns["loss_mask"] > 0
         np.testing.assert_array_equal(
             columns["targets"][asked], np.array([[r[1] for r in row] for row in expected])[asked]
         )
-        assert windows.padding == pytest.approx(np.mean([[s == 0 for _, _, _, s, _ in row] for row in expected]))
+        assert sequences.padding == pytest.approx(np.mean([[s == 0 for _, _, _, s, _ in row] for row in expected]))

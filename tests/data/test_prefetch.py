@@ -23,7 +23,7 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-def test_gives_everything_in_order_and_no_more_than_its_depth_ahead():
+def test_yields_everything_in_order_and_reads_at_most_its_depth_ahead():
     made = []
 
     def make(number):
@@ -38,23 +38,23 @@ def test_gives_everything_in_order_and_no_more_than_its_depth_ahead():
     assert made == list(range(7))  # five taken, two waiting
 
 
-def test_taking_what_is_ready_wakes_nobody_and_refill_does(monkeypatch):
+def test_taking_a_ready_item_wakes_no_thread_but_refill_does(monkeypatch):
     monkeypatch.setattr(prefetch, "_POLL_S", 60.0)
     made = []
     ahead = Prefetch(made.append, depth=2)
     wait_until(lambda: len(made) == 2)
-    time.sleep(0.1)  # by now it sleeps
+    time.sleep(0.1)  # the thread sleeps by now
     ahead.take()
     time.sleep(0.2)
     assert len(made) == 2
     ahead.refill()
     wait_until(lambda: len(made) == 3)
-    for _ in range(50):  # more than there are, and nobody says refill
+    for _ in range(50):  # more than there are, without a refill
         ahead.take()
     ahead.close()
 
 
-def test_a_failure_comes_in_its_turn_with_its_traceback_and_stays():
+def test_an_error_is_raised_in_order_with_its_traceback_and_persists():
     def read_record(number):
         if number == 2:
             raise ValueError(f"record {number} is broken")
@@ -70,7 +70,7 @@ def test_a_failure_comes_in_its_turn_with_its_traceback_and_stays():
     assert not own_threads()
 
 
-def test_close_is_prompt_when_nobody_takes():
+def test_close_is_prompt_when_the_queue_is_full():
     ahead = Prefetch(lambda number: number, depth=2)
     ahead.take()
     began = time.monotonic()
@@ -80,7 +80,7 @@ def test_close_is_prompt_when_nobody_takes():
     assert not own_threads()
 
 
-def test_a_forgotten_one_ends_its_thread():
+def test_garbage_collection_ends_the_thread():
     ahead = Prefetch(lambda number: number, depth=2)
     ahead.take()
     del ahead
@@ -89,7 +89,7 @@ def test_a_forgotten_one_ends_its_thread():
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "cycle = [ahead]; cycle.append(cycle); del ahead"])
-def test_the_interpreter_ends_with_one_open(ending):
+def test_the_interpreter_exits_with_an_open_prefetcher(ending):
     program = textwrap.dedent(
         f"""
         from jaxlm.data.prefetch import Prefetch

@@ -1,4 +1,4 @@
-"""`trainer.ray`: a cache that a cluster has made is the one that this process makes, also where workers are killed."""
+"""`trainer.ray`: a cluster builds the same cache as this process, even if workers are killed."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from jaxlm.data.formats.text import TextFormat
 from tests.data.helpers import find_files, small_tokenizer, write_corpus
 
 
-def test_a_cluster_that_is_not_there(monkeypatch):
+def test_an_unreachable_cluster_is_an_error(monkeypatch):
     with (
         pytest.raises(ConfigError, match=r"trainer\.ray\.address: '127\.0\.0\.1:1' cannot be reached \(ConnectionRef"),
         RayConfig(address="127.0.0.1:1").cluster(print, shared=False),
@@ -41,7 +41,7 @@ def test_a_cluster_that_is_not_there(monkeypatch):
 
 
 def killing_one(folder: Path, killed: list[int]) -> threading.Thread:
-    """A thread that kills the worker which begins the fourth part, while it works on it."""
+    """A thread that kills the worker of the fourth part while it works on it."""
 
     def watch() -> None:
         while len(begun := sorted(folder.iterdir())) < 4:
@@ -55,13 +55,13 @@ def killing_one(folder: Path, killed: list[int]) -> threading.Thread:
 
 
 @pytest.mark.slow
-def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeypatch, capfd):
+def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 300)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     @dataclass(frozen=True)
     class Slow(Encoder):
-        """Leaves its process id for each part, and takes its time. Ray copies it by value."""
+        """Records its process id for each part, and works slowly. Ray copies it by value."""
 
         usual: Any
         begun: Path
@@ -86,17 +86,17 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
     (tmp_path / "begun").mkdir()
     tokenizer = small_tokenizer()
     usual = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
-    said: list[str] = []
+    logged: list[str] = []
 
     def build(name: str, encoder: Encoder, workers, text: str = "text") -> dict[str, bytes]:
         files = find_files([str(tmp_path / text)], "x", "text")
         made_from = cache_key(files, tokenizer, bos=True, eos=True)
-        open_or_build(tmp_path / name / "train", files, encoder, made_from, said.append, workers)
+        open_or_build(tmp_path / name / "train", files, encoder, made_from, logged.append, workers)
         return {path.name: path.read_bytes() for path in (tmp_path / name / "train").iterdir()}
 
     expected = build("local", usual, LOCAL_WORKERS)
     before = signal.getsignal(signal.SIGTERM)
-    with RayConfig().cluster(said.append, shared=True) as workers:
+    with RayConfig().cluster(logged.append, shared=True) as workers:
         import ray
 
         killed: list[int] = []
@@ -107,11 +107,11 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
         assert len({name.partition("-")[2] for name in begun}) > 1
         assert len(killed) == 1
         alone = sum(node["Alive"] for node in ray.nodes())
-        # Errors of the tokenizing arrive as they were raised.
+        # Errors of tokenizing arrive as they were raised.
         (tmp_path / "bad.txt").write_text("not tokenized")
         with pytest.raises(ConfigError, match=r"^this cannot be tokenized"):
             build("bad", Slow(usual, tmp_path / "begun"), workers, "bad.txt")
-        # Another process's machine; here it is the same one.
+        # The machine of another process; in this test, the same machine.
         with join_cluster(workers.cluster_address) as node:
             end = time.monotonic() + 60
             while sum(n["Alive"] for n in ray.nodes()) == alone and time.monotonic() < end:
@@ -120,7 +120,7 @@ def test_workers_are_killed_and_join_and_the_cache_is_the_same(tmp_path, monkeyp
             assert sum(n["Alive"] for n in ray.nodes()) == alone + 1
         assert node.poll() is not None
     assert signal.getsignal(signal.SIGTERM) is before
-    assert any(line.startswith("ray: tokenizing on ") and "(started)" in line for line in said)
+    assert any(line.startswith("ray: tokenizing on ") and "(started)" in line for line in logged)
     shown = capfd.readouterr()
     lines = [line for line in (shown.out + shown.err).splitlines() if line.strip()]
-    assert all("(raylet)" in line for line in lines), lines  # it tells of the worker that died, and of nothing else
+    assert all("(raylet)" in line for line in lines), lines  # it reports only the worker that died

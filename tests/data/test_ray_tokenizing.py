@@ -1,4 +1,4 @@
-"""Which caches are made on a cluster, and when there is one."""
+"""Which caches are built on a cluster, and when the cluster is started."""
 
 import contextlib
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxlm.data.config import DataConfig
 from tests.data.helpers import write_corpus
 
 
-def test_a_cluster_is_there_while_caches_are_made_and_not_for_those_that_are_there(tmp_path, monkeypatch):
+def test_a_cluster_is_started_only_to_build_missing_caches(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     events: list[str] = []
 

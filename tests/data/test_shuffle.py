@@ -28,7 +28,7 @@ def test_is_a_permutation_for_any_size_seed_and_epoch(size, seed, epoch):
 @given(
     size=st.integers(2**33, 2**50), indices=st.lists(st.integers(0, 2**33 - 1), min_size=1, max_size=50, unique=True)
 )
-def test_sizes_that_no_array_could_hold(size, indices):
+def test_sizes_larger_than_any_array(size, indices):
     places = permute(np.array(indices), size, seed=1, epoch=np.zeros(len(indices), np.int64))
     assert len(set(places.tolist())) == len(indices)
     assert places.min() >= 0
@@ -37,13 +37,13 @@ def test_sizes_that_no_array_could_hold(size, indices):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), size=st.integers(1, 2000))
-def test_an_index_is_answered_alone_as_among_others(data, size):
+def test_a_single_index_gives_the_same_result_as_in_a_batch(data, size):
     index, epoch = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 5))
     alone = permute(np.array([index]), size, seed=9, epoch=np.array([epoch]))
     assert alone[0] == order(size, 9, epoch)[index]
 
 
-def test_epochs_and_seeds_have_their_own_orders():
+def test_epochs_and_seeds_have_different_orders():
     orders = {tuple(order(50, seed, epoch)) for seed, epoch in itertools.product(range(20), range(20))}
     assert len(orders) == 400
 
@@ -68,7 +68,7 @@ def test_the_endless_order_is_each_epochs_permutation(size, start, steps, block)
 
 
 def epochs_of(size: int, num_epochs: int) -> np.ndarray:
-    """[num_epochs, size]: one order a row."""
+    """[num_epochs, size]: one order per row."""
     epochs, indices = np.repeat(np.arange(num_epochs), size), np.tile(np.arange(size), num_epochs)
     return permute(indices, size, seed=0, epoch=epochs).reshape(num_epochs, size)
 
@@ -81,29 +81,29 @@ def excess(counts: np.ndarray, degrees_of_freedom: int) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_orders_of_a_few_are_equally_frequent(size):
+def test_all_orders_of_a_small_size_are_equally_likely(size):
     _, counts = np.unique(epochs_of(size, 60_000), axis=0, return_counts=True)
     assert len(counts) == len(list(itertools.permutations(range(size))))
     assert excess(counts, len(counts) - 1) < 5
 
 
 @pytest.mark.parametrize("size", [5, 10, 30])
-def test_each_index_lands_everywhere_equally_often(size):
+def test_each_index_is_equally_likely_at_each_position(size):
     orders = epochs_of(size, 60_000)
     landed = np.stack([np.bincount(orders[:, index], minlength=size) for index in range(size)])
     assert excess(landed, (size - 1) ** 2) < 5
 
 
-def test_neighbours_are_torn_apart():
+def test_neighbors_are_separated():
     size = 10_000
     steps = np.abs(np.diff(order(size)))
-    assert abs(steps.mean() / size - 1 / 3) < 0.02  # of two places chosen independently
+    assert abs(steps.mean() / size - 1 / 3) < 0.02  # for two positions chosen independently
     assert (steps == 1).mean() < 0.002
 
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 70), era_length=st.integers(1, 80), seed=st.integers(0, 2**32))
-def test_eras_are_shuffled_within_themselves_anew_in_each_epoch(size, era_length, seed):
+def test_each_era_is_shuffled_separately_and_differently_in_each_epoch(size, era_length, seed):
     found = shuffle_in_eras(np.arange(3 * size), size, era_length, seed=seed).reshape(3, size)
     for epoch in found:
         for first in range(0, size, era_length):

@@ -50,7 +50,7 @@ def test_braces(tree):
     assert names(tree / "odd{1,2}.txt") == ["odd{1,2}.txt"]
 
 
-def test_a_file_is_read_once_and_names_stay_apart(tree, tmp_path_factory):
+def test_a_file_is_listed_once_and_names_are_unique(tree, tmp_path_factory):
     assert names(tree / "b.txt", tree) == ["b.txt", "a.py", "deep/d.txt", "deep/er/c.jsonl"]
     other = tmp_path_factory.mktemp("other")
     (other / "b.txt").write_text("another b")
@@ -66,7 +66,7 @@ def test_same_documents_from_any_folder(tree, monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", [".", "**/*.*"])
-def test_the_order_is_not_the_file_systems(tree, monkeypatch, pattern):
+def test_the_order_does_not_depend_on_the_file_system(tree, monkeypatch, pattern):
     (tree / "notes.md").unlink()
     expected = ["a.py", "b.txt", "deep/d.txt", "deep/er/c.jsonl"]
     walk, matching = os.walk, glob.glob
@@ -87,13 +87,13 @@ def test_the_order_is_not_the_file_systems(tree, monkeypatch, pattern):
         assert names(tree / pattern) == expected
 
 
-def test_a_file_that_may_not_be_read(tree, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything
+def test_an_unreadable_file_is_an_error(tree, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root can read everything
     with pytest.raises(ConfigError, match=r"data\.train_urls\[0\]: '.*b\.txt' is not readable"):
         names(tree)
 
 
-def test_a_digest_follows_the_content_and_not_the_time(tree):
+def test_a_digest_depends_on_content_not_on_time(tree):
     [file] = find_files([str(tree / "b.txt")], "data.train_urls", "text")
     before = file.digest
     os.utime(file.path, (1, 1))
@@ -152,7 +152,7 @@ def test_unreadable_text_names_file_and_place(tmp_path, name, content, message):
         ("stdlib:test", r"data\.train_urls\[1\]: 'stdlib:test' given\. Allowed: stdlib:train, stdlib:validation"),
     ],
 )
-def test_urls_that_mean_nothing(tree, url, message):
+def test_invalid_urls_are_refused(tree, url, message):
     (tree / "empty").mkdir()
     (tree / "nothing.txt").touch()
     with pytest.raises(ConfigError, match=message):
@@ -168,7 +168,7 @@ class TestStandardLibrary:
         assert len(set(digests)) == len(digests)
         assert 0.03 < len(held_out) / len(digests) < 0.07
 
-    def test_holds_all_readable_text_and_nothing_else(self):
+    def test_contains_exactly_the_readable_text(self):
         root = Path(sysconfig.get_path("stdlib"))
         found = [file for split in ("train", "validation") for file in find_files([f"stdlib:{split}"], "x", "text")]
         everything = {file.path.read_bytes() for file in found}

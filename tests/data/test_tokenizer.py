@@ -30,13 +30,13 @@ def small():
 
 @settings(max_examples=150, deadline=None)
 @given(text=any_text | code_like.map("".join))
-def test_any_text_comes_back_byte_for_byte(small, text):
+def test_any_text_round_trips_byte_for_byte(small, text):
     [ids] = small.encode_batch([text])
     assert small.decode(ids) == text
     assert small.token_bytes()[ids].sum() == len(text.encode())
 
 
-def test_text_that_looks_like_a_special_token_is_text(small):
+def test_special_tokens_in_text_are_encoded_as_text(small):
     text = f"a{END_OF_TEXT}b"
     [ids] = small.encode_batch([text])
     assert small.eos_id not in ids
@@ -53,7 +53,7 @@ def test_token_bytes_of_single_bytes_and_of_the_end_of_text(small):
     assert (counts == 1).sum() == 256
 
 
-def test_training_is_the_same_in_another_process():
+def test_training_is_deterministic_across_processes():
     program = textwrap.dedent(
         """
         from tests.data.helpers import small_tokenizer
@@ -67,12 +67,12 @@ def test_training_is_the_same_in_another_process():
     assert done.stdout.strip() == small_tokenizer().fingerprint
 
 
-def test_vocabulary_is_no_larger_than_the_text_gives():
+def test_the_vocabulary_is_limited_by_the_text():
     assert train_bpe(["ab ab ab"], 1000).vocab_size < 270
     assert small_tokenizer(300).vocab_size == 300
 
 
-def test_saved_and_loaded(small, tmp_path):
+def test_save_and_load(small, tmp_path):
     small.save(tmp_path)
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = load_tokenizer(str(path))
@@ -82,7 +82,7 @@ def test_saved_and_loaded(small, tmp_path):
 
 
 def saved_with(small: Tokenizer, folder: Path, **settings: object) -> Path:
-    """The small tokenizer with two more special tokens and other settings beside it."""
+    """The small tokenizer with two more special tokens and other settings."""
     small.save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     for name in ("<begin>", "</s>"):
@@ -105,14 +105,14 @@ def saved_with(small: Tokenizer, folder: Path, **settings: object) -> Path:
         ({}, 0, 0),  # <|endoftext|>
     ],
 )
-def test_where_special_tokens_are_found(small, tmp_path, settings, bos, eos):
+def test_special_tokens_are_found_in_the_settings(small, tmp_path, settings, bos, eos):
     loaded = load_tokenizer(str(saved_with(small, tmp_path, **settings)))
     assert (loaded.bos_id, loaded.eos_id) == (bos, eos)
     assert loaded.vocab_size == 322
     assert loaded.token_bytes()[[0, 320, 321]].tolist() == [0, 0, 0]
 
 
-def test_the_fingerprint_knows_the_special_tokens(small, tmp_path):
+def test_the_fingerprint_depends_on_the_special_tokens(small, tmp_path):
     before = load_tokenizer(str(saved_with(small, tmp_path))).fingerprint
     after = load_tokenizer(str(saved_with(small, tmp_path, config={"eos_token_id": 321}))).fingerprint
     assert before != after
@@ -126,7 +126,7 @@ def test_the_fingerprint_knows_the_special_tokens(small, tmp_path):
         ('{"version": 1}', r"is not a tokenizer: it has no \"model\""),
     ],
 )
-def test_what_is_no_tokenizer(tmp_path, content, message):
+def test_invalid_tokenizers_are_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{message}"):
@@ -172,7 +172,7 @@ def test_token_bytes_of_a_sentencepiece_vocabulary(text):
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
 
 
-def test_bytes_of_other_vocabularies_are_not_guessed():
+def test_bytes_of_unknown_vocabularies_are_not_guessed():
     import tokenizers
     from tokenizers import models
 
@@ -184,7 +184,7 @@ def test_bytes_of_other_vocabularies_are_not_guessed():
 
 
 class TestLongTexts:
-    """They are cut for the tokenizer, and the ids must not tell."""
+    """Long texts are split before tokenization, which must not change the ids."""
 
     @pytest.fixture(autouse=True)
     def short(self, monkeypatch):
@@ -204,7 +204,7 @@ class TestLongTexts:
             st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
         )
     )
-    def test_same_ids_as_uncut(self, small, text):
+    def test_splitting_gives_the_same_ids(self, small, text):
         self.agree(small, "".join(text))
 
     @settings(max_examples=100, deadline=None)
@@ -214,25 +214,25 @@ class TestLongTexts:
         )
     )
     @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
-    def test_same_ids_as_uncut_with_gpt2(self, gpt2, text):
+    def test_splitting_gives_the_same_ids_with_gpt2(self, gpt2, text):
         self.agree(gpt2, "".join(text))
 
     @pytest.fixture(scope="class")
     def gpt2(self):
         return load_tokenizer(str(GPT2))
 
-    def test_cuts_where_it_can(self, small):
+    def test_splits_long_texts(self, small):
         assert self.agree(small, "abc def\nghi " * 30) > 10
         assert self.agree(small, "no line here " * 30) == 1
 
-    def test_never_cuts_for_tokenizers_that_it_does_not_know(self):
+    def test_never_splits_for_unknown_tokenizers(self):
         assert self.agree(sentencepiece_like(), "ab\nab" * 30) == 1
 
     @pytest.mark.parametrize(
         ("pattern", "normalizer", "cuts"),
         [(r"\n", None, True), (r"\s?\w+", None, False), (r"\w+\n?", None, False), (r"\n", "prepend", False)],
     )
-    def test_cuts_only_where_newlines_stand_alone(self, pattern, normalizer, cuts):
+    def test_splits_only_at_isolated_newlines(self, pattern, normalizer, cuts):
         import tokenizers
         from tokenizers import models, normalizers, pre_tokenizers, trainers
 

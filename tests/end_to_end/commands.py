@@ -1,4 +1,4 @@
-"""Runs of the real command in processes of their own, on a small corpus."""
+"""Runs the real command in separate processes, on a small corpus."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ optimizer: {{learning_rate: 1.0e-2, warmup: 2}}
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended."""
+    """The result of a finished command."""
 
     code: int
     out: str
@@ -54,7 +54,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Workplace:
-    """A folder to run commands in, with a configuration."""
+    """A folder with a configuration, in which commands run."""
 
     folder: Path
     cache: Path
@@ -62,7 +62,7 @@ class Workplace:
     devices: int = 1
 
     def write(self, extra: str = "", name: str = "run") -> Path:
-        """The small configuration, with further YAML below it."""
+        """The small configuration, with more YAML appended."""
         text = CONFIG.format(corpus=self.corpus / "train", held_out=self.corpus / "validation", cache=self.cache)
         path = self.folder / f"{name}.yaml"
         path.write_text(text + textwrap.dedent(extra))
@@ -83,7 +83,7 @@ class Workplace:
     def start_all(
         self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
     ) -> list[subprocess.Popen[str]]:
-        """Starts the command in so many processes that know of each other."""
+        """Starts the command as one run of several processes."""
         if processes == 1:
             return [self.start(*arguments, module=module, **environment)]
         with socket.socket() as free:
@@ -113,7 +113,7 @@ class Workplace:
         return losses
 
     def checkpoints(self, run_id: str = "run") -> list[str]:
-        """Names of all that lies in the run's checkpoint folder."""
+        """Names of everything in the run's checkpoint folder."""
         folder = self.folder / "checkpoints" / run_id
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
@@ -131,7 +131,7 @@ class Workplace:
 
 @dataclass(frozen=True)
 class Uninterrupted:
-    """A run that came to its end without a stop, and what others are compared with.
+    """An uninterrupted run, with which other runs are compared.
 
     Attributes:
         place: its folder.
@@ -145,7 +145,7 @@ class Uninterrupted:
 
 
 def make_corpus(folder: Path) -> None:
-    """A few modules of the standard library, some to train on and some held out."""
+    """A few modules of the standard library, some for training and some held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for split, names in {
         "train": ["argparse", "ast", "inspect", "textwrap"],

@@ -9,7 +9,7 @@ from tests.end_to_end.commands import Finished, Uninterrupted, Workplace, make_c
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
-    """A corpus, and caches of tokens and compiled programs that all runs share."""
+    """A corpus, and the caches of tokens and compiled programs that all runs share."""
     folder = tmp_path_factory.mktemp("shared")
     make_corpus(folder / "corpus")
     return folder
@@ -17,7 +17,7 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def workplace(shared, tmp_path_factory) -> Callable[..., Workplace]:
-    """Makes a fresh folder to run commands in, on the given number of simulated devices."""
+    """Creates a folder in which commands run on the given number of simulated devices."""
 
     def make(devices: int = 1) -> Workplace:
         return Workplace(tmp_path_factory.mktemp("work"), shared / "cache", shared / "corpus", devices)
@@ -27,7 +27,7 @@ def workplace(shared, tmp_path_factory) -> Callable[..., Workplace]:
 
 @pytest.fixture(scope="session")
 def finished(workplace) -> Workplace:
-    """A run of 12 steps that keeps an average of the weights and evaluates two sources. Only read it, or a copy of it."""
+    """A run of 12 steps with an average of the weights and two evaluated sources. Do not change it; use a copy."""
     place = workplace()
     path = place.write()
     held_out = place.corpus / "validation"
@@ -41,7 +41,7 @@ def finished(workplace) -> Workplace:
 
 @pytest.fixture(scope="session")
 def uninterrupted(workplace) -> Uninterrupted:
-    """A run of 24 steps on one device that nothing interrupts."""
+    """An uninterrupted run of 24 steps on one device."""
     place = workplace()
     place.write()
     result = place.run("--config_path", "run.yaml")
@@ -51,14 +51,14 @@ def uninterrupted(workplace) -> Uninterrupted:
 
 @pytest.fixture
 def in_process(monkeypatch, capsys) -> Iterator[Callable[..., Finished]]:
-    """Runs a command's `main` in this process and in a workplace's folder: for what ends before anything is compiled."""
+    """Runs a command's `main` in this process, in a workplace's folder, for commands that end before compiling."""
     cache = jax.config.jax_compilation_cache_dir
 
     def run(main: Callable[[Sequence[str]], int], place: Workplace, *arguments: str) -> Finished:
         monkeypatch.chdir(place.folder)
         try:
             code = main(arguments)
-        except SystemExit as end:  # of argparse
+        except SystemExit as end:  # raised by argparse
             code = int(end.code or 0)
         shown = capsys.readouterr()
         return Finished(code, shown.out, shown.err)

@@ -1,4 +1,4 @@
-"""`jaxlm.train`, killing itself (SIGKILL) at a place that the environment names."""
+"""`jaxlm.train` that kills itself (SIGKILL) at the point that the environment names."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def die(*_args, **_kwargs):
 
 
 def at_step(step: int) -> None:
-    """Dies when a step is dispatched."""
+    """Kills the process when a step is dispatched."""
     push = reports.AsyncMetrics.push
 
     def pushing(self, number, *args):
@@ -29,11 +29,11 @@ def at_step(step: int) -> None:
 PLACES = {
     "first phase": lambda: at_step(8),
     "second phase": lambda: at_step(14),
-    # The first phase's last checkpoint is there, and nothing of the second.
+    # The first phase's last checkpoint exists, and nothing of the second phase.
     "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.enter_phase)),
-    # The surgery is done, and its checkpoint is not yet saved.
+    # The surgery is done, but its checkpoint is not saved yet.
     "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_phase(Saver.save_entry)),
-    # All of that checkpoint is written, and it has not got its name.
+    # That checkpoint is completely written, but not renamed yet.
     "saving the entry": lambda: setattr(LocalFolder, "commit", die_committing("step-12-adapt", LocalFolder.commit)),
 }
 
@@ -50,8 +50,8 @@ def die_in_second_phase(function):
     return wrapped
 
 
-def die_committing(wanted, commit):
-    return lambda self, name: die() if name == wanted else commit(self, name)
+def die_committing(checkpoint, commit):
+    return lambda self, name: die() if name == checkpoint else commit(self, name)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`jaxlm.train`, killing itself (SIGKILL) inside of a save to a bucket: `<process>:<checkpoint>`.
+"""`jaxlm.train` that kills itself (SIGKILL) during a save to a bucket: `<process>:<checkpoint>`.
 
-Process 0 does so when all is written but the last file, any other one while the arrays are on their way.
+Process 0 does so when only the last file is missing, any other process while arrays are being written.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`jaxlm.train` on a disk that is full from the first save on, in the place that the environment names."""
+"""`jaxlm.train` on a disk that is full from the first save on, at the point that the environment names."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ def while_sealing() -> None:
 
 
 def while_writing_arrays() -> None:
-    """No file may grow beyond 40 kB: Orbax's own threads meet the operating system's error."""
+    """Limits files to 40 kB, so Orbax's own threads get the operating system's error."""
     save = checkpoint.CheckpointWriter.save
 
     def limited(self, *args):

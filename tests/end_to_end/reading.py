@@ -1,4 +1,4 @@
-"""`jaxlm.train`, writing down what this process reads, a JSON line a batch: examples, and windows of an evaluation."""
+"""`jaxlm.train` that records what this process reads, one JSON line per batch: examples, and evaluation sequences."""
 
 import json
 import os

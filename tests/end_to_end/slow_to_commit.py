@@ -1,4 +1,4 @@
-"""`jaxlm.train` whose process 0 takes its time with each checkpoint's name; every process says what it ends with."""
+"""`jaxlm.train` whose process 0 renames checkpoints slowly; every process prints the checkpoint it ends with."""
 
 import sys
 import time

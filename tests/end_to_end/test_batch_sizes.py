@@ -1,4 +1,4 @@
-"""Batches that grow on the way: killed and gone on with, the run ends as if it had not been; and the dry run's corners."""
+"""Batch sizes that grow during a run: killed and resumed, it ends like an uninterrupted run."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ RUN = ("--config_path", "run.yaml", "--trainer.train_batch_size", SIZES, "--trai
 
 
 @pytest.mark.slow
-def test_killed_at_a_step_with_larger_batches_it_ends_the_same(workplace):
+def test_a_run_killed_at_a_step_with_larger_batches_ends_the_same(workplace):
     whole, killed = workplace(), workplace()
     for place in (whole, killed):
         write(place)
@@ -32,5 +32,5 @@ def test_killed_at_a_step_with_larger_batches_it_ends_the_same(workplace):
     totals = {r["step"]: r["throughput/total_tokens"] for r in records if "train/loss" in r}
     assert totals[24] == 32 * (7 * 8 + 5 * 16 + 12 * 24)
     rates = {r["step"]: r["optim/learning_rate"] for r in records if "train/loss" in r}
-    assert rates[1] == 0  # the schedule is by steps, whatever their size
+    assert rates[1] == 0  # the schedule counts steps of any batch size
     assert rates[3] == pytest.approx(1e-2)

@@ -1,4 +1,4 @@
-"""`python -m jaxlm.bench`: the numbers of a configuration, as a table and as one JSON line."""
+"""`python -m jaxlm.bench`: a configuration's speed and memory, as a table and as one JSON line."""
 
 import json
 
@@ -20,7 +20,7 @@ def measured(workplace):
 
 
 @pytest.mark.slow
-def test_the_last_line_holds_the_numbers(measured):
+def test_the_last_line_is_json(measured):
     _, numbers, _ = measured
     assert numbers.keys() >= KEYS
     assert numbers["tokens_per_second"] == pytest.approx(16 * 32 / numbers["step_seconds"])
@@ -32,13 +32,13 @@ def test_the_last_line_holds_the_numbers(measured):
 
 
 @pytest.mark.slow
-def test_it_needs_no_data_and_writes_nothing(measured):
+def test_bench_needs_no_data_and_writes_nothing(measured):
     place, _, _ = measured
     assert sorted(path.name for path in place.folder.iterdir()) == ["run.yaml"]
 
 
 @pytest.mark.slow
-def test_forecast_for_machines_that_are_not_there(workplace):
+def test_forecast_with_simulated_devices(workplace):
     place = workplace()
     place.write("")
     changes = ("--trainer.train_batch_size", "-1", "--trainer.per_device_parallelism", "2", "--model.seq_len", "128")
@@ -57,8 +57,8 @@ def test_forecast_for_machines_that_are_not_there(workplace):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
-def test_forecast_by_the_compiler_of_nvidia_cards(workplace):
-    """No card is needed: fused attention is in the program, for whole and for packed rows, and no [T, T] array."""
+def test_forecast_with_the_nvidia_compiler(workplace):
+    """Needs no GPU. The program has fused attention for whole and for packed rows, and no [T, T] array."""
     place = workplace(1)
     place.write("")
     sizes = {
@@ -104,7 +104,7 @@ def test_mistakes(workplace, in_process, arguments, message):
 
 
 @pytest.mark.skipif(any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin describes as many as one likes")
-def test_more_devices_than_can_be_simulated(workplace):
+def test_too_many_simulated_devices_are_refused(workplace):
     place = workplace()
     place.write("")
     done = place.run("--config_path", "run.yaml", "--topology", "h100-4096", module="jaxlm.bench")

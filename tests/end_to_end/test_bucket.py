@@ -1,4 +1,4 @@
-"""Two processes that share no disk, and a bucket: killed inside of saves, they end as if they had not been."""
+"""Two processes that share only a bucket: killed during saves, they end like an uninterrupted run."""
 
 import shutil
 import signal
@@ -25,7 +25,7 @@ EVERY_THIRD = ("--trainer.checkpointer.keep", "[{every: 3}]")
 
 
 def machines(shared: Path, tmp_path: Path) -> list[Workplace]:
-    """Two folders, and nothing that is written is in both."""
+    """Two folders; no file may be written to both."""
     made = []
     for number in range(2):
         folder = tmp_path / f"machine-{number}"
@@ -51,14 +51,14 @@ def start(
 
 
 def finish(where: Sequence[Workplace], url: str, run_id: str, environment: dict[str, str]) -> str:
-    """Trains to the end; what process 0 said."""
+    """Trains to the end; returns the output of process 0."""
     ends = [process_end(process) for process in start(where, url, run_id, environment)]
     assert [code for code, _, _ in ends] == [0, 0], ends
     return ends[0][1]
 
 
 def killed(where: Sequence[Workplace], url: str, environment: dict[str, str], process: int, name: str) -> None:
-    """Trains until a process kills itself inside of a save, and kills the other one then."""
+    """Trains until one process kills itself during a save, then kills the other one."""
     environment = environment | {"JAXLM_TEST_DIES_SAVING": f"{process}:{name}"}
     running = start(where, url, "x", environment, module="tests.end_to_end.dies_saving")
     assert running[process].wait(timeout=300) == -signal.SIGKILL, running[process].communicate()
@@ -66,11 +66,11 @@ def killed(where: Sequence[Workplace], url: str, environment: dict[str, str], pr
     for each in running:
         each.communicate()
     assert name not in RemoteFolder(f"{url}/x").names()
-    assert fsspec.filesystem("gs").find(f"{url}/x/{name}/run")  # it was inside of the save
+    assert fsspec.filesystem("gs").find(f"{url}/x/{name}/run")  # it was in the middle of the save
 
 
 def logged(places: Sequence[Workplace], run_id: str) -> list[tuple[int, str]]:
-    """(step, loss) of whatever process 0 has logged, on whichever machine it was."""
+    """(step, loss) of all records that process 0 has logged, on either machine."""
     found = [place for place in places if (place.folder / "logs" / run_id / "metrics.jsonl").is_file()]
     return [item for place in found for item in place.losses(run_id).items()]
 
@@ -91,20 +91,20 @@ def arrays(url: str) -> dict[str, np.ndarray]:
         pytest.param([(0, "step-6"), (1, "step-9")], marks=pytest.mark.soak, id="both"),
     ],
 )
-def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_path, kills):
+def test_killed_during_saves_on_machines_without_a_shared_disk(gcs, shared, tmp_path, kills):
     url = f"{URL}/{len(kills)}"
     here, there = places = machines(shared, tmp_path)
     finish((here, there), url, "whole", gcs)
     for process, name in kills:
         killed((here, there), url, gcs, process, name)
-        here, there = there, here  # each goes on on the other's disk: what is there is not needed
+        here, there = there, here  # each resumes on the other's disk, whose contents are not needed
     said = finish((here, there), url, "x", gcs)
     assert f"resuming, from {url}/x/step-{3 * len(kills)}" in said
     run = RemoteFolder(f"{url}/x")
     assert run.names() == ["step-3", "step-6", "step-9", "step-12"]
     sums = run.read("step-12", CHECKSUMS).decode()
     assert "ocdbt.process_0/" in sums
-    assert "ocdbt.process_1/" in sums  # both have written there
+    assert "ocdbt.process_1/" in sums  # both processes have written to it
     whole, found = arrays(f"{url}/whole/step-{STEPS}"), arrays(f"{url}/x/step-{STEPS}")
     assert whole.keys() == found.keys()
     assert all(np.array_equal(whole[path], found[path]) for path in whole)
@@ -116,8 +116,8 @@ def test_killed_inside_of_saves_on_machines_that_share_no_disk(gcs, shared, tmp_
 
 
 @pytest.mark.slow
-def test_machines_with_other_text_do_not_train(shared, tmp_path):
-    """One copy of the text is older: its batches would be mixed with the other machine's, and nothing would tell."""
+def test_machines_with_different_text_do_not_train(shared, tmp_path):
+    """One copy of the text is older: its batches would silently be mixed with the other machine's."""
     here, there = machines(shared, tmp_path)
     shutil.copytree(shared / "corpus", tmp_path / "older")
     next((tmp_path / "older" / "train").iterdir()).write_text("some other text\n" * 9999)

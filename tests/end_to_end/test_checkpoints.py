@@ -1,4 +1,4 @@
-"""Damage, and kills inside of a save: the newest good checkpoint is used, and none is ever half there."""
+"""Damage, and kills during saves: the newest intact checkpoint is used, and none is ever incomplete."""
 
 import random
 import shutil
@@ -39,7 +39,7 @@ SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_damage_to_any_file_is_noticed(uninterrupted, workplace, damage):
+def test_any_damage_to_any_file_is_detected(uninterrupted, workplace, damage):
     place = copied(uninterrupted, workplace)
     newest = place.folder / "checkpoints/run/step-24"
     verify(newest)
@@ -83,7 +83,7 @@ def test_each_file_of_the_newest_checkpoint_in_turn(uninterrupted, workplace, da
         check_falls_back(uninterrupted, workplace, number, damage)
 
 
-def test_all_damaged_is_an_error_not_a_new_beginning(uninterrupted, workplace):
+def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(uninterrupted, workplace):
     place = copied(uninterrupted, workplace)
     for checkpoint in (place.folder / "checkpoints/run").iterdir():
         truncate(checkpoint / "run" / "manifest.json")
@@ -97,27 +97,27 @@ EVERY_STEP = ("--trainer.checkpointer.keep", "[{every: 1}]")
 
 
 def saves_begun(folder: Path, since: float) -> set[str]:
-    """Names of saves that are unfinished and have begun after a time; what an earlier kill left does not count."""
+    """Names of unfinished saves that began after the given time; leftovers of earlier kills do not count."""
     names = set()
     for path in folder.glob("step-*.unfinished"):
         try:
             if path.stat().st_ctime > since:
                 names.add(path.name)
-        except FileNotFoundError:  # it was finished just now
+        except FileNotFoundError:  # it has just finished
             continue
     return names
 
 
 def killed_inside_saves(place: Workplace, rng: random.Random, kills: int) -> int:
-    """Kills a run again and again; how many of the kills fell into a save, at most `kills`."""
+    """Kills a run again and again; returns how many of the kills hit a save, at most `kills`."""
     folder = place.folder / "checkpoints/run"
     inside = saved = 0
     while inside < kills:
         since = time.time()
         process = place.start(*RUN, *EVERY_STEP)
-        # Any of its first saves: a process that always died in its first would never come further.
-        wanted, seen = rng.randint(1, 4), set()
-        while process.poll() is None and len(seen) < wanted:
+        # Any of its first saves: if every process died in its first save, the run would make no progress.
+        num_saves, seen = rng.randint(1, 4), set()
+        while process.poll() is None and len(seen) < num_saves:
             seen |= saves_begun(folder, since)
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
@@ -135,7 +135,7 @@ def killed_inside_saves(place: Workplace, rng: random.Random, kills: int) -> int
 
 
 def check_kills_while_saving(uninterrupted, workplace, seed: int, kills: int) -> None:
-    """Every step is saved; runs are killed inside of saves, and each comes to the end of the one that never was."""
+    """Saves every step and kills the run during saves; it must end like the run that was never killed."""
     rng = random.Random(seed)
     while kills > 0:
         place = workplace()
@@ -144,7 +144,7 @@ def check_kills_while_saving(uninterrupted, workplace, seed: int, kills: int) ->
         result = place.run(*RUN, *EVERY_STEP)
         assert result.code == 0, result.err
         assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
-        # The step before the phase began is temporary; every other one is kept, and nothing else is left behind.
+        # The checkpoint before the phase began is temporary; all others are kept, and nothing else remains.
         assert place.checkpoints() == sorted(f"step-{n}" for n in range(1, 25))
 
 
@@ -160,7 +160,7 @@ def test_killed_while_saving_thirty_times(uninterrupted, workplace, seed):
 
 
 @pytest.mark.slow
-def test_every_process_ends_with_the_checkpoint_that_process_0_commits(workplace):
+def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
     place = workplace(1)
     place.write()
     processes = place.start_all(2, *RUN, "--trainer.num_train_steps", "6", module="tests.end_to_end.slow_to_commit")

@@ -1,4 +1,4 @@
-"""The command as a person meets it: finishing, running again, going on, and what is refused."""
+"""The command as users see it: finishing, running again, continuing, and errors."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def again(finished, workplace) -> Workplace:
     return place
 
 
-def test_what_a_run_leaves(finished):
+def test_files_of_a_finished_run(finished):
     logs = finished.folder / "logs" / "run"
     assert {path.name for path in logs.iterdir()} == {
         *("config.yaml", "metrics.jsonl", "train.log"),
@@ -56,7 +56,7 @@ def test_what_a_run_leaves(finished):
     assert (saved / "run" / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_run_again_says_that_it_is_complete(again):
+def test_running_again_reports_that_the_run_is_complete(again):
     losses = again.losses()
     result = again.run(*RUN, "--trainer.num_train_steps", "12")
     assert result.code == 0, result.err
@@ -65,7 +65,7 @@ def test_run_again_says_that_it_is_complete(again):
 
 
 @pytest.mark.slow
-def test_more_steps_go_on_from_the_checkpoint(again):
+def test_more_steps_continue_from_the_checkpoint(again):
     before = again.losses()
     result = again.run(*RUN, "--trainer.num_train_steps", "15")
     assert result.code == 0, result.err
@@ -79,7 +79,7 @@ def test_more_steps_go_on_from_the_checkpoint(again):
 
 
 @pytest.mark.slow
-def test_fewer_steps_than_are_done_is_refused(again):
+def test_fewer_steps_than_done_is_refused(again):
     result = again.run(*RUN, "--trainer.num_train_steps", "7")
     assert result.code == 2
     assert "step 12" in result.err
@@ -110,7 +110,7 @@ def test_same_id_with_another_model_or_data_is_refused(again, in_process, change
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again):
-    # Somebody edits the saved configurations so that the names no longer tell the difference.
+    # Edits the saved configurations so that the names no longer show the difference.
     shutil.rmtree(again.folder / "logs")
     run = again.folder / "checkpoints" / "run"
     for name in again.checkpoints():
@@ -158,14 +158,14 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [("sealing", r"No space left.*Free up disk space and run"), ("writing arrays", "File too large")],
 )
-def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, said):
+def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, message):
     full = {"module": "tests.end_to_end.full_disk", "JAXLM_TEST_DISK_FULL": place}
     result = again.run(*RUN, "--trainer.num_train_steps", "24", **full)
     assert result.code == 1
-    assert re.search(said, result.err)
+    assert re.search(message, result.err)
     assert "Traceback" not in result.err
     assert "step-12" in again.checkpoints()
     result = again.run(*RUN, "--trainer.num_train_steps", "24")
@@ -173,7 +173,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place
     assert all("unfinished" not in name for name in again.checkpoints())
 
 
-def test_sample_finds_everything_itself(finished, in_process):
+def test_sample_needs_only_the_checkpoint(finished, in_process):
     arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
     result = finished.run(*arguments, module="jaxlm.sample")
     assert result.code == 0, result.err
@@ -183,7 +183,7 @@ def test_sample_finds_everything_itself(finished, in_process):
     assert "checkpoints/run" in missing.err
 
 
-def test_dry_run_needs_nothing(workplace):
+def test_a_dry_run_needs_no_data(workplace):
     place = workplace()
     path = place.write()
     path.write_text(
@@ -195,7 +195,7 @@ def test_dry_run_needs_nothing(workplace):
     assert "schedule" in result.out
     assert "dry run complete" in result.out
     written = [path.relative_to(place.folder) for path in place.folder.rglob("*") if path.is_file()]
-    assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # the picture, and nothing else
+    assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # only the plot
 
 
 def test_help_names_every_section(workplace, in_process):
@@ -206,8 +206,8 @@ def test_help_names_every_section(workplace, in_process):
 
 
 @pytest.mark.slow
-def test_one_trace_and_one_compile_a_run_and_none_on_a_second_start(workplace, tmp_path):
-    """And nothing is fetched from a device but when somebody asks for it; a broken cache only warns."""
+def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(workplace, tmp_path):
+    """Also checks that all fetches from devices are explicit, and that a broken cache is only a warning."""
     place = workplace()
     place.write("evals: []")
     watched = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow"}

@@ -1,4 +1,4 @@
-"""A run that goes on with fewer and fewer devices, and from FSDP to tensor parallelism and back."""
+"""A run that resumes with fewer and fewer devices, and changes from FSDP to tensor parallelism and back."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from tests.end_to_end.commands import Workplace
 
 STEPS = 50
 TENSOR = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
-# Devices, mesh options, and the step at which the process is told to stop.
+# Devices, mesh options, and the step at which the process is stopped.
 LEGS = [(8, (), 13), (4, TENSOR, 25), (2, (), 38), (1, (), None)]
 RUN = (
     *("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3"),
@@ -31,7 +31,7 @@ def logged(place: Workplace) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_eight_four_two_one(workplace):
+def test_resuming_on_eight_four_two_and_one_devices(workplace):
     reference = workplace(1)
     reference.write()
     result = reference.run(*RUN)
@@ -44,8 +44,8 @@ def test_eight_four_two_one(workplace):
             result = here.run(*RUN, *mesh)
             assert result.code == 0, result.err
         else:
-            signalled = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
-            result = here.run(*RUN, *mesh, module="tests.end_to_end.signalled", **signalled)
+            signal_options = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
+            result = here.run(*RUN, *mesh, module="tests.end_to_end.signaled", **signal_options)
             assert result.code == 128 + signal.SIGTERM, result.err
             assert f"step-{stop}" in place.checkpoints()
     expected, found = logged(reference), logged(place)

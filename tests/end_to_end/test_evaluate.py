@@ -1,4 +1,4 @@
-"""A checkpoint's validation loss, by source and in all, against what training logged."""
+"""A checkpoint's validation loss, by source and in total, against the values that training logged."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
     np.testing.assert_allclose(mean, found["loss"], rtol=1e-12)
     bits = sum(s["bpb"] * s["bytes"] for s in sources) / sum(s["bytes"] for s in sources)
     np.testing.assert_allclose(bits, found["bpb"], rtol=1e-12)
-    # Every byte counts, but for those of each document's first token, which nothing precedes.
+    # Every byte counts, except those of each document's first token, which has no context.
     for url, source in found["sources"].items():
         size = len((finished.corpus / "validation" / url.rpartition("/")[2]).read_bytes())
         assert 0 <= size - source["bytes"] < 20
@@ -48,7 +48,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
 
 
 @pytest.mark.slow
-def test_another_batch_size_counts_the_same_and_few_batches_say_what_they_leave_out(finished):
+def test_the_loss_does_not_depend_on_the_batch_size_and_skipped_batches_are_reported(finished):
     found = numbers(evaluate(finished))
     other = numbers(evaluate(finished, "--batch_size", "5"))
     assert [s["tokens"] for s in other["sources"].values()] == [s["tokens"] for s in found["sources"].values()]
@@ -59,7 +59,7 @@ def test_another_batch_size_counts_the_same_and_few_batches_say_what_they_leave_
     assert last == {"loss": None, "bpb": None, "tokens": 0.0, "bytes": 0.0}
 
 
-def test_other_text_has_a_cache_of_its_own(finished):
+def test_other_text_gets_its_own_cache(finished):
     before = sorted(p.name for p in (finished.cache / "validation").iterdir())
     other = str(finished.corpus / "train" / "textwrap.py")
     found = numbers(evaluate(finished, "--data.validation_urls", f"[{other}]"))
@@ -71,7 +71,7 @@ def test_other_text_has_a_cache_of_its_own(finished):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--data.validation_urls", "[]"), "the run has no validation data"),
         (("--data.validation_urls", "[nowhere.txt]"), "nowhere.txt"),
@@ -91,14 +91,14 @@ def test_other_text_has_a_cache_of_its_own(finished):
         (("--trainer.model_axis", "2"), "Did you mean 'model_axis_size'"),
     ],
 )
-def test_mistakes_are_one_message(finished, arguments, said, monkeypatch, capsys):
+def test_errors_are_one_message(finished, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     assert main(["--checkpoint", "checkpoints/run", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--promt", "x"), "--promt is not an option of jaxlm sample. Did you mean --prompt?"),
         (("--data.shuffle", "false"), "--data.shuffle has no effect on a trained model"),
@@ -108,13 +108,13 @@ def test_mistakes_are_one_message(finished, arguments, said, monkeypatch, capsys
         (("x",), "'x' is not an option"),
     ],
 )
-def test_sample_takes_keys_as_evaluate_does(finished, arguments, said, monkeypatch, capsys):
+def test_sample_accepts_keys_like_evaluate(finished, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     assert sample(["--checkpoint", "checkpoints/run", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_sample_computes_as_its_keys_say(finished, monkeypatch, capsys):
+def test_sample_applies_its_keys(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     seen = []
 
@@ -128,7 +128,7 @@ def test_sample_computes_as_its_keys_say(finished, monkeypatch, capsys):
     assert seen == [{"float32"}, {"bfloat16"}]
 
 
-def test_samples_are_of_the_average_where_that_is_asked_for(finished, monkeypatch, capsys):
+def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     seen = []
 
@@ -150,7 +150,7 @@ def test_samples_are_of_the_average_where_that_is_asked_for(finished, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_average_is_evaluated_as_training_did(finished):
+def test_the_average_gives_the_loss_that_training_logged(finished):
     lines = (finished.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
     logged = next(r for r in map(json.loads, reversed(lines)) if "eval/ema/loss" in r)
     assert logged["eval/ema/loss"] != logged["eval/loss"]

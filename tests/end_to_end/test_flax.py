@@ -1,4 +1,4 @@
-"""The worked examples in Flax by the real command: trained on text, killed and resumed, sampled, evaluated."""
+"""The Flax examples with the real command: trained on text, killed and resumed, sampled, evaluated."""
 
 import json
 import signal
@@ -11,14 +11,14 @@ GUIDE = REPOSITORY / "docs" / "howto" / "flax.md"
 
 
 def sections() -> dict[str, str]:
-    """The model sections of the guide: what is written there is what runs."""
+    """The model sections of docs/howto/flax.md, which are run as they are written."""
     blocks = [block.split("```")[0] for block in GUIDE.read_text().split("```yaml\n")[1:]]
     return {kind: next(block for block in blocks if f"examples.{kind}_model" in block) for kind in ("nnx", "linen")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), [("nnx", 8), ("linen", 1)])
-def test_killed_and_resumed_it_is_the_same_run(workplace, kind, devices):
+def test_a_killed_and_resumed_run_is_identical(workplace, kind, devices):
     places = [workplace(devices) for _ in range(2)]
     for place in places:
         text = place.write().read_text()
@@ -63,8 +63,8 @@ evals: [{{type: loss}}]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_on_the_data_of_the_quickstart(workplace, kind):
-    """FSDP over eight devices gives the losses of one device, and a run that is killed ends as the one that is not."""
+def test_training_on_the_quickstart_data(workplace, kind):
+    """FSDP over eight devices gives the losses of one device, and a killed run ends like an uninterrupted one."""
     quickstart = (REPOSITORY / "config" / "quickstart.yaml").read_text()
     data = "data:" + quickstart.partition("data:")[2].partition("model:")[0]
     places = {name: workplace(devices) for name, devices in {"one": 1, "eight": 8, "killed": 8}.items()}
@@ -73,7 +73,7 @@ def test_on_the_data_of_the_quickstart(workplace, kind):
         (place.folder / "run.yaml").write_text(text + QUICKSTART.format(cache=place.cache))
 
     def finished(name):
-        # At full speed: what the other tests leave out of compiling costs more than it saves here.
+        # Compiles with full optimization: here, the other tests' lower level would cost more than it saves.
         flags = f"--xla_force_host_platform_device_count={places[name].devices}"
         done = places[name].run("--config_path", "run.yaml", XLA_FLAGS=flags)
         assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""Four processes train as one: each reads its own rows, once, and all of them together each row once."""
+"""Four processes train like one: each reads only its own rows, and together they read each row once."""
 
 import json
 
@@ -19,7 +19,7 @@ def numbers(place: Workplace) -> dict[tuple[int, str], float]:
 
 
 def reads(place: Workplace, kind: str) -> list[list[list[int]]]:
-    """Of each process, the rows of each batch."""
+    """For each process, the rows of each batch."""
     found = []
     for number in range(4):
         lines = (place.folder / f"reads-{number}.jsonl").read_text().splitlines()
@@ -28,7 +28,7 @@ def reads(place: Workplace, kind: str) -> list[list[list[int]]]:
 
 
 @pytest.mark.slow
-def test_each_row_is_read_by_one_process_and_the_losses_are_those_of_one(workplace):
+def test_each_row_is_read_by_one_process_and_losses_equal_those_of_a_single_process(workplace):
     alone, four = workplace(1), workplace(1)
     for place in (alone, four):
         place.write()

@@ -1,4 +1,4 @@
-"""All of Levanter's guide in one run, killed twice: it ends as if it had not been, in every place where numbers go."""
+"""All of Levanter's guide in one run, killed twice: every tracker ends like that of an uninterrupted run."""
 
 import json
 import signal
@@ -49,7 +49,7 @@ mixture_block_size: 10
 
 
 def start(place: Workplace) -> dict[str, str]:
-    """Writes the configuration; what the processes' environment must say."""
+    """Writes the configuration; returns the environment variables that the processes need."""
     for name, text in FILES.items():
         (place.folder / name).write_text(text.format(cache=place.cache, corpus=place.corpus))
     private = {name: str(place.folder / name) for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
@@ -61,12 +61,12 @@ def metrics(place: Workplace, name: str = "metrics.jsonl") -> list[dict[str, Any
 
 
 def same_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Without what depends on the clock."""
+    """The record without values that depend on time."""
     return {name: value for name, value in record.items() if not name.startswith("throughput/")}
 
 
 def board(place: Workplace) -> list[tuple[int, str, float]]:
-    """What TensorBoard shows: of earlier files only what comes before the step that a later one goes on from."""
+    """The events that TensorBoard shows: earlier files only up to the step from which a later one resumes."""
     shown: list[tuple[int, str, float]] = []
     for path in sorted((place.folder / "boards" / "run").glob("events*"), key=lambda path: path.name):
         for event in tensorboard_events(path):
@@ -80,19 +80,19 @@ def board(place: Workplace) -> list[tuple[int, str, float]]:
 def wandb_losses(place: Workplace) -> list[list[tuple[int, float]]]:
     """(step, loss) of each process, in the order in which they were started."""
     found = []
-    for path in sorted(place.folder.glob("wandb/offline-run-*/*.wandb")):  # their folders' names say when they began
+    for path in sorted(place.folder.glob("wandb/offline-run-*/*.wandb")):  # folder names contain the start time
         rows = [{".".join(i.nested_key): i.value_json for i in r.history.item} for r in wandb_records(path)]
         found.append([(int(row["_step"]), json.loads(row["train/loss"])) for row in rows if "train/loss" in row])
     return found
 
 
 @pytest.mark.slow
-def test_the_whole_guide_killed_twice_ends_the_same(workplace):
+def test_the_whole_guide_killed_twice_ends_identically(workplace):
     pytest.importorskip("wandb")
     whole, killed = workplace(8), workplace(8)
     result = whole.run("--config_path", "run.yaml", **start(whole))
     assert result.code == 0, result.err
-    assert not [line for line in result.out.splitlines() if line.startswith("tracker ")]  # none has failed
+    assert not [line for line in result.out.splitlines() if line.startswith("tracker ")]  # no tracker has failed
     environment = start(killed)
     for place in ("first phase", "second phase"):  # at step 8, and, from step 5 on, at step 14
         process = killed.start(
@@ -114,7 +114,7 @@ def test_the_whole_guide_killed_twice_ends_the_same(workplace):
     assert [record["step"] for record in evaluated] == [9, 18, 24]
     assert {"eval/ast/loss", "eval/rest/bpb", "eval/code/loss", "eval/syntax/bpb"} <= evaluated[0].keys()
     rates = {record["step"]: record["optim/learning_rate"] for record in records if "optim/learning_rate" in record}
-    assert rates[10] == rates[18] == pytest.approx(1e-3)  # where a cycle ended, and the next warms up from
+    assert rates[10] == rates[18] == pytest.approx(1e-3)  # where a cycle ends and the next one starts its warmup
     assert rates[12] == rates[20] == pytest.approx(1e-2)
 
     losses = {step: float.fromhex(loss) for step, loss in whole.losses().items()}

@@ -1,4 +1,4 @@
-"""A run that begins with weights of a Hugging Face folder, writes such folders, and is converted to one."""
+"""A run that starts from a Hugging Face folder, writes such folders, and is converted to one."""
 
 import json
 
@@ -53,7 +53,7 @@ def imported(tmp_path_factory):
     return place / "hf"
 
 
-def test_the_model_section_lies_over_that_of_the_folder(imported):
+def test_the_model_section_overrides_the_folders_config(imported):
     tree = {
         "initialize_from_hf": True,
         "use_hf_model_config": True,
@@ -80,14 +80,14 @@ def test_the_model_section_lies_over_that_of_the_folder(imported):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_said_before_anything_is_done(change, message):
+def test_impossible_imports_are_refused_before_anything_is_done(change, message):
     model = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 32, "num_layers": 1, "num_heads": 4}
     tree = {"model": model, "trainer": {"train_batch_size": 8}, **change}
     with pytest.raises(ConfigError, match=message):
         make_plan(decode_run(ConfigSource(tree), None), "x", 64)
 
 
-def test_hf_weight_names_rename_the_tensors_of_a_file(imported, tmp_path):
+def test_hf_weight_names_rename_a_files_tensors(imported, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(imported / "model.safetensors")
@@ -107,8 +107,8 @@ def test_hf_weight_names_rename_the_tensors_of_a_file(imported, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_there_and_back(imported, workplace):
-    """Learning rate 0 for a step: what is exported is what was imported, without the rows that are no tokens."""
+def test_import_and_export_round_trip(imported, workplace):
+    """One step with learning rate 0: the export equals the import, without embedding rows beyond the tokenizer."""
     place = workplace()
     text = place.write(FROM.format(folder=imported)).read_text()
     text = text[: text.index("model:")] + "model: {seq_len: 32}\n" + text[text.index("trainer:") :]
@@ -142,8 +142,8 @@ def test_a_run_there_and_back(imported, workplace):
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_files_of_one(workplace):
-    """The weights are spread over both; process 0 writes them all, and nothing else comes of it."""
+def test_two_processes_write_the_same_files_as_one(workplace):
+    """The weights are sharded over both; process 0 writes all of them, and nothing else differs."""
     whole, halves = workplace(8), workplace(4)
     options = ("--hf_save_path", "exports", "--trainer.num_train_steps", "1", "--trainer.fsdp_axis", "[embed, mlp]")
     for place, processes in ((whole, 1), (halves, 2)):

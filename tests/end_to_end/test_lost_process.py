@@ -1,4 +1,4 @@
-"""One of two processes is killed, or stops answering: the other ends in time, with a message and a code of failure."""
+"""One of two processes is killed or stops responding: the other exits in time, with a message and a nonzero exit code."""
 
 import signal
 import time
@@ -12,7 +12,7 @@ HEARTBEAT_S = 6
 
 
 def wait_until_lost(pid: int) -> None:
-    """Until a process of this name is stopped or dead."""
+    """Waits until the process is stopped or dead."""
     while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().rpartition(")")[2].split()[
         0
     ] not in "TZ":
@@ -21,15 +21,15 @@ def wait_until_lost(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "lost"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
-def test_a_lost_process_ends_the_others(workplace, number, lost):
-    """Process 0 coordinates, so that losing it and losing another are noticed in different ways."""
+def test_losing_a_process_ends_the_others(workplace, number, lost):
+    """Process 0 is the coordinator, so losing it is detected differently from losing another process."""
     place = workplace(1)
     path = place.write()
     path.write_text(
         path.read_text().replace("  log_dir:", f"  distributed: {{heartbeat_timeout: {HEARTBEAT_S}s}}\n  log_dir:")
     )
     processes = place.start_all(
-        2, *RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
+        2, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
     )
     try:
         wait_until_lost(processes[lost].pid)

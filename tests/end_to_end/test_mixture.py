@@ -1,4 +1,4 @@
-"""A mixture whose weights change, evaluated by source and tag: killed and gone on with, it ends as if it had not been."""
+"""A mixture whose weights change, evaluated by source and tag: killed and resumed, it ends like an uninterrupted run."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def write(place: Workplace) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_stage_it_ends_the_same(workplace):
+def test_a_run_killed_in_the_middle_of_a_stage_ends_the_same(workplace):
     whole, killed = workplace(), workplace()
     for place in (whole, killed):
         write(place)

@@ -6,7 +6,7 @@ import sys
 
 from tests.end_to_end.commands import REPOSITORY
 
-SCRIPT = "import sys; sys.path.pop(0); from jaxlm.__main__ import main; sys.exit(main())"  # as an entry point starts
+SCRIPT = "import sys; sys.path.pop(0); from jaxlm.__main__ import main; sys.exit(main())"  # how an entry point starts
 
 
 def test_the_script_imports_from_the_current_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""A failure of one process ends all of them at once, with its message."""
+"""If one process fails, all of them exit promptly with its message."""
 
 import time
 
@@ -8,11 +8,11 @@ RUN = ("--config_path", "run.yaml")
 
 
 @pytest.mark.slow
-def test_the_others_do_not_wait_for_a_process_that_has_failed(workplace, tmp_path):
+def test_other_processes_do_not_wait_for_a_failed_process(workplace, tmp_path):
     place = workplace(2)
     place.write()
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_bytes(b"good \xff bad " * 100)  # found only when process 0 reads it
+    (tmp_path / "text" / "a.txt").write_bytes(b"good \xff bad " * 100)  # detected only when process 0 reads it
     began = time.monotonic()
     other = ("--data.train_urls", f"[{tmp_path}/text]", "--data.cache_dir", str(tmp_path / "cache"))
     ends = [(*process.communicate(timeout=300), process.returncode) for process in place.start_all(2, *RUN, *other)]
@@ -27,7 +27,7 @@ def test_the_others_do_not_wait_for_a_process_that_has_failed(workplace, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_folder_that_process_0_cannot_write(workplace):
+def test_a_folder_that_process_0_cannot_write_ends_all_processes(workplace):
     place = workplace(2)
     place.write()
     (place.folder / "checkpoints").write_text("a file where the folder should be")

@@ -30,7 +30,7 @@ def start(workplace, devices: int) -> Workplace:
     scope="session", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["one device", "four devices"]
 )
 def whole(request, workplace):
-    """The run that is never killed: (devices, losses, hashes before and after the second phase)."""
+    """The uninterrupted run: (devices, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
     finished = place.run("--config_path", "run.yaml")
     assert finished.code == 0, finished.err
@@ -41,7 +41,7 @@ def base_of(path: str) -> str:
     return path.replace(".base.", ".")
 
 
-def test_frozen_leaves_stay_and_have_no_optimizer_state(whole):
+def test_frozen_leaves_do_not_change_and_have_no_optimizer_state(whole):
     _, losses, before, after = whole
     assert len(losses) == 24
     frozen = {path for path in after if path.startswith("model.") and not path.endswith((".a", ".b"))}
@@ -77,7 +77,7 @@ def test_killed(whole, workplace, fault):
 
 
 @pytest.mark.slow
-def test_cursor_tells_entry_from_end_and_a_damaged_entry_is_made_again(whole, workplace):
+def test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt(whole, workplace):
     place = start(workplace, whole[0])
     process = place.start(
         "--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase"

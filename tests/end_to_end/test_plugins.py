@@ -1,4 +1,4 @@
-"""Somebody else's package (tests/plugins/acme_lm): its classes in YAML, by name and by place, and its own program."""
+"""A third-party package (tests/plugins/acme_lm): its classes in YAML, by name and by import path, and its program."""
 
 import json
 import os
@@ -15,7 +15,7 @@ RUN = ("--config_path", "run.yaml")
 
 @pytest.fixture(scope="module")
 def installed(workplace) -> Workplace:
-    """A workplace in which the package has been "installed": it is on the path, with the entry point in its metadata."""
+    """A workplace with the package "installed": it is on the path, with the entry point in its metadata."""
     place = workplace()
     metadata = place.folder / "site" / "acme_lm-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -29,7 +29,7 @@ def environment(place: Workplace) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_its_classes_train_and_their_checkpoint_is_read_again(installed):
+def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     installed.write(
         """
         objective: {type: "acme_lm.objective:FrontLoaded", front_weight: 3.0}
@@ -64,7 +64,7 @@ def test_its_classes_train_and_their_checkpoint_is_read_again(installed):
     assert losses[-1] < losses[0] - 0.3
     rows = [line.split(",") for line in (installed.folder / "all.csv").read_text().splitlines()]
     assert {row[0]: row[2] for row in rows if row[1] == "train/loss"}["24"] == repr(losses[-1])
-    # What the program added is its own; everything else is read again by every command, through the same places.
+    # The program's own keys are not saved; all other keys are read by every command, through the same import paths.
     evaluated = installed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate", **environment(installed))
     assert evaluated.code == 0, evaluated.err
     records = [json.loads(line) for line in (installed.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
@@ -86,7 +86,7 @@ def test_a_plugin_that_cannot_be_loaded_is_named(installed):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("no_such_module:Thing", "importing no_such_module failed: ModuleNotFoundError"),
         ("json:Thing", "there is nothing of that name in json"),
@@ -94,6 +94,6 @@ def test_a_plugin_that_cannot_be_loaded_is_named(installed):
         ("jaxlm.objectives.next_token:NextToken", "no dataclass that extends jaxlm.optim.base.OptimizerConfig"),
     ],
 )
-def test_a_place_where_no_such_class_is(name, said):
-    with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{said}"):
+def test_a_missing_class_is_named(name, message):
+    with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{message}"):
         load_config(["--optimizer.type", name], "test")

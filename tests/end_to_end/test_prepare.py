@@ -1,4 +1,4 @@
-"""jaxlm.prepare: what it builds is what training finds, and what it shows is what training sees."""
+"""jaxlm.prepare: training uses the caches that it builds, and it shows the batches that training uses."""
 
 import re
 
@@ -30,7 +30,7 @@ phases:
 def config_path(tmp_path):
     write_corpus(tmp_path / "text")
     text = TWO_PHASES.format(text=tmp_path / "text", cache=tmp_path / "cache")
-    # A run has one tokenizer: both phases name it, trained beforehand.
+    # A run has one tokenizer: both phases name the same one, trained beforehand.
     path = tmp_path / "run.yaml"
     path.write_text(text.split("phases:")[0])
     assert main(["--config_path", str(path)]) == 0
@@ -70,7 +70,7 @@ def test_shows_the_rows_that_a_step_sees(config_path):
                 plain = re.sub(r"--- document \d+ of [\w.]+ ---\n", "", body).replace("\n", "")
                 asked = re.sub("⟦.*?⟧", "", plain)
                 expected = tokenizer.decode(targets[row][mask[row] > 0].tolist(), special=True).replace("\n", "")
-                # A character that is cut between two documents or windows cannot be shown.
+                # A character that is split between two documents or sequences cannot be shown.
                 assert re.sub("�+", "", asked) == re.sub("�+", "", expected)
                 assert plain.startswith("⟦" + tokenizer.decode([int(tokens[row][0])], special=True).replace("\n", ""))
         batches.close()
@@ -79,12 +79,12 @@ def test_shows_the_rows_that_a_step_sees(config_path):
 def test_names_the_documents_of_a_row(config_path):
     config = read_config(config_path)
     tokenizer, prepared = prepare(config, Console())
-    text = shown(config, prepared, tokenizer, 5)  # the first of the second phase, which is not shuffled
+    text = shown(config, prepared, tokenizer, 5)  # the first batch of the second phase, which is not shuffled
     assert "=== row 0: sequence 0 of " in text
     assert "--- document 1 of b0.txt ---\n⟦<|endoftext|>⟧" + some_text(0)[:20] in text
 
 
-def test_what_is_in_the_caches(config_path, capsys):
+def test_reports_the_contents_of_the_caches(config_path, capsys):
     assert main(["--config_path", str(config_path)]) == 0
     text = capsys.readouterr().out
     _, prepared = prepare(read_config(config_path), Console())
@@ -97,7 +97,7 @@ def test_what_is_in_the_caches(config_path, capsys):
         assert f"bytes            {cache.num_bytes:,} of text" in rows
         assert f"files            {len(cache.documents_of)}\n" in rows
         read = windows.read(np.arange(len(windows)))
-        # The very last token stands in its window and is nobody's input.
+        # The very last token is in its sequence but is never an input.
         empty = (read["segment_ids"] == 0).mean() + 1 / read["tokens"].size
         padding = float(re.search(r"padding +([\d.]+)%", rows)[1]) / 100
         assert padding == pytest.approx(empty, abs=1e-6)
@@ -114,7 +114,7 @@ def test_what_is_in_the_caches(config_path, capsys):
         (["--dry_run", "true"], "dry_run: true has no effect here: jaxlm.prepare makes caches"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_made(config_path, tmp_path, capsys, arguments, message):
+def test_invalid_options_are_refused_before_anything_is_built(config_path, tmp_path, capsys, arguments, message):
     text = config_path.read_text().split("phases:")[0] + "phases: [{name: a}, {name: b}]\n"
     config_path.write_text(text)
     fresh = ("--data.cache_dir", str(tmp_path / "fresh"))
@@ -124,11 +124,11 @@ def test_what_cannot_be_is_said_before_anything_is_made(config_path, tmp_path, c
 
 
 @pytest.mark.slow
-def test_training_finds_what_was_prepared(workplace, tmp_path):
+def test_training_uses_the_prepared_caches(workplace, tmp_path):
     place = workplace()
     place.write()
     arguments = ("--config_path", "run.yaml", "--data.cache_dir", f"{tmp_path}/cache")
-    # A platform that is not there, and a line for everything that is compiled.
+    # A platform that does not exist, and a log line for every compilation.
     first = place.run(*arguments, module="jaxlm.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
     assert first.code == 0, first.err
     assert "Compiling" not in first.err

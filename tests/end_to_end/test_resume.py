@@ -1,4 +1,4 @@
-"""kill -9 at a random moment and the same command again: bit for bit the run that was never killed."""
+"""kill -9 at a random moment, then the same command again: bit for bit the uninterrupted run."""
 
 import random
 import re
@@ -21,7 +21,7 @@ PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2", "kron, fs
 SETTINGS = MESHES | {"kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3"))}
 
 
-# What keeps a memory of its own beside weights and optimizer: it must be saved and restored like them.
+# Guards and averages have their own state, which must be saved and restored like weights and optimizer.
 MEMORIES = ("--trainer.model_averaging", "{type: ema, beta: 0.9}", "--optimizer.skip_bad_steps", "24")
 
 
@@ -32,7 +32,7 @@ def arguments(mesh: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(workplace):
-    """The run that is never killed, once a mesh: (losses, hashes of its last checkpoint)."""
+    """The uninterrupted run, once per mesh: (losses, hashes of its last checkpoint)."""
 
     @cache
     def run(mesh: str):
@@ -46,7 +46,7 @@ def uninterrupted(workplace):
 
 
 def killed_at_random(place: Workplace, mesh: str, rng: random.Random, kills: int) -> None:
-    """Kills the run while it starts, or some time after it has saved one more checkpoint."""
+    """Kills the run during its start, or some time after it has saved another checkpoint."""
     for _ in range(kills):
         saved = set(place.checkpoints())
         process = place.start(*arguments(mesh))
@@ -79,7 +79,7 @@ def test_killed_once(workplace, uninterrupted):
 
 
 @pytest.mark.slow
-def test_killed_once_with_an_optimizer_that_keeps_factors_of_matrices(workplace, uninterrupted):
+def test_killed_once_with_kron(workplace, uninterrupted):
     check(workplace, uninterrupted, "kron, fsdp 8", seed=3, kills=1)
 
 
@@ -98,8 +98,8 @@ def test_killed_five_times(workplace, uninterrupted, mesh, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
-def test_goes_on_on_another_mesh(workplace, uninterrupted, mesh):
-    """Begun on one device and killed, ended on eight: the same batches, and the same losses but for rounding."""
+def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
+    """Started on one device and killed, finished on eight: the same batches, and the same losses within rounding."""
     losses, _ = uninterrupted("one device")
     place = workplace(1)
     place.write()

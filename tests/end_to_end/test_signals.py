@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the step is finished and saved, the exit code tells, and the run goes on bit for bit."""
+"""SIGTERM and SIGINT: the step is finished and saved, the exit code shows it, and the run resumes bit for bit."""
 
 import functools
 import signal
@@ -41,11 +41,11 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
         pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
-def test_saved_and_gone_on(workplace, whole, processes, number, to):
+def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
     place = workplace(4 if processes == 2 else 1)
     place.write()
     running = place.start_all(
-        processes, *RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
+        processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
     )
     results = [process_end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
@@ -61,7 +61,7 @@ def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
     (code, _, err) = process_end(
-        place.start(*RUN, module="tests.end_to_end.signalled", JAXLM_TEST_SIGNAL="15:0:7:twice")
+        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice")
     )
     assert code == 143
     assert "step-7" not in place.checkpoints()
@@ -70,7 +70,7 @@ def test_a_second_signal_ends_at_once(workplace):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2])
-def test_two_processes_lose_what_one_does(whole, processes):
+def test_two_processes_have_the_losses_of_one(whole, processes):
     alone, together = whole(1)[0], whole(processes)[0]
     assert alone.keys() == together.keys()
     for step, loss in alone.items():

@@ -1,4 +1,4 @@
-"""Trackers and the profiler beside a real run: what they leave, and that they change nothing."""
+"""Trackers and the profiler in a real run: what they write, and that they change nothing."""
 
 import os
 
@@ -15,7 +15,7 @@ WATCHED = """
 
 
 @pytest.mark.slow
-def test_a_watched_run_is_the_same_run_and_broken_trackers_are_said_once(workplace, monkeypatch):
+def test_watching_changes_nothing_and_broken_trackers_are_reported_once(workplace, monkeypatch):
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
@@ -26,7 +26,7 @@ def test_a_watched_run_is_the_same_run_and_broken_trackers_are_said_once(workpla
     head, optimizer, tail = path.read_text().partition("optimizer:")
     path.write_text(head.rstrip() + WATCHED + optimizer + tail)
     (watched.folder / "a_file").write_text("where a folder should be")
-    result = watched.run(*RUN, HOME=str(watched.folder))  # nobody is logged in to anything
+    result = watched.run(*RUN, HOME=str(watched.folder))  # no API keys
     assert result.code == 0, result.err
     assert "Traceback" not in result.err
     assert watched.losses() == plain.losses()

@@ -39,7 +39,7 @@ F32 = Precision(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
 
 @lru_cache
 def layout(model: int = 1, replica: int = 1, fsdp: bool = True) -> Layout:
-    """All simulated devices; data takes what model and replica leave."""
+    """All simulated devices; the data axis takes those that model and replica leave."""
     shape = mesh_shape(len(jax.devices()), replica=replica, model=model)
     tensor_parallel = ("mlp", "heads") if model > 1 else ()
     return make_layout(shape, AxisMappings("batch", ("embed",) if fsdp else (), tensor_parallel, {}, {}), AXES)
@@ -52,7 +52,7 @@ def phase(**changes: Any) -> Phase:
 
 
 def arrays(seed: int, rows: int = 16) -> dict[str, np.ndarray]:
-    """Random tokens in runs that repeat, with unequal masks, {rows, 16}."""
+    """Random tokens with repetitions and unequal masks, {rows, 16}."""
     rng = np.random.default_rng(seed)
     ids = (np.arange(17) * rng.integers(1, 4, (rows, 1)) + rng.integers(0, VOCAB, (rows, 1))) % VOCAB
     mask = (rng.random((rows, 16)) < np.linspace(0.1, 1.0, rows)[:, None]).astype(np.float32)
@@ -76,13 +76,13 @@ def batch(columns: dict[str, np.ndarray], where: Layout, num_microbatches: int =
 
 @lru_cache
 def one_device() -> Layout:
-    """The first device alone: nothing is sharded."""
+    """Only the first device: nothing is sharded."""
     devices = np.array(jax.devices()[:1]).reshape(1, 1, 1)
     mesh = Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Layout(mesh, {"batch": ("replica", "data")}, {"batch": ("replica", "data")})
 
 
-# Compiled once for all tests that take the same step. Layouts are cached above, so `id` tells them apart.
+# Compiled once for all tests that use the same step. Layouts are cached above, so `id` identifies them.
 _PROGRAMS: dict[tuple[int, str, Precision], tuple[Any, ...]] = {}
 
 

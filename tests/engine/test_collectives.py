@@ -1,4 +1,4 @@
-"""What the devices tell each other in a step: the compiled program against a table worked out from the model."""
+"""Communication in a step: the compiled program's collectives against a table derived from the model."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from tests.forecast.helpers import collectives
 
 
 def unit_shapes(run: TinyRun) -> Counter[tuple[str, tuple[int, ...]]]:
-    """(layer or other, shape) of each parameter as a device computes with it: whole but for its tensor-parallel part."""
+    """(layer or other, shape) of each parameter during computation: gathered, except over the tensor-parallel axis."""
     num_shards = {axis: run.where.mesh.shape[name] for axis, name in run.where.compute.items() if isinstance(name, str)}
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for _, leaf in tree.leaves(run.state.model):
@@ -23,7 +23,7 @@ def unit_shapes(run: TinyRun) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 def gathered(run: TinyRun) -> Counter[Collective]:
-    """A layer's parameters once in the forward and once in the backward pass (that is the loop's body); others once."""
+    """Layer parameters once each in the forward and backward pass (the loops' bodies); other parameters once."""
     table: Counter[Collective] = Counter()
     for (kind, shape), number in unit_shapes(run).items():
         shape, times = ((1, *shape), 2) if kind == "layer" else (shape, 1)
@@ -42,17 +42,17 @@ def test_collectives_of_a_step(name):
     one_layer = sum(math.prod(shape) * n for (kind, shape), n in unit_shapes(run).items() if kind == "layer")
     assert largest <= one_layer
 
-    # Each gradient is summed once. (CPUs have no fused reduce-scatter for what the partitioner sums: it is cut after.)
+    # Each gradient is reduced once. (On CPUs, the partitioner's sums are all-reduces that are sliced afterwards.)
     summed = Counter({c.shape: n for c, n in found.items() if c.kind == "all-reduce" and c.dtype == "f32" and c.shape})
     for (_, shape), number in unit_shapes(run).items():
         if shape != (64, 32) or name == "ddp 8":
             assert summed[shape] == sum(n for (_, s), n in unit_shapes(run).items() if s == shape), (shape, number)
-    # The head's gradient goes straight to where it rests.
+    # The head's gradient is reduced directly into its storage sharding.
     scattered = [c for c in found if c.kind == "reduce-scatter"]
     data = run.where.mesh.shape["data"]
     assert scattered == ([] if name == "ddp 8" else [Collective("reduce-scatter", "f32", (64, 32 // data))])
 
-    # Activations move under tensor parallelism alone: after attention and MLP, forward, again and backward.
+    # Activations move only under tensor parallelism: after attention and MLP, in forward, recomputation and backward.
     moved = {c for c in found if c.shape[-2:] == (MODEL.seq_len, MODEL.hidden_dim)}
     assert {c.kind for c in moved} == ({"all-reduce"} if name.startswith("tp") else set())
     assert not {c for c in found if c.kind in ("all-to-all", "collective-permute")}

@@ -1,4 +1,4 @@
-"""What the step tells an optimizer of the loss's curvature, and that telling costs nothing unless somebody asks."""
+"""The curvature that the step offers to optimizers, which costs nothing unless the optimizer uses it."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ SOPHIA = SophiaHConfig(learning_rate=3e-3, warmup=0, update_interval=3)
 
 
 def memory(run: TinyRun) -> Any:
-    """Sophia's own state."""
+    """Sophia's part of the optimizer state."""
     return next(part for part in run.state.opt_state if hasattr(part, "diagonal"))
 
 
@@ -37,7 +37,7 @@ def flat(params: Any) -> dict[str, np.ndarray]:
 
 
 def first_estimate(run: TinyRun, columns: dict[str, np.ndarray], num_microbatches: int) -> dict[str, np.ndarray]:
-    """u * (H u), with H u from differences of the kernels' own gradients, in float32, at the run's parameters."""
+    """u * (H u), with H u from finite differences of the kernels' gradients, in float32, at the run's parameters."""
     seed, h = run.phase.optimizer.rng_seed, 1e-3
 
     @jax.jit
@@ -71,7 +71,7 @@ def assert_is_the_first_estimate(run: TinyRun, expected: dict[str, np.ndarray], 
 
 
 @pytest.mark.slow
-def test_the_estimate_is_of_the_first_micro_batch_every_so_many_steps_and_goes_on_after_a_restart():
+def test_the_estimate_uses_the_first_microbatch_at_its_interval_and_resumes():
     run = TinyRun(one_device(), phase(optimizer=SOPHIA))
     expected = first_estimate(run, arrays(0), 2)
     diagonals, saved = [], None
@@ -94,7 +94,7 @@ def test_the_estimate_is_of_the_first_micro_batch_every_so_many_steps_and_goes_o
 
 
 @pytest.mark.slow
-def test_in_float16_of_what_trains_alone_and_of_layers_without_a_loop():
+def test_in_float16_with_frozen_leaves_and_unrolled_layers():
     model = dataclasses.replace(MODEL, scan_layers=False, gradient_checkpointing="none", initializer_range=0.1)
     own = phase(optimizer=SOPHIA, trainable=("mlp", "norm"))
     run = TinyRun(one_device(), own, parse_precision("p=f32,c=float16"), model)
@@ -118,7 +118,7 @@ class Counted(NextToken):
 
 
 @pytest.mark.parametrize(("optimizer", "times"), [(AdamConfig(), 1), (SOPHIA, 2)])
-def test_only_who_asks_has_it_in_its_program(optimizer, times):
+def test_only_optimizers_that_use_curvature_compile_it(optimizer, times):
     where, own = one_device(), phase(objective=Counted(), optimizer=optimizer)
     abstract = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
     Counted.traced.clear()

@@ -1,4 +1,4 @@
-"""What may leave out a step (outliers, loss scaling), and averages of the weights, in the compiled step."""
+"""Guards that may skip a step (outliers, loss scaling), and averages of the weights, in the compiled step."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ ADAM = AdamConfig(learning_rate=1e-2, warmup=0)
 
 
 class Judging:
-    """A judge without a run: one loss and norm after the other."""
+    """Runs a guard on one loss and gradient norm after another, without a run."""
 
     def __init__(self, judge: Any):
         self._judge = jax.jit(judge.judge)
@@ -55,14 +55,14 @@ def test_skip_bad_steps_true_is_not_a_window_of_one_step():
     judge = Judging(optimizer(True).guards[0])
     losses = 3 + 0.1 * np.random.default_rng(0).normal(size=200)
     assert all(judge(loss) for loss in losses)
-    assert not judge(300.0)  # it does trigger
+    assert not judge(300.0)  # an outlier does trigger it
     for never in (1, 7, -1):
         with pytest.raises(ConfigError, match="skip_bad_steps"):
             optimizer(never).guards  # noqa: B018
 
 
 @pytest.mark.parametrize("sign", ["loss", "norm"])
-def test_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_window(sign):
+def test_an_outlier_a_hundred_times_too_large_is_skipped_and_never_enters_the_window(sign):
     judge, clean = Judging(SkipBadSteps(32)), Judging(SkipBadSteps(32))
     rng = np.random.default_rng(1)
     for number in range(60):
@@ -75,7 +75,7 @@ def test_a_step_a_hundred_times_too_large_is_left_out_and_never_enters_the_windo
         np.testing.assert_array_equal(one, other)
 
 
-def test_none_of_two_thousand_clean_steps_is_left_out():
+def test_none_of_two_thousand_clean_steps_is_skipped():
     judge = Judging(SkipBadSteps())
     rng = np.random.default_rng(2)
     steps = np.arange(2000)
@@ -102,12 +102,12 @@ def test_the_window_cannot_freeze():
     for _ in range(16):
         judge(3.0)
     answers = [judge(9.0) for _ in range(40)]
-    assert answers == [False] * 5 + [True] * 35  # the loss has moved for good: the sixth begins the window anew
+    assert answers == [False] * 5 + [True] * 35  # the loss has shifted permanently: the sixth step restarts the window
     assert not judge(90.0)
     assert judge(9.1)
 
 
-def test_equal_values_make_no_outlier_of_a_small_change():
+def test_after_equal_values_a_small_change_is_no_outlier():
     judge = Judging(SkipBadSteps(8))
     for _ in range(20):
         judge(3.0)
@@ -118,12 +118,12 @@ def test_the_scale_grows_and_backs_off():
     scale = DynamicLossScale(initial=8.0, growth_interval=3, smallest=2.0, largest=16.0)
     judge, seen = Judging(scale), []
     for loss in [1.0] * 7 + [np.nan] * 4 + [1.0] * 3:
-        assert judge(loss)  # what is not finite is left out by the engine in any case
+        assert judge(loss)  # the engine skips non-finite steps in any case
         seen.append(float(judge.slot.scale))
     assert seen == [8, 8, 16, 16, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
 
 
-def test_parameters_do_not_rest_in_float16():
+def test_parameters_are_not_stored_in_float16():
     for text in ("f16", "half", "p=float16,c=float16"):
         with pytest.raises(ConfigError, match="p=f32,c=float16"):
             parse_precision(text)
@@ -133,9 +133,9 @@ HALF = replace(parse_precision("p=f32,c=float16"), loss_scale=DynamicLossScale(i
 WATCHED = phase(optimizer=replace(ADAM, skip_bad_steps=SkipBadSteps(8)))
 
 
-def test_an_outlier_costs_exactly_itself():
+def test_an_outlier_skips_exactly_one_update():
     strange = arrays(99)
-    strange["targets"] = np.full_like(strange["targets"], 5)  # one class only: another loss
+    strange["targets"] = np.full_like(strange["targets"], 5)  # a single class, for a different loss
     run, clean = (TinyRun(one_device(), WATCHED, HALF) for _ in range(2))
     skipped = []
     for number in range(8):
@@ -157,7 +157,7 @@ def test_an_outlier_costs_exactly_itself():
 
 
 @pytest.mark.slow
-def test_half_precision_trains_like_single_and_backs_off_from_overflow():
+def test_float16_trains_like_float32_and_backs_off_after_overflow():
     parsed = parse_precision("p=f32,c=float16")
     assert parsed.loss_scale == DynamicLossScale()
     assert str(parsed) == "params float32, compute float16, dynamic loss scale"
@@ -183,9 +183,9 @@ AVERAGES = {"ema": Ema(0.8), "late": EmaDecaySqrt(0.9, switch_step=2, decay_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [one_device, layout])
-def test_watches_and_averages_change_no_bit_of_training(where):
-    """A scale of powers of two, a window that finds nothing, and two averages; and the averages are those of the weights
-    after every step, in float64."""
+def test_guards_and_averages_do_not_change_training(where):
+    """A power-of-two loss scale, a window without outliers, and two averages. The averages must equal those of the weights
+    after every step, computed in float64."""
     scale = DynamicLossScale(initial=2.0**10, growth_interval=2)
     judged = replace(ADAM, skip_bad_steps=SkipBadSteps(64))
     plain = TinyRun(where())
@@ -213,7 +213,7 @@ def test_watches_and_averages_change_no_bit_of_training(where):
 @pytest.mark.parametrize("name", AVERAGES)
 @pytest.mark.trap("D27")
 def test_every_average_can_be_traced(name):
-    """Against float64; one of them cannot run under jit in the program that its key comes from."""
+    """Compared with float64. One of them cannot be traced in the program that its key comes from."""
     average = AVERAGES[name]
     updated, rng = jax.jit(average.update), np.random.default_rng(0)
     weights = rng.normal(size=(8, 3)).astype(np.float32)
@@ -227,7 +227,7 @@ def test_every_average_can_be_traced(name):
         np.testing.assert_allclose(slot.weights["w"], expected, atol=1e-6)
 
 
-def test_an_average_is_of_what_trains_alone():
+def test_averages_cover_only_trainable_leaves():
     state_builder = StateBuilder(
         MODEL, vocab_axis(VOCAB), 0, F32, (phase(averages={"ema": Ema(0.5)}, trainable=("mlp",)),)
     )
@@ -240,7 +240,7 @@ def test_an_average_is_of_what_trains_alone():
 
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
-# Each with a learning rate that it gets somewhere with.
+# Each with a learning rate at which it makes progress.
 OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-h": 3e-3}
 
 
@@ -252,7 +252,7 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
     def losses(where) -> list[float]:
         run = TinyRun(where, phase(optimizer=config))
         found = [run.step(arrays(number % 4))["train/loss"] for number in range(12)]
-        # The optimizer's state lies where the parameters do, or is spread as far as FSDP goes.
+        # The optimizer state is sharded like the parameters, or as far as FSDP goes.
         places = {str(leaf.array.sharding.spec) for _, leaf in tree.leaves(run.state.model)}
         memory = [leaf for _, leaf in tree.leaves(run.state.opt_state) if tree.is_named(leaf)]
         assert memory
@@ -266,6 +266,6 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
 
 
 @pytest.mark.parametrize("wrong", [lambda: Ema(1.0), lambda: Ema(-0.1), lambda: EmaDecaySqrt(decay_steps=0)])
-def test_numbers_that_make_no_average_are_refused(wrong):
+def test_invalid_averages_are_refused(wrong):
     with pytest.raises(ConfigError, match="model_averaging"):
         wrong()

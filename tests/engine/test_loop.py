@@ -1,4 +1,4 @@
-"""The loop beside a device: what it waits for, and what moves between the two."""
+"""The training loop: what it waits for, and transfers between host and devices."""
 
 import statistics
 import time
@@ -24,7 +24,7 @@ WORKLOAD = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20
 
 
 class NoSaver:
-    """Saves when the phase ends, into nothing."""
+    """Requests a save at the phase's end and discards it."""
 
     def due_by_clock(self) -> bool:
         return False
@@ -37,7 +37,7 @@ class NoSaver:
 
 
 class Given:
-    """Batches that are there."""
+    """Batches that are ready."""
 
     def __init__(self, batches: list[Any]):
         self._batches = iter(batches)
@@ -72,18 +72,18 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
     return seen
 
 
-def test_nothing_moves_between_host_and_devices_but_what_is_sent():
-    """`jax.transfer_guard`: every transfer in the loop is asked for by name, none happens in passing."""
+def test_all_transfers_between_host_and_devices_are_explicit():
+    """`jax.transfer_guard`: every transfer in the loop is explicit, none is implicit."""
     run = TinyRun(layout(), phase(end=12))
     batches = [batch(arrays(seed), run.where) for seed in range(12)]
     with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="host-to-device"):
-        jnp.sin(np.ones(3))  # the guard is awake here
+        jnp.sin(np.ones(3))  # the guard is active here
     seen = through_the_loop(run, run._step, batches, guard="disallow")
     assert all(np.isfinite(info.metrics["train/loss"]) for info in seen)
 
 
 class Pending:
-    """A number on a device that is busy: whoever wants it waits."""
+    """A number on a busy device: reading it blocks."""
 
     def __init__(self, value: Any, step: int, waited: list[int]):
         self._value, self._step, self._waited = np.asarray(value), step, waited
@@ -103,7 +103,7 @@ class Pending:
         return self._value.astype(dtype or self._value.dtype)
 
 
-def test_only_the_oldest_of_the_steps_in_flight_is_waited_for():
+def test_the_loop_waits_only_for_the_oldest_step_in_flight():
     run = TinyRun(layout(), phase(end=12))
     dispatched, waited, behind = 0, [], []
 
@@ -121,7 +121,7 @@ def test_only_the_oldest_of_the_steps_in_flight_is_waited_for():
 
 
 class Timed:
-    """Batches that take a while to make, and the loop's view of them."""
+    """Batches that take time to build, as the loop sees them."""
 
     def __init__(self, making_s: float):
         self.ahead = Prefetch(lambda number: time.sleep(making_s), depth=2)
@@ -135,7 +135,7 @@ class Timed:
 
 
 def waits(making_s: float, step_s: float) -> list[float]:
-    """Seconds that each of the steps waited for its batch, as they are logged."""
+    """The logged seconds that each step waited for its batch."""
     logged: list[float] = []
     batches = Timed(making_s)
     run_phase(
@@ -158,6 +158,6 @@ def waits(making_s: float, step_s: float) -> list[float]:
     return logged
 
 
-def test_a_source_that_is_slower_than_the_step_shows_in_the_loading_time():
+def test_a_source_slower_than_the_step_shows_in_the_loading_time():
     assert statistics.median(waits(making_s=0.02, step_s=0.0)) >= 0.018
-    assert statistics.median(waits(making_s=0.04, step_s=0.02)) >= 0.01  # the step covers the rest
+    assert statistics.median(waits(making_s=0.04, step_s=0.02)) >= 0.01  # the step's own time hides the rest

@@ -17,7 +17,7 @@ from jaxlm.run.resources import totals_at
 from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 
-def test_rates_and_totals_are_what_a_step_amounts_to():
+def test_rates_and_totals_of_a_step():
     work = Workload(BatchSchedule.of([BatchSize(0, 8)]), tokens=128, flops=3e12 / 8, peak_flops=2e13, num_steps=40)
     assert work.throughput(1, 0.5) == {
         "throughput/duration": 0.5,
@@ -34,7 +34,7 @@ def test_rates_and_totals_are_what_a_step_amounts_to():
     }
 
 
-def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(tmp_path):
+def test_totals_continue_after_a_restart_with_another_batch_size(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = Workload(BatchSchedule.of([BatchSize(0, 4)]), 128, 1e9 / 4, None, 40)
     records = [{"step": step, **first.progress(step)} for step in range(1, 21)]
@@ -48,12 +48,12 @@ def test_totals_go_on_where_an_earlier_process_stopped_with_another_batch_size(t
     assert totals_at(path, 0) == totals_at(tmp_path / "none.jsonl", 20) == Totals()
 
 
-def test_steps_that_are_found_done_together_share_the_time_that_they_took():
-    """The last steps of a short run, whose reports arrive in a burst: no millions of tokens a second."""
+def test_steps_fetched_together_share_their_time():
+    """The last steps of a short run, whose reports arrive in a burst, must not show millions of tokens per second."""
     now = [100.0]
 
     def clock() -> float:
-        now[0] += 1e-6  # looking at the clock is all that lies between two reports of a burst
+        now[0] += 1e-6  # within a burst, only a clock read separates two reports
         return now[0]
 
     seen: list[StepInfo] = []
@@ -75,7 +75,7 @@ def test_steps_that_are_found_done_together_share_the_time_that_they_took():
     assert rates == ["128"] * len(rates)
 
 
-def test_time_between_steps_is_reported_by_the_next_step_and_not_in_its_duration():
+def test_time_between_steps_is_logged_with_the_next_step_but_not_in_its_duration():
     seen: list[StepInfo] = []
     reports = AsyncMetrics(
         "train", Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20), [seen.append]

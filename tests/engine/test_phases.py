@@ -1,4 +1,4 @@
-"""Entering a phase: what becomes of the state before it."""
+"""Entering a phase: what happens to the previous phase's state."""
 
 import jax
 
@@ -8,8 +8,8 @@ from jaxlm.optim.averaging import Ema
 from tests.engine.helpers import F32, MODEL, VOCAB, one_device, phase
 
 
-def test_nothing_of_the_phase_before_stays_on_the_devices():
-    """Adam's moments and an average are three times the model, which no later phase has a use for."""
+def test_nothing_of_the_previous_phase_stays_on_the_devices():
+    """Adam's moments and an average take three times the model's memory, and later phases do not need them."""
     first = phase(averages={"ema": Ema()})
     second = phase(index=1, name="second", start=20, end=40, trainable=("head",))
     state_builder, where = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second)), one_device()

@@ -16,7 +16,7 @@ from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
 
-POISON = 63  # a batch whose first token this is, is poisoned
+POISON = 63  # marks a poisoned batch by its first token
 
 
 def host(run: TinyRun) -> dict[str, np.ndarray]:
@@ -43,14 +43,14 @@ def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_
 
 @pytest.mark.trap("T7")
 def test_chat_gradients_do_not_depend_on_the_number_of_microbatches():
-    # Answers of 1 to 10 tokens, packed: a mean of the microbatches' means would weigh the short ones up.
+    # Answers of 1 to 10 tokens, packed: a mean of the microbatches' means would overweight the short ones.
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 11, 40)
     documents = [rng.integers(0, VOCAB, 4 + n).tolist() for n in lengths]
     asked = np.concatenate([[0] * 4 + [1] * n for n in lengths]).astype(np.uint8)
     cache = dataclasses.replace(cache_of(documents, VOCAB), target_mask=asked)
-    windows = PackedSequences(cache, MODEL.seq_len, pack_documents(cache, MODEL.seq_len, max_documents=0))
-    columns = windows.read(np.arange(16))
+    sequences = PackedSequences(cache, MODEL.seq_len, pack_documents(cache, MODEL.seq_len, max_documents=0))
+    columns = sequences.read(np.arange(16))
     assert len(set(columns["loss_mask"].sum(axis=1))) > 4
     whole, cut = TinyRun(one_device()), TinyRun(one_device())
     a, b = whole.step(columns), cut.step(columns, 8)
@@ -68,7 +68,7 @@ def test_every_mesh_trains_the_same(name, single_device_losses):
     np.testing.assert_allclose(losses, single_device_losses, rtol=1e-5)
 
 
-def test_shards_have_the_shape_that_the_mapping_says():
+def test_shards_have_the_shape_that_the_mapping_implies():
     where = layout(model=2)
     run = TinyRun(where)
     num_shards = {"data": 4, "model": 2, "replica": 1}
@@ -82,7 +82,7 @@ def test_shards_have_the_shape_that_the_mapping_says():
 
 @dataclass(frozen=True)
 class Poisoned(NextToken):
-    """Next-token loss that turns to NaN on a poisoned batch: in the loss, or only in the gradient of one leaf."""
+    """Next-token loss that is NaN on a poisoned batch: in the loss, or only in the gradient of one leaf."""
 
     where: str = "loss"
 
@@ -112,7 +112,7 @@ def _nan_gradient(weight: hax.NamedArray, bad: jax.Array) -> hax.NamedArray:
 
 @pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 @pytest.mark.parametrize("bad_step", [1, 5, 20])
-def test_a_non_finite_step_costs_exactly_itself(where, bad_step):
+def test_a_non_finite_step_skips_exactly_one_update(where, bad_step):
     clean_batches = [arrays(i) for i in range(20)]
     for columns in clean_batches:
         columns["tokens"][0, 0] %= POISON

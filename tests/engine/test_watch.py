@@ -1,4 +1,4 @@
-"""What is watched agrees with numpy on the arrays themselves; and watching changes nothing."""
+"""Watched norms and histograms agree with numpy on the same arrays, and watching does not change training."""
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ def watched():
     return seen
 
 
-def test_norms_are_those_of_numpy_and_each_layer_has_its_own(watched):
+def test_norms_agree_with_numpy_for_each_layer(watched):
     before, after, numbers, grad_norm = watched[1]
     scalars, _ = split_watched(numbers)
     total = np.sqrt(sum(np.square(a.astype(np.float64)).sum() for a in before.values()))
@@ -48,7 +48,7 @@ def test_norms_are_those_of_numpy_and_each_layer_has_its_own(watched):
     assert any(name.startswith("opt_state/norm/") for name in scalars)
 
 
-def test_histograms_are_those_of_numpy(watched):
+def test_histograms_agree_with_numpy(watched):
     before = {path: array for path, array in watched[0][0].items() if path.startswith("tokens")}
     watch = WatchConfig(["params"], False, False, include_histograms=True, interval=1)
     look = jax.jit(lambda arrays: watch.measure(jax.numpy.ones((), jax.numpy.int32), {"params": arrays}, None))
@@ -65,12 +65,12 @@ def test_histograms_are_those_of_numpy(watched):
     assert np.abs(np.cumsum(found.counts) - np.cumsum(counts)).max() <= 2
 
 
-def test_nothing_is_measured_where_it_is_not_due(watched):
+def test_nothing_is_measured_between_intervals(watched):
     assert not WATCH.due(1)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(watched[0][2]))
 
 
-def test_a_batch_has_one_hash_on_every_mesh_and_another_where_a_token_differs():
+def test_a_batchs_hash_depends_on_its_tokens_but_not_on_the_mesh():
     columns = helpers.arrays(3)
     places = [(helpers.one_device(), 1), (helpers.layout(), 1), (helpers.layout(model=2), 2)]
     hashes = {float(jax.jit(batch_hash)(helpers.batch(columns, where, micro))) for where, micro in places}

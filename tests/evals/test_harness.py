@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: the same numbers as its own backend `hf`, on the same weights and tasks."""
+"""lm-evaluation-harness: the same metrics as its own backend `hf`, with the same weights and tasks."""
 
 import functools
 import json
@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT.parent / "shared" / "data" / "core"
 
 
-def test_scores_are_those_of_each_row_alone():
-    """Of one forward pass a pair, in float64 from there; contexts that are too long lose their beginning."""
+def test_scores_do_not_depend_on_the_batch():
+    """Compared with one forward pass per pair, then float64. Contexts that are too long are truncated on the left."""
     model = jax.jit(lambda: MODEL.build(vocab_axis(61), key=jax.random.key(0)))()
     rng = np.random.default_rng(0)
     sizes = [(3, 2), (1, 7), (30, 18), (60, 5), (1, 48), (5, 1)]
@@ -90,7 +90,7 @@ metric_list: [{metric: exact_match}]
 
 
 def write_tasks(folder):
-    """Small tasks of every kind, of texts of our own, or of the real ones where they are there."""
+    """Small tasks of every kind, from the real datasets if they are available, else from our own texts."""
     cities = list(CAPITALS.values())
     choices = [
         {"query": record["prompt"], "choices": [f" {city}." for city in cities], "gold": number}
@@ -106,7 +106,7 @@ def write_tasks(folder):
         documents["last_words"] = words + of("jeopardy_small.jsonl")
     for name, options in TASKS.items():
         some = documents[name]
-        if name == "choice":  # all with as many choices: of one type for pyarrow
+        if name == "choice":  # the same number of choices everywhere, so that pyarrow infers one type
             some = [{**doc, "choices": doc["choices"][:2], "gold": min(doc["gold"], 1)} for doc in some]
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps({k: d[k] for k in some[0]}) + "\n" for d in some))
@@ -118,7 +118,7 @@ def write_tasks(folder):
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """Nothing is asked of the hub, and what is cached is gone afterwards."""
+    """Disables the hub, and removes cached data afterwards."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("torch")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
@@ -127,7 +127,7 @@ def offline(tmp_path, monkeypatch):
 
 
 def compared(folder, tasks, capsys, *options):
-    """Task -> metric -> value, of jaxlm; those that count are to the last digit what the harness' own backend finds."""
+    """Task -> metric -> value from jaxlm; accuracies must equal those of the harness's own backend exactly."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -154,7 +154,7 @@ def compared(folder, tasks, capsys, *options):
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_the_harness_own_backend(tmp_path, offline, capsys):
+def test_metrics_equal_those_of_the_harness_own_backend(tmp_path, offline, capsys):
     write_model(tmp_path / "hf", max_position_embeddings=256)
     (tmp_path / "tasks").mkdir()
     write_tasks(tmp_path / "tasks")
@@ -172,7 +172,7 @@ def test_numbers_are_those_of_the_harness_own_backend(tmp_path, offline, capsys)
 @pytest.mark.slow
 @pytest.mark.skipif(not CORE.is_dir(), reason="the tasks of CORE are not here")
 def test_real_tasks_with_a_real_tokenizer(tmp_path, offline, monkeypatch, capsys):
-    """The tasks of `examples/tasks`: several choices, beginnings to choose from, last words, passages, text."""
+    """The tasks of `examples/tasks`: multiple choice, choice of beginnings, last words, passages, generated text."""
     import torch
     import transformers
 
@@ -185,13 +185,13 @@ def test_real_tasks_with_a_real_tokenizer(tmp_path, offline, monkeypatch, capsys
 
 
 def opened(tasks=("written",), seq_len=48, **options):
-    """As a run opens its evaluations, before the first step."""
+    """Opens the evaluation as a run does, before the first step."""
     context = EvalContext(layout(), parse_precision("f32"), None, np.zeros(1, np.int32), (), print, seq_len)
     return HarnessEvalConfig(tasks=list(tasks), **options).open(context)
 
 
 def harness_with(monkeypatch, **tasks):
-    """A harness that knows these tasks, each by what it says of itself, and no others."""
+    """A stand-in for the harness that has only these tasks, each given by its attributes."""
 
     def task(marks):
         return SimpleNamespace(get_config=marks.get, **{key: True for key in marks if key.isupper()})
@@ -219,7 +219,7 @@ def harness_with(monkeypatch, **tasks):
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options, message):
+def test_impossible_tasks_are_refused_before_the_first_step(monkeypatch, options, message):
     long = {"output_type": "generate_until"}
     short = {**long, "generation_kwargs": {"max_gen_toks": 12}}
     choice = {"output_type": "multiple_choice"}
@@ -230,7 +230,7 @@ def test_what_cannot_be_asked_is_said_before_the_first_step(monkeypatch, options
 
 
 @pytest.mark.parametrize("name", ["batch_size", "limit"])
-def test_a_zero_on_the_command_line_is_no_default(monkeypatch, capsys, name):
+def test_a_zero_on_the_command_line_overrides_the_default(monkeypatch, capsys, name):
     harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
     named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
     monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
@@ -270,6 +270,6 @@ def test_tasks_of_the_real_harness_are_opened_before_the_first_step(tmp_path, of
     ],
     ids=str,
 )
-def test_options_of_the_other_kind_are_refused(options, message, capsys):
+def test_options_of_the_other_mode_are_refused(options, message, capsys):
     assert evaluate.main(["--checkpoint", "nowhere", *options]) == 2
     assert message in capsys.readouterr().err

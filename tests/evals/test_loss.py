@@ -1,4 +1,4 @@
-"""Losses by source and tag, against sums over the same batches by hand."""
+"""Losses by source and tag, against sums over the same batches computed by hand."""
 
 import functools
 import math
@@ -70,7 +70,7 @@ def test_sources_tags_the_total_and_the_means_over_sources():
     assert found["sft/loss"] == loss["chat"]
     assert found["macro_loss"] == pytest.approx(sum(loss.values()) / 3, rel=1e-12)
     assert found["macro_bpb"] == pytest.approx(sum(part.bits_per_byte for part in whole.values()) / 3, rel=1e-12)
-    # At most so many batches of each source: the small one is not crowded out.
+    # The maximum applies to each source, so the small one is not crowded out.
     assert {name: capped[f"{name}/loss"] for name in data} == {name: part.loss for name, part in first.items()}
 
 

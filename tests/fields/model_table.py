@@ -1,15 +1,15 @@
-"""The fields of models: what each does to the parameters, or to the program of the training step."""
+"""The fields of models: the effect of each on the parameters or on the training step's program."""
 
 import math
 
 from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Shapes, Table
 
 BFLOAT16 = {"trainer": {"mp": "p=f32,c=bfloat16"}}
-RANDOM_BITS = Constant(0x1BD11BDA)  # of Threefry, which draws what is dropped
+RANDOM_BITS = Constant(0x1BD11BDA)  # a constant of Threefry, which draws the dropout masks
 
 
 def frequencies(theta: float, factor: float = 1.0, size: int = 8) -> Constant:
-    """The table of frequencies, Su et al. 2021, section 3.2.2, slowed by a factor."""
+    """The table of rotary frequencies, Su et al. 2021, section 3.2.2, divided by a factor."""
     return Constant(*(theta ** (-i / size) / factor for i in range(0, size, 2)))
 
 
@@ -74,7 +74,7 @@ FLAX: dict[str, Entry] = {
 
 
 def llama3(theta: float = 5e5, factor: float = 8.0, low: float = 1.0, high: float = 4.0, original: int = 8) -> Constant:
-    """Llama 3's table: waves that are long beside the original context are slowed by `factor`."""
+    """Llama 3's table: wavelengths that are long relative to the original context are stretched by `factor`."""
     plain = [theta ** (-i / 8) for i in range(0, 8, 2)]
     kept = [min(max((original * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in plain]
     return Constant(*(f * (k + (1 - k) / factor) for f, k in zip(plain, kept, strict=True)))
@@ -102,7 +102,7 @@ ROPES: Table = {
         "model.rope.high_freq_factor": Change(2.0, llama3(high=2.0)),
         "model.rope.original_max_position_embeddings": Change(512, llama3(original=512)),
     },
-    # With theta 16 the pairs turn at 1, 1/2, 1/4 and 1/8; waves beyond the ramp are slowed by 4, those on it in part.
+    # With theta 16 the frequencies are 1, 1/2, 1/4 and 1/8; those beyond the ramp are divided by 4, those on it in part.
     "rope yarn": {
         "model.rope.theta": Change(77.0, Constant(1.0, 77**-0.25, 77**-0.5 * 0.75, 77**-0.75 / 2)),
         "model.rope.partial_rotary_factor": Change(0.5, Constant(1.0, 1 / 4)),
@@ -129,7 +129,7 @@ GEMMA: dict[str, Entry] = {
     "model.sliding_window": WINDOW,
     "model.rope": SCALED_ROPE,
 }
-# The first layers see everything: the loop goes over blocks of two kinds.
+# The first layers attend to everything, so the loop has blocks of two kinds.
 LATE_WINDOW: dict[str, Entry] = {
     "model.sliding_window": WINDOW,
     "model.rope": SCALED_ROPE,

@@ -1,7 +1,7 @@
-"""What proves that a field has an effect: an exact error, an exact difference in the program, the state or the schedule.
+"""Proofs that a field has an effect: an exact error, or an exact difference in the program, state or schedule.
 
-Each proof compares the plan of a base tree with that of the same tree after one field was changed, and names the
-difference that it expects. A changed start-up line proves nothing.
+Each proof compares the plan of a base tree with that of the same tree after changing one field, and states the
+expected difference. A changed start-up message is not a proof.
 """
 
 import ast
@@ -29,7 +29,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Outcome:
-    """What a tree leads to: a plan, or an error. Everything is computed when it is first read."""
+    """The result of a configuration tree: a plan or an error. Everything is computed lazily."""
 
     def __init__(self, tree: Tree):
         self.tree = tree
@@ -43,12 +43,12 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """The message of the `ConfigError`; empty where there is none."""
+        """The message of the `ConfigError`; empty if there is none."""
         return str(self._planned) if isinstance(self._planned, ConfigError) else ""
 
     @property
     def plan(self) -> Plan:
-        """The plan, where there is one."""
+        """The plan, if there is one."""
         assert isinstance(self._planned, Plan), self.error
         return self._planned
 
@@ -60,13 +60,13 @@ class Outcome:
 
     @functools.cached_property
     def constants(self) -> Counter[tuple[str, ...]]:
-        """How often each number, or list of numbers, is a constant of the program; to five digits."""
+        """How often each number or list of numbers, rounded to five digits, is a constant of the program."""
         found = re.findall(r"dense<([-+.\deE, \[\]]+)>", self.program)
         return Counter(tuple(_digits(float(number)) for number in re.findall(r"[^\[\], ]+", one)) for one in found)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Path -> shape, of every array in the first phase's state."""
+        """Path -> shape of every array in the first phase's state."""
         state = self.plan.state_builder.abstract_state(self.plan.phases[0])
         return {path: tuple(tree.raw(leaf).shape) for path, leaf in tree.leaves(state)}
 
@@ -79,7 +79,7 @@ class Outcome:
 
     @functools.cached_property
     def decays(self) -> dict[str, float]:
-        """Path -> weight decay, of every trained parameter of the first phase."""
+        """Path -> weight decay of every trainable parameter of the first phase."""
         phase = self.plan.phases[0]
         groups = phase.groups(self.plan.state_builder.abstract_state(phase).model)
         return {path: group.weight_decay for group in groups for path in group.paths}
@@ -95,12 +95,12 @@ def _cached(text: str) -> Outcome:
 
 
 def outcome_of(tree: Tree) -> Outcome:
-    """The outcome of a tree, planned once for all the fields that are changed in it."""
+    """The outcome of a tree, planned once for all fields that are changed in it."""
     return _cached(json.dumps(tree))
 
 
 class Proof(Protocol):
-    """Fails where the change of a field does not show as it must."""
+    """Fails if changing a field does not have the expected effect."""
 
     def check(self, before: Outcome, after: Outcome) -> None:
         """Asserts the difference."""
@@ -109,7 +109,7 @@ class Proof(Protocol):
 
 @dataclass(frozen=True)
 class Refused:
-    """The changed value is an error with this text."""
+    """The changed value gives an error with this text."""
 
     pattern: str
 
@@ -120,7 +120,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The base is an error with this text; after the change the program has `contains` in it."""
+    """The base gives an error with this text; after the change the program contains `contains`."""
 
     pattern: str
     contains: str
@@ -132,7 +132,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Program:
-    """The lowered step has more matches of `gains` and fewer of `loses` than before."""
+    """The lowered step has more matches of `gains` and fewer of `loses` than the base."""
 
     gains: str = ""
     loses: str = ""
@@ -147,7 +147,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Constant:
-    """The program has a constant of this number, or a list of these numbers, more often than before."""
+    """The program has this number or list of numbers as a constant more often than the base."""
 
     numbers: tuple[float, ...]
 
@@ -162,7 +162,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Arrays of the state that match each pattern have this shape, and had another; None means that none matches."""
+    """State arrays that match each pattern have this shape and had another one; None means that no array matches."""
 
     expected: Mapping[str, tuple[int, ...] | None]
 
@@ -175,7 +175,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Initial:
-    """Initial parameters that match `pattern` are `factor` times what they were; None means other random numbers."""
+    """Initial parameters that match `pattern` are multiplied by `factor`; None means other random numbers."""
 
     pattern: str
     factor: float | None = None
@@ -195,7 +195,7 @@ class Initial:
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rate after some steps of the first phase is this, and was another."""
+    """The learning rates at these steps of the first phase have these values and had others."""
 
     expected: Mapping[int, float]
 
@@ -211,7 +211,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Decays:
-    """Parameters that match each pattern have this weight decay, and had another."""
+    """Parameters that match each pattern have this weight decay and had another one."""
 
     expected: Mapping[str, float]
 
@@ -225,7 +225,7 @@ class Decays:
 
 @dataclass(frozen=True)
 class Value:
-    """Something that the run reads from the plan is this, and was something else."""
+    """A value that the run reads from the plan is this and was another one."""
 
     read: Callable[[Plan], Any]
     expected: Any
@@ -240,7 +240,7 @@ class Change:
     """Another value for a field, and the proof that it has an effect.
 
     Attributes:
-        also: keys that the field needs beside it, set before and after the change.
+        also: keys that the field needs, set before and after the change.
     """
 
     value: Any
@@ -250,23 +250,23 @@ class Change:
 
 @dataclass(frozen=True)
 class ShownIn:
-    """A test shows the effect: `path::name`, with the names of classes between."""
+    """A test shows the effect: `path::name`, with class names in between."""
 
     test: str
 
 
 @dataclass(frozen=True)
 class Section:
-    """The field is a section: its own fields are listed one by one."""
+    """The field is a section whose own fields are listed."""
 
 
 Entry = Change | ShownIn | Section
 Table = dict[str, dict[str, Entry]]
-"""Name of a base tree -> path of a field -> what shows its effect."""
+"""Name of a base tree -> path of a field -> the proof of its effect."""
 
 
 def assert_test_exists(test: str) -> None:
-    """Fails where a file has no such test: `path::name`, with the names of classes between."""
+    """Fails if the test does not exist: `path::name`, with class names in between."""
     path, *names = test.split("::")
     assert names[-1].startswith("test_")
     body = ast.parse((_ROOT / path).read_text(encoding="utf-8")).body

@@ -1,4 +1,4 @@
-"""The fields of everything but models: trainer, optimizer, objective, surgery, phases, and the top level."""
+"""The fields of everything except models: trainer, optimizer, objective, surgery, phases, and the top level."""
 
 from tests.fields.proofs import (
     Allowed,
@@ -17,7 +17,7 @@ from tests.fields.proofs import (
     Value,
 )
 
-# Where the mesh axis `model` splits a parameter at rest, and where it splits something in the computation.
+# How the mesh axis `model` shards a stored parameter, and how it shards arrays in the computation.
 PARAMETER_OVER_MODEL = r'%arg\d+: tensor<[^>]*> \{sdy.sharding = #sdy.sharding<@mesh, \[[^]]*"model"'
 COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
 INIT_FROM = "tests/run/test_init_from.py::"
@@ -26,7 +26,7 @@ FIELDS = "tests/fields/"
 
 
 def watched(name: str) -> str:
-    """A number of `trainer.watch` among the program's results."""
+    """A metric of `trainer.watch` among the program's results."""
     return rf"watched\['{name}"
 
 
@@ -38,14 +38,14 @@ TOP_LEVEL: dict[str, Entry] = {
     "objective": Section(),
     "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
     "phases": Section(),
-    "initialize_from_hf": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
-    "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_the_tensors_of_a_file"),
-    "use_hf_model_config": ShownIn(HUGGING_FACE + "test_the_model_section_lies_over_that_of_the_folder"),
-    "hf_save_path": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
-    "hf_save_steps": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
-    "hf_save_dtype": ShownIn(HUGGING_FACE + "test_a_run_there_and_back"),
-    "epoch": ShownIn("tests/run/test_num_steps.py::test_epochs_are_as_many_steps_as_they_take"),
-    "dry_run": ShownIn("tests/end_to_end/test_command.py::test_dry_run_needs_nothing"),
+    "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
+    "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_a_files_tensors"),
+    "use_hf_model_config": ShownIn(HUGGING_FACE + "test_the_model_section_overrides_the_folders_config"),
+    "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
+    "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
+    "hf_save_dtype": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
+    "epoch": ShownIn("tests/run/test_num_steps.py::test_epochs_set_the_number_of_steps"),
+    "dry_run": ShownIn("tests/end_to_end/test_command.py::test_a_dry_run_needs_no_data"),
 }
 TRAINER: dict[str, Entry] = {
     "trainer.id": Change("y", Value(lambda plan: (plan.checkpoints.location.name, plan.log_folder.name), ("y", "y"))),
@@ -83,26 +83,28 @@ TRAINER: dict[str, Entry] = {
     "trainer.mesh.shared_mapping": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
     "trainer.mesh.compute_mapping": Change({"mlp": "model"}, Program(gains=COMPUTATION_OVER_MODEL)),
     "trainer.mesh.param_mapping": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
-    "trainer.load_checkpoint": ShownIn(INIT_FROM + "test_beginning_again_over_checkpoints_is_refused"),
+    "trainer.load_checkpoint": ShownIn(INIT_FROM + "test_starting_over_existing_checkpoints_is_refused"),
     "trainer.load_checkpoint_path": ShownIn(
-        INIT_FROM + "test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own"
+        INIT_FROM + "test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own"
     ),
     "trainer.initialize_from": ShownIn(INIT_FROM + "test_initialize_from_loads_only_the_model"),
     "trainer.initialize_from_state": ShownIn(
-        INIT_FROM + "test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own"
+        INIT_FROM + "test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own"
     ),
-    "trainer.allow_partial_checkpoint": ShownIn(
-        INIT_FROM + "test_partial_checkpoints_list_what_is_missing_and_what_is_left_out"
-    ),
+    "trainer.allow_partial_checkpoint": ShownIn(INIT_FROM + "test_partial_checkpoints_list_missing_and_unused_arrays"),
     "trainer.require_accelerator": ShownIn("tests/run/test_startup.py::test_require_accelerator_is_off_by_default"),
-    "trainer.crash_on_nan": ShownIn("tests/observe/test_hooks.py::test_crash_on_nan_and_on_inf_each_stop_at_their_own"),
-    "trainer.crash_on_inf": ShownIn("tests/observe/test_hooks.py::test_crash_on_nan_and_on_inf_each_stop_at_their_own"),
+    "trainer.crash_on_nan": ShownIn(
+        "tests/observe/test_hooks.py::test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values"
+    ),
+    "trainer.crash_on_inf": ShownIn(
+        "tests/observe/test_hooks.py::test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values"
+    ),
     "trainer.shutdown_at_exit": Change(True, Refused(r"trainer\.shutdown_at_exit: ")),
     "trainer.jax_config": ShownIn(
         "tests/run/test_startup.py::test_jax_config_sets_options_of_jax_and_names_wrong_ones"
     ),
-    "trainer.log_jaxprs": ShownIn(INIT_FROM + "test_programs_are_written_where_they_are_asked_for"),
-    "trainer.log_xla_hlo": ShownIn(INIT_FROM + "test_programs_are_written_where_they_are_asked_for"),
+    "trainer.log_jaxprs": ShownIn(INIT_FROM + "test_programs_are_dumped_to_the_configured_folder"),
+    "trainer.log_xla_hlo": ShownIn(INIT_FROM + "test_programs_are_dumped_to_the_configured_folder"),
     "trainer.model_averaging": Change({"type": "ema"}, Shapes({r"^slots\.ema\.weights\.tokens": (64, 32)})),
     "trainer.checkpointer": Section(),
     "trainer.tracker": ShownIn(FIELDS + "test_trackers.py::test_tracker_field"),
@@ -110,7 +112,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),
     "trainer.ray": ShownIn(
-        "tests/data/test_ray_cluster.py::test_workers_are_killed_and_join_and_the_cache_is_the_same"
+        "tests/data/test_ray_cluster.py::test_the_cache_is_the_same_when_workers_are_killed_and_join"
     ),
     "trainer.checkpointer.base_path": Change("other", Value(lambda plan: str(plan.checkpoints.location), "other/x")),
     "trainer.checkpointer.append_run_id_to_base_path": Change(
@@ -142,7 +144,7 @@ WATCH: dict[str, Entry] = {
     "trainer.watch.interval": Change(7, Constant(7)),
 }
 DECAY = {"optimizer": {"weight_decay": 0.1}}
-# All rates below: 100 steps to a peak of 1e-4 and down to a tenth of it, after a warmup of one step, by a cosine.
+# All rates below: 100 steps, a warmup of one step to a peak of 1e-4, then a cosine down to a tenth of it.
 OPTIMIZER: dict[str, Entry] = {
     "optimizer.learning_rate": Change(3e-4, Rates({1: 3e-4})),
     "optimizer.weight_decay": Change(0.3, Decays({r"q_proj\.weight": 0.3})),
@@ -173,11 +175,11 @@ LORA: dict[str, Entry] = {
     "surgery.alpha": Change(7.0, Constant(3.5)),
     "surgery.dropout": Change(0.5, Constant(0x1BD11BDA)),
     "surgery.rslora": Change(True, Constant(16 / 2**0.5)),
-    "surgery.from_peft": ShownIn("tests/run/test_adapters.py::test_a_run_begins_with_the_adapters_of_peft_bit_for_bit"),
+    "surgery.from_peft": ShownIn("tests/run/test_adapters.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
 }
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(
-        "tests/end_to_end/test_phases.py::test_cursor_tells_entry_from_end_and_a_damaged_entry_is_made_again"
+        "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
     ),
     "phases.0.num_train_steps": Change(50, Rates({50: 1e-5})),
     "phases.0.surgery": Change([{"type": "lora", "rank": 2}], Shapes({r"^model.*attn\.q_proj\.a$": (2, 2, 32)})),

@@ -1,4 +1,4 @@
-"""What each field of `data` does to the batches, the tokenizer and the folders."""
+"""The effect of each field of `data` on the batches, the tokenizer and the folders."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from tests.fields.trees import tree
 HUB, MIXTURE = "tests/data/test_hugging_face.py::TestKeys::", "tests/data/test_mixture.py::test_mixture_fields"
 SHOWN_ELSEWHERE = {
     "id": HUB + "test_a_folder_of_splits",
-    "name": HUB + "test_what_cannot_be",
+    "name": HUB + "test_invalid_sections_are_refused",
     "split": HUB + "test_a_folder_of_splits",
     "validation_split": HUB + "test_a_folder_of_splits",
-    "stream": HUB + "test_streamed_rows_are_those_that_are_loaded",
-    "source": "tests/data/test_corpus.py::test_its_records_are_trained_and_evaluated_on_like_those_of_a_file",
-    "format": "tests/data/test_formats.py::test_every_format_and_field_is_shown_somewhere",
+    "stream": HUB + "test_streamed_rows_equal_loaded_rows",
+    "source": "tests/data/test_corpus.py::test_records_are_used_like_those_of_a_file",
+    "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",
     **dict.fromkeys(("tags", "configs", "train_weights", "stop_strategy", "mixture_block_size"), MIXTURE),
 }
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What a section comes to.
+    """The data that a section opens.
 
     Attributes:
-        tokenizer: of the section.
+        tokenizer: the section's tokenizer.
         ids: int [rows, positions], the tokens of the first batch.
-        segments: int [rows, positions], their documents.
-        num_validation: sets of validation text.
-        folders: that were made.
+        segments: int [rows, positions], their segment ids.
+        num_validation: number of validation sets.
+        folders: the folders that were created.
     """
 
     tokenizer: Any
@@ -52,12 +52,12 @@ class Opened:
 
     @property
     def ends(self) -> set[bool]:
-        """Whether documents end with the tokenizer's token for that, where the next one begins in the same row."""
+        """Whether documents end with the tokenizer's EOS token if another one follows in the same row."""
         return set((self.ids[:, :-1][self._boundaries] == self.tokenizer.eos_id).tolist())
 
     @property
     def begins(self) -> set[bool]:
-        """Whether documents begin with the tokenizer's token for that, where another one ends in the same row."""
+        """Whether documents begin with the tokenizer's BOS token if another one ends in the same row."""
         return set((self.ids[:, 1:][self._boundaries] == self.tokenizer.bos_id).tolist())
 
     @property
@@ -96,7 +96,7 @@ def opened(corpus, tmp_path):
     return open_section
 
 
-# Field -> (another value, what the first batch must then be like, and was not before).
+# Field -> (another value, a property of the first batch that holds only with that value).
 FIELDS: dict[str, tuple[Any, Callable[[Opened], bool]]] = {
     "train_urls": (["{corpus}/b.txt"], lambda data: "entirely different" in data.text),
     "validation_urls": (["{corpus}/b.txt"], lambda data: data.num_validation == 1),
@@ -129,5 +129,5 @@ def test_data_field(opened, corpus, tmp_path, name):
 
 
 @pytest.mark.parametrize("test", sorted(set(SHOWN_ELSEWHERE.values())))
-def test_a_test_that_shows_a_data_field_exists(test):
+def test_tests_named_for_data_fields_exist(test):
     assert_test_exists(test)

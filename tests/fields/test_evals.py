@@ -1,4 +1,4 @@
-"""What the fields of evaluations do: when they run, on which batches, and what each kind is called with."""
+"""The effect of the fields of evaluations: when they run, on which batches, and with which arguments."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_every_field_of_an_eval_is_listed():
 
 @pytest.fixture
 def eval_hook(monkeypatch):
-    """The hook of a run whose `trainer` section has these keys, and the context that its evaluation was opened with."""
+    """The hook of a run with these `trainer` keys, and the context in which its evaluation was opened."""
     sequences = PackedSequences(cache_of([[1] * 40 for _ in range(60)], 64), 16)
     source: Any = SimpleNamespace(name="", config=SimpleNamespace(tags=[]))
     data: Any = SimpleNamespace(validation=[ValidationData(source, sequences)])
@@ -61,7 +61,7 @@ def shapes(context: EvalContext) -> list[tuple[int, ...]]:
 
 def test_max_eval_batches(eval_hook):
     _, usual = eval_hook()
-    assert len(shapes(usual)) == 10  # 60 documents of 40 tokens in windows of 16, 16 a batch
+    assert len(shapes(usual)) == 10  # 60 documents of 40 tokens in sequences of 16, 16 per batch
     _, few = eval_hook(max_eval_batches=3)
     assert len(shapes(few)) == 3
 
@@ -86,7 +86,7 @@ def test_the_eval_hook_runs_the_configured_evals(eval_hook, monkeypatch):
 
 
 def test_harness_fields(monkeypatch):
-    """What the harness is called with, and with which backend."""
+    """The arguments and the backend that the harness is called with."""
     folders: list[Any] = []
     calls: list[dict[str, Any]] = []
 
@@ -108,7 +108,7 @@ def test_harness_fields(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
-    """Lines that the eval `samples` prints of a model with random weights, which is made once."""
+    """The lines that the evaluation `samples` prints for a model with random weights, which is built once."""
     folder = tmp_path_factory.mktemp("samples")
     (folder / "a.txt").write_text("abcd " * 200)
     data = DataConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)

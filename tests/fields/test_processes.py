@@ -1,4 +1,4 @@
-"""Fields that act on the process rather than on the plan: profiler, distributed, compilation cache, performance checks."""
+"""Fields that affect the process, not the plan: profiler, distributed, compilation cache, performance checks."""
 
 from dataclasses import fields
 from datetime import timedelta
@@ -27,7 +27,7 @@ def test_strict_performance_refuses_fallbacks():
     check(lax, model=dropout)
     with pytest.raises(ConfigError, match="strict_performance: attention uses the reference backend"):
         check(strict, model=dropout)
-    # A backend that is named is no fallback, even where the platform has a faster one.
+    # A backend that the configuration names is not a fallback, even if the platform has a faster one.
     check(strict, model={"attn_backend": "reference"})
     check(strict, model={"attn_backend": "reference", **dropout})
 

@@ -1,4 +1,4 @@
-"""What the libraries of trackers are called with, field by field."""
+"""The calls to the tracker libraries, field by field."""
 
 import dataclasses
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.observe.trackers import RunInfo, TrackerConfig, environment
 
-# Field -> (another value, the part of the recorded calls that it must lead to; a leading "no " means that it must go).
+# Field -> (another value, text that the recorded calls must then contain, or with a leading "no ", must not contain).
 FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
     "tensorboard": {
         "logdir": ("elsewhere", "call('elsewhere/run', "),
@@ -49,7 +49,7 @@ def test_every_tracker_field_is_listed():
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """Opens and closes a tracker over a stand-in for its library; the calls of the library."""
+    """Opens and closes a tracker with a stand-in for its library; returns the calls to the library."""
     import tensorboardX
     import wandb
 

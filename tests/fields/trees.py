@@ -1,4 +1,4 @@
-"""Small configurations to change fields in, and the list of all fields that need a proof."""
+"""Small configurations whose fields are changed, and the list of all fields that need a proof."""
 
 import copy
 import dataclasses
@@ -96,7 +96,7 @@ def _fields(base: str, prefix: str, kind: type) -> list[tuple[str, str]]:
 def all_fields() -> list[tuple[str, str]]:
     """(name of a base tree, dotted path) of every field of the configuration.
 
-    The fields of `data`, `evals`, trackers, profiler, distributed and Ray have tests of their own in this folder; those of
+    The fields of `data`, `evals`, trackers, profiler, distributed and Ray have their own tests in this folder; those of
     optimizers other than Adam are in tests/optim.
     """
     decoder = {field.name for field in dataclasses.fields(DecoderConfig)}

@@ -1,4 +1,4 @@
-"""Reading compiled programs: loops count as often as they turn."""
+"""Reading compiled programs: operations in loops are multiplied by the trip count."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
     assert kernels(text) == {"__cudnn$fmhaSoftmax": 12}
 
 
-def test_asynchronous_collectives_count_what_comes_out():
+def test_asynchronous_collectives_count_their_output():
     text = """HloModule m
 
 ENTRY %main (x: f32[8]) -> f32[64] {
@@ -73,7 +73,7 @@ ENTRY %main (x: f32[8]) -> f32[64] {
     }
 
 
-def test_turns_are_read_off_the_condition_where_nobody_notes_them():
+def test_trip_counts_are_read_from_the_condition_if_not_annotated():
     text = """HloModule m
 
 %all-reduce-scatter.1 (input: bf16[32,8]) -> bf16[32,2] {
@@ -106,7 +106,7 @@ ENTRY %main (p: (s32[])) -> (s32[]) {
     }
 
 
-def test_what_the_compiler_computes_again_is_seen():
+def test_compiler_remat_is_detected():
     line = "  %gemm_fusion_dot.285{} = bf16[64,64]{{1,0}} fusion(%a), kind=kCustom, calls=%c\n"
     assert not has_compiler_remat(line.format(""))
     assert all(has_compiler_remat(line.format(mark)) for mark in (".remat", ".remat2", ".remat.1"))

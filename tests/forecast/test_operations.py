@@ -50,7 +50,7 @@ ENTRY %main (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
 """
 
 
-def test_a_fusion_is_what_is_in_it_and_attention_what_was_named_so():
+def test_fusions_are_classified_by_content_and_attention_by_name():
     found = operations(HLO)
     kinds = {name: found[name].kind for name in ("fusion.1", "fusion.2", "fusion.3", "fusion.4", "gemm", "fmha")}
     assert list(kinds.values()) == [MATRIX, COPY, FUSION, ATTENTION, MATRIX, ATTENTION]
@@ -58,7 +58,7 @@ def test_a_fusion_is_what_is_in_it_and_attention_what_was_named_so():
     assert found["fusion.1"].source == "jit(step)/mlp/dot_general"
 
 
-def test_a_program_of_this_jax():
+def test_classifies_a_program_of_the_installed_jax():
     @jax.named_scope("attention")
     def weigh(x, y):
         return jax.nn.softmax(x @ y) @ y
@@ -83,11 +83,11 @@ def test_a_program_of_this_jax():
         ("something", OTHER),
     ],
 )
-def test_kernels_that_no_program_names(name, kind):
+def test_operations_are_classified_by_name(name, kind):
     assert operation_by_name(name).kind == kind
 
 
-def test_what_holds_others():
+def test_containers_of_other_operations():
     assert [bool(CONTAINERS.match(n)) for n in ("while.12", "while", "call.3", "callable_fusion", "while_fusion")] == [
         *(True, True, True),
         *(False, False),

@@ -14,7 +14,7 @@ def compiled(function, *shapes):
     return jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
 
 
-def test_products_are_counted_with_the_turns_of_their_loop():
+def test_matrix_products_are_multiplied_by_their_loops_trip_count():
     def chain(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
 
@@ -46,7 +46,7 @@ HEADER = """HloModule m
 """
 
 
-def test_a_layer_of_a_stack_is_read_and_written_alone():
+def test_a_slice_of_a_stack_counts_only_its_own_bytes():
     text = f"""{HEADER}
 ENTRY %main (s: f32[24,100], j: s32[]) -> f32[24,100] {{
   %s = f32[24,100]{{1,0}} parameter(0)
@@ -104,14 +104,14 @@ ENTRY %main (p: pred[], q: bf16[2,64,8,16]) -> bf16[2,64,8,16] {{
     assert roofline(backward, FLOPS_ONLY) == Seconds(attention=2.5 * causal), "the longer one"
 
 
-def test_slow_memory_holds_products_up():
+def test_slow_memory_limits_matrix_products():
     text = compiled(lambda x, w: x @ w, (8, 1024), (1024, 1024))
     quick, slow = (roofline(text, Speed(1e12, 1e12, memory)).products for memory in (1e15, 1e9))
     assert quick == pytest.approx(2 * 8 * 1024 * 1024 / 1e12)
     assert slow == pytest.approx(4 * (2 * 8 * 1024 + 1024 * 1024) / 1e9)
 
 
-def test_collectives_run_one_after_another_beside_what_is_scheduled_between_their_ends():
+def test_collectives_run_in_sequence_and_overlap_the_kernels_scheduled_between_start_and_done():
     text = """HloModule m, is_scheduled=true
 
 ENTRY %main (x: f32[8]) -> f32[32] {

@@ -1,4 +1,4 @@
-"""Names of machines, and the tori that they make."""
+"""Names of machines and the shapes of their tori."""
 
 import math
 
@@ -12,13 +12,13 @@ from jaxlm.forecast.topologies import CHIPS, parse_topology, torus
 @pytest.mark.parametrize(
     ("text", "chip", "num_chips"), [("v5p-512", "v5p", 256), ("v5e-256", "v5e", 256), ("h100-64", "h100", 64)]
 )
-def test_reads_names_as_their_vendors_count(text, chip, num_chips):
+def test_names_count_chips_like_their_vendors(text, chip, num_chips):
     found = parse_topology(text)
     assert (found.chip.name, found.num_chips, found.name) == (chip, num_chips, text)
 
 
 @pytest.mark.parametrize("text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000", "v5e-512"])
-def test_refuses_what_is_no_machine(text):
+def test_unknown_machines_are_refused(text):
     with pytest.raises(ConfigError, match=f"--topology {text}"):
         parse_topology(text)
 
@@ -30,7 +30,7 @@ def test_the_torus_is_the_most_even_one(text, name):
     assert parse_topology(text).compiler_name == name
 
 
-def test_every_power_of_two_makes_a_torus():
+def test_every_power_of_two_has_a_torus():
     for dimensions in (2, 3):
         for exponent in range(13):
             assert math.prod(torus(2**exponent, dimensions)) == 2**exponent
@@ -51,7 +51,7 @@ def test_every_chip_has_a_peak():
 @pytest.mark.parametrize(
     ("name", "hosts"), [("h100-64", (8, 8)), ("h100-4", (1, 4)), ("h100-12", (1, 12)), ("v5p-512", (1, 256))]
 )
-def test_machines_are_as_large_as_a_domain(name, hosts):
+def test_hosts_have_the_size_of_a_domain(name, hosts):
     assert parse_topology(name).hosts == hosts
 
 

@@ -1,4 +1,4 @@
-"""Small random models of transformers, several of every family: what the tests of families go through."""
+"""Small random transformers models, several per family, for the family tests."""
 
 import functools
 from typing import Any
@@ -38,7 +38,7 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
 
-# name -> (model_type, options over the family's); the first of each family is the default one, the others are slow.
+# name -> (model_type, options that override the family's); the first of each family is a default test, others are slow.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 64}),
     "gpt2-gelu": ("gpt2", {"activation_function": "gelu"}),
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
-"""Of each family the case that tests by default go through."""
+"""The case of each family that the default tests use."""
 
 
 def config_of(name: str) -> Any:
@@ -115,7 +115,7 @@ def config_of(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def reference(name: str) -> Any:
-    """A model of transformers with N(0, 0.2) in every parameter, norms and biases too."""
+    """A transformers model with N(0, 0.2) in every parameter, including norms and biases."""
     import torch
     import transformers
 
@@ -128,5 +128,5 @@ def reference(name: str) -> Any:
 
 
 def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:
-    """Random ones, int [rows, length]."""
+    """Random token ids, int [rows, length]."""
     return np.random.default_rng(1).integers(0, VOCAB, size=(rows, length))

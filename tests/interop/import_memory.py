@@ -1,6 +1,6 @@
-"""Run by test_memory.py on eight simulated devices: imports a folder into FSDP 8 and prints what it cost, as JSON.
+"""Run by test_memory.py on eight simulated devices: imports a folder under FSDP 8 and prints time and memory as JSON.
 
-The first argument is the folder, the second what imports it: `jaxlm` or `transformers`.
+The first argument is the folder, the second is the importing library: `jaxlm` or `transformers`.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind: pages of mapped files can be dropped at any time."""
+    """Anonymous memory of this process; pages of memory-mapped files do not count, as they can be dropped at any time."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -19,7 +19,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak(threading.Thread):
-    """Watches the memory while the block runs."""
+    """Samples the memory while the block runs."""
 
     def __enter__(self):
         self.before = self.peak = anonymous_bytes()

@@ -1,4 +1,4 @@
-"""Every family against transformers on torch: logits, gradients, an optimizer's step, and the way there and back."""
+"""Every family against transformers: logits, gradients, an optimizer step, and import and export round trips."""
 
 import copy
 
@@ -36,7 +36,7 @@ few = [name if name in ("gpt2", "llama-3") else pytest.param(name, marks=slow) f
 
 
 class Arrays:
-    """Gradients, or whatever else belongs to the parameters of a torch module, as a source of tensors."""
+    """Gradients, or other arrays with a torch module's parameter names, as a source of tensors."""
 
     def __init__(self, arrays):
         self._arrays = arrays
@@ -47,7 +47,7 @@ class Arrays:
 
 
 def as_in_files(name, arrays):
-    """What transformers calls by another name in memory than in files: the head of GPT-NeoX, and experts."""
+    """Parameters whose names in transformers' modules differ from those in files: GPT-NeoX's head, and experts."""
     is_mixtral = name.startswith("mixtral")
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     for key, array in arrays.items():
@@ -110,7 +110,7 @@ def test_every_family_has_a_case():
 
 
 def as_ours(name, opened, arrays):
-    """Torch tensors by their parameters' names, as a tree like our model."""
+    """Torch tensors by parameter name, as a tree with our model's structure."""
     source = Arrays(dict(as_in_files(name, {key: array.detach().float().numpy() for key, array in arrays.items()})))
     table = opened.family.tensors(opened.config)
     return load_weights(abstract(opened.config), table, source, one_device(), where="torch")
@@ -130,12 +130,12 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     wanted = in_our_tree({key: p.grad for key, p in theirs.named_parameters()})
     largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
     for (path, ours), (_, reference_) in zip(tree.leaves(gradient), wanted, strict=True):
-        # A key's bias moves all scores of a query alike, so its gradient is 0: rounding, on both sides.
+        # A key bias shifts all scores of a query equally, so its gradient is 0: only rounding, on both sides.
         near = 1e-3 * max(float(jnp.abs(reference_.array).max()), 1e-5 * largest)
         np.testing.assert_allclose(ours.array, reference_.array, rtol=1e-3, atol=near, err_msg=path)
 
     rates = {"learning_rate": 1e-3, "weight_decay": 0.1}
-    # Epsilon is above the rounding of gradients: a step must not be as large for what is only rounding.
+    # Epsilon is above the gradients' rounding errors, which must not cause full-size steps.
     torch.optim.AdamW(theirs.parameters(), 1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1).step()
     config = AdamConfig(**rates, warmup=0, epsilon=1e-5, max_grad_norm=None, weight_decay_modules=["."])
     adam = config.build(parameter_groups(model, config), 10)
@@ -148,12 +148,12 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
 @slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
 def test_second_derivatives(name, tmp_path):
-    """The product of the Hessian with a direction, of the objective as it is trained with: torch's in float64."""
+    """Hessian-vector products of the training objective, against torch in float64."""
     theirs = copy.deepcopy(reference(name))
     theirs.save_pretrained(tmp_path)
     opened, model = imported(tmp_path)
     theirs = theirs.double()
-    theirs.config._experts_implementation = "eager"  # the other one takes no doubles
+    theirs.config._experts_implementation = "eager"  # the default implementation does not support float64
     names, parameters = zip(*theirs.named_parameters(), strict=True)
     generator = torch.Generator().manual_seed(1)
     u = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
@@ -186,7 +186,7 @@ def test_second_derivatives(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", every)
-def test_there_and_back_is_bit_equal(name, tmp_path):
+def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
@@ -202,18 +202,18 @@ def test_there_and_back_is_bit_equal(name, tmp_path):
         "use_cache",
         *(() if getattr(saved, "use_sliding_window", True) else ("max_window_layers",)),
     }
-    same = {"gelu_pytorch_tanh": "gelu_new"}  # two names of one function
+    same = {"gelu_pytorch_tanh": "gelu_new"}  # two names of the same function
     for key, value in saved.to_dict().items():
         written = again.to_dict()[key]
-        if isinstance(value, dict):  # numbers that stand for their defaults are written too
+        if isinstance(value, dict):  # values that equal their defaults are also written
             assert value.items() <= written.items(), key
         assert key in free or isinstance(value, dict) or value == written or same.get(str(value)) == written, key
     assert open_folder(tmp_path / "ours").config == opened.config
 
 
 @pytest.mark.parametrize("name", [name if name == "llama-3" else pytest.param(name, marks=slow) for name in CASES])
-def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
-    """Identical logits and 32 greedy tokens; and our own decoding, with its cache, chooses the same."""
+def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
+    """Identical logits and 32 greedy tokens, which our own cached decoding also chooses."""
     reference(name).save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
     save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
@@ -229,7 +229,7 @@ def test_exported_it_is_the_same_model_to_transformers(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_cached_decoding_is_the_full_forward_pass(name, tmp_path):
+def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
     opened, model = imported(tmp_path)
     whole = inputs_of(tokens())

@@ -1,4 +1,4 @@
-"""Safetensors beside the library of that name, what is refused, and an import without torch."""
+"""Safetensors files against the safetensors library, refused folders, and an import without torch."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def saved(folder, **options):
 
 
 def rewritten(folder, change):
-    """The folder's weights with `change(name -> array)` done to them."""
+    """Applies `change(name -> array)` to the folder's weights."""
     file = SafetensorsFile(folder / "model.safetensors")
     arrays = {name: np.array(file.view(name)) for name in file.tensors}
     arrays = change(arrays)
@@ -54,7 +54,7 @@ def rewritten(folder, change):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool"])
-def test_the_library_reads_what_is_written_and_the_other_way(dtype, tmp_path):
+def test_the_safetensors_library_reads_our_files_and_we_read_its(dtype, tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     arrays = {"a": np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype)), "b": np.zeros((0, 4), jnp.dtype(dtype))}
     infos = {name: TensorInfo(a.shape, a.dtype) for name, a in arrays.items()}
@@ -67,7 +67,7 @@ def test_the_library_reads_what_is_written_and_the_other_way(dtype, tmp_path):
         assert ours[name].dtype == array.dtype
 
 
-def test_damaged_files_say_so(tmp_path):
+def test_damaged_files_are_errors(tmp_path):
     path = saved(tmp_path / "hf") / "model.safetensors"
     whole = path.read_bytes()
     for damaged, message in (
@@ -118,7 +118,7 @@ def test_missing_renamed_and_reshaped_tensors_are_all_named(tmp_path):
         assert line in str(caught.value)
 
 
-def test_rows_that_are_no_tokens_are_left_out(tmp_path):
+def test_rows_beyond_the_tokenizer_are_dropped(tmp_path):
     folder = saved(tmp_path / "hf")
     loaded = load_model(folder, abstract(vocab=20), CONFIG, one_device())
     np.testing.assert_array_equal(loaded.lm_head().array, built().lm_head().array[:20])
@@ -126,7 +126,7 @@ def test_rows_that_are_no_tokens_are_left_out(tmp_path):
         load_model(folder, abstract(vocab=30), CONFIG, one_device())
 
 
-def test_bfloat16_is_exact_both_ways(tmp_path):
+def test_bfloat16_is_exact_in_both_directions(tmp_path):
     folder = saved(tmp_path / "hf", dtype=jnp.bfloat16)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), built())
     for dtype in (jnp.bfloat16, jnp.float32):
@@ -147,7 +147,7 @@ def test_bfloat16_is_exact_both_ways(tmp_path):
     ],
     ids=str,
 )
-def test_keys_that_cannot_be_followed_are_named(change, message, tmp_path):
+def test_unsupported_config_keys_are_named(change, message, tmp_path):
     folder = saved(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
@@ -155,7 +155,7 @@ def test_keys_that_cannot_be_followed_are_named(change, message, tmp_path):
         open_folder(folder)
 
 
-def test_a_folder_is_complete_or_not_there(tmp_path):
+def test_a_folder_is_complete_or_does_not_exist(tmp_path):
     folder = saved(tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"already exists\. Choose another folder"):
         saved(folder)
@@ -172,7 +172,7 @@ class Breaks(dict):
         raise RuntimeError("on the way")
 
 
-def test_torch_files_and_names_by_rules(tmp_path):
+def test_torch_files_and_weight_name_rules(tmp_path):
     torch = pytest.importorskip("torch")
     folder = saved(tmp_path / "hf", dtype=jnp.bfloat16)
     file = SafetensorsFile(folder / "model.safetensors")
@@ -198,7 +198,7 @@ def test_torch_files_and_names_by_rules(tmp_path):
 
 
 def adapted():
-    """A model whose adapters do something."""
+    """A model whose adapters have an effect."""
     model = LoraConfig(target="q_proj|down_proj", rank=4).apply(
         built(), refs={}, calibration=None, key=jax.random.key(1)
     )
@@ -232,7 +232,7 @@ def test_peft_adapters(tmp_path):
 
 
 @pytest.mark.slow
-def test_peft_itself_computes_the_same(tmp_path):
+def test_peft_computes_the_same(tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = adapted()
@@ -250,8 +250,8 @@ def test_peft_itself_computes_the_same(tmp_path):
         )
 
 
-def test_without_torch_safetensors_are_imported(tmp_path):
-    """In a process in which `import torch` fails, as do transformers and the safetensors library."""
+def test_safetensors_are_imported_without_torch(tmp_path):
+    """In a process where importing torch, transformers or the safetensors library fails."""
     folder = saved(tmp_path / "hf")
     program = f"""
         import sys

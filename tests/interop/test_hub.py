@@ -1,4 +1,4 @@
-"""Copies of the hub's repositories: with a network, without one, and what messages say."""
+"""Copies of the hub's repositories, with and without a network, and the messages."""
 
 import http.server
 import json
@@ -19,7 +19,7 @@ REPOSITORIES = {
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub on this machine, and a cache of its own; `taken_off` takes it off the network."""
+    """A local hub with its own cache; `taken_off` disconnects it."""
     pytest.importorskip("huggingface_hub")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -34,13 +34,13 @@ def hub(monkeypatch, tmp_path):
 
 
 def taken_off(server):
-    """Whoever asks it now is refused."""
+    """Refuses all requests from now on."""
     server.shutdown()
     server.server_close()
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
-    """The three answers that a snapshot needs: the commit, its files, and each file."""
+    """The three responses that a snapshot needs: the commit, its files, and each file."""
 
     def do_GET(self):
         owner_and_name, _, rest = self.path.removeprefix("/api/models/").lstrip("/").partition("/re")
@@ -75,8 +75,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     ("name", "weights"), [("owner/both", "model.safetensors"), ("owner/torch@main", "pytorch_model.bin")]
 )
 @pytest.mark.parametrize("how", ["HF_HUB_OFFLINE", "no network"])
-def test_a_copy_of_the_hub_is_enough_without_a_network(hub, monkeypatch, name, weights, how):
-    """Of weights, one kind is fetched, and only that is needed."""
+def test_cached_hub_repositories_need_no_network(hub, monkeypatch, name, weights, how):
+    """Only one kind of weight files is downloaded, and only that is needed."""
     folder = local_folder(name, "x", weights=True)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", weights]
     with pytest.raises(ConfigError, match="Downloading from the Hub failed: RepositoryNotFoundError"):
@@ -92,7 +92,7 @@ def test_a_copy_of_the_hub_is_enough_without_a_network(hub, monkeypatch, name, w
         local_folder(name, "x", weights=True)
 
 
-def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
+def test_the_offline_error_names_the_local_alternative(monkeypatch, tmp_path):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -109,7 +109,7 @@ def test_the_hub_offline_names_the_local_alternative(monkeypatch, tmp_path):
     assert local_folder(str(tmp_path), "x", weights=True) == tmp_path
 
 
-def test_what_is_not_here_may_be_a_name_of_the_hub_and_messages_say_both(monkeypatch, tmp_path):
+def test_the_error_for_an_unknown_name_mentions_local_folders_and_the_hub(monkeypatch, tmp_path):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

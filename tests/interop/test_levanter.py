@@ -1,4 +1,4 @@
-"""What Levanter's published configurations write differently is read as what it is called here, or said with what to do."""
+"""Different spellings in Levanter's published configurations are translated, or refused with advice."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     return decode_run(source, None), notes
 
 
-# name: (what is written there, the same here, words of the notes)
+# name: (Levanter's spelling, jaxlm's spelling, words in the notes)
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a dataset by id in a mixture": (
         {"data": {"configs": {"g/a": {"id": "x/y"}, "b": {"train_urls": ["t"]}}, "train_weights": {"g/a": 1, "b": 1}}},
@@ -189,7 +189,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_levanters_spelling_is_the_same_run(name):
+def test_levanter_spellings_give_the_same_configuration(name):
     theirs, ours, words = SAME[name]
     config, notes = read(theirs)
     assert config == decode_run(ConfigSource(ours), None)
@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_here_is_said_with_what_to_do(name):
+def test_unsupported_levanter_keys_say_what_to_do(name):
     tree, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         read(tree)

@@ -1,4 +1,4 @@
-"""How much memory an import takes, measured: a Llama of a gigabyte in eight files, into FSDP on eight devices."""
+"""Measures the memory of an import: a 1 GB Llama in eight files, under FSDP on eight devices."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SIZES = {"embed": 2048, "mlp": 5632, "heads": 16, "kv_heads": 4, "head_size": 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A gigabyte of random bfloat16, written without ever being in memory."""
+    """A gigabyte of random bfloat16 numbers, written without holding them in memory."""
     folder = tmp_path_factory.mktemp("gigabyte")
     family = family_of_config(CONFIG)
     rows = expanded(family.tensors(CONFIG), SIZES)
@@ -47,7 +47,7 @@ def measured(folder, importer):
     root = Path(__file__).parents[2]
     flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(root / "src")}
-    # glibc otherwise keeps some of the blocks that were given back, now 4 MB and now 12: freed must mean returned.
+    # Otherwise glibc keeps some freed blocks, from 4 to 12 MB. Freed memory must be returned to the system.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     command = [sys.executable, str(root / "tests" / "interop" / "import_memory.py"), str(folder), importer]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -57,12 +57,12 @@ def measured(folder, importer):
 
 
 @pytest.mark.slow
-def test_no_more_than_one_slice_beside_the_model(folder):
+def test_an_import_needs_at_most_one_shard_beside_the_model(folder):
     found = measured(folder, "jaxlm")
     assert found["above_model"] <= 1.15 * found["largest_slice"]
 
 
 @pytest.mark.slow
-def test_no_slower_than_twice_transformers(folder):
+def test_an_import_takes_at_most_twice_as_long_as_transformers(folder):
     pytest.importorskip("transformers")
     assert measured(folder, "jaxlm")["seconds"] <= 2 * measured(folder, "transformers")["seconds"] + 5

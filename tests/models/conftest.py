@@ -35,7 +35,7 @@ def _built(config):
 
 @pytest.fixture
 def built():
-    """A configuration's model over 40 tokens with N(0, 0.2) in every parameter, norms and biases too."""
+    """A configuration's model for 40 tokens with N(0, 0.2) in every parameter, including norms and biases."""
     return _built
 
 
@@ -47,13 +47,13 @@ def tiny(request):
 
 @pytest.fixture
 def tiny_llama():
-    """One configuration, for what does not depend on the family."""
+    """One configuration, for tests that do not depend on the family."""
     return TINY["llama"]
 
 
 @pytest.fixture
 def as_inputs():
-    """Makes `Inputs` of integer arrays [batch, position]; by default one document a row."""
+    """Builds `Inputs` from integer arrays [batch, position]; by default one document per row."""
 
     def make(tokens, positions=None, segment_ids=None) -> Inputs:
         tokens = np.asarray(tokens)

@@ -1,4 +1,4 @@
-"""Run by test_sharding.py on eight simulated devices; prints one JSON object of what it found."""
+"""Run by test_sharding.py on eight simulated devices; prints its results as one JSON object."""
 
 import dataclasses
 import functools
@@ -78,12 +78,12 @@ def placed(tree, sharding):
     return jax.tree.map(put, tree, is_leaf=is_named)
 
 
-def difference(got, wanted):
-    """The largest distance, relative to the largest value of the leaf plus a hundredth of that of the whole tree.
+def difference(got, expected):
+    """The largest difference, relative to the leaf's largest value plus a hundredth of the whole tree's.
 
-    The second part is for leaves that are zero but for rounding, such as the gradient of the keys' biases.
+    The second part is for leaves that are zero except for rounding, such as the gradient of key biases.
     """
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)]
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True)]
     floor = 0.01 * max(np.abs(b).max() for _, b in pairs)
     return max(float(np.abs(a - b).max() / (np.abs(b).max() + floor)) for a, b in pairs)
 
@@ -98,7 +98,7 @@ def collectives(hlo):
 
 
 def look(model, batch, single, layout):
-    jax.clear_caches()  # traces know their mesh, but not the mapping onto it
+    jax.clear_caches()  # jit caches know the mesh, but not the axis mapping
     with layout.use():
         model, batch = placed(model, layout.parameter_sharding), placed(batch, layout.compute_sharding)
         lowered = jax.jit(step).lower(model, batch)

@@ -1,4 +1,4 @@
-"""Activations against their formulas in float64, and what they keep."""
+"""Activations against their formulas in float64, and their saved residuals."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def slope(formula, x, h=1e-5):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_values_and_gradients_are_the_formula(name):
+def test_values_and_gradients_match_the_formula(name):
     x, up, d_out = np.random.default_rng(0).normal(size=(3, 5, 8)) * 2
     formula, given = FORMULAS[name], [jnp.asarray(a, jnp.float32) for a in (x, up)]
     out, vjp = jax.vjp(lambda x: activated(name, x), given[0])
@@ -39,7 +39,7 @@ def test_values_and_gradients_are_the_formula(name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_keeps_what_it_is_given_and_nothing_else(name):
+def test_saves_only_the_input(name):
     x = jnp.ones((3, 8), jnp.bfloat16)
     for run, given in ((activated, (x,)), (gated, (x, x))):
         _, vjp = jax.vjp(functools.partial(run, name), *given)

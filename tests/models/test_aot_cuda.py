@@ -1,4 +1,4 @@
-"""Tracing for a card that is not here: nobody asks the device, and everything is as before afterwards."""
+"""Tracing for a GPU that is not attached: the device is never queried, and all patches are undone afterwards."""
 
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -9,7 +9,7 @@ from jaxlm.models.attention.choose import AttentionTask, choose_attention
 HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capability=(9, 0))
 
 
-def test_kernels_are_taken_to_be_right_and_jax_is_answered():
+def test_kernels_are_assumed_correct_and_jax_sees_the_target_device():
     asked = fused.check_compute_capability
     assert choose_attention(HOPPER).name == "blockwise", "no GPU is attached to self-test it on"
     with compiling_for_cuda((9, 0)):

@@ -1,4 +1,4 @@
-"""Attention against its definition in float64, and what documents may know of each other."""
+"""Attention against its definition in float64, and the separation of documents."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ DOCUMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 1, 1
 
 
 def positions_within(segment_ids):
-    """0, 1, 2, ... within every run of equal numbers."""
+    """Positions 0, 1, 2, ... within every run of equal numbers."""
     starts = np.diff(segment_ids, axis=1, prepend=-1) != 0
     index = np.arange(segment_ids.shape[1])
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
@@ -62,14 +62,14 @@ def definition(q, k, v, visible, scale):
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_is_the_definition(scale):
+def test_matches_the_definition(scale):
     case = random_case()
     expected = definition(*case, SIZE**-0.5 if scale is None else scale)
     assert (expected == 0).all(axis=-1).any(), "some query must see nothing"
     np.testing.assert_allclose(run(*case, scale=scale), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_queries_that_see_nothing_give_zero_and_finite_gradients():
+def test_fully_masked_queries_give_zero_and_finite_gradients():
     q, k, v, visible = random_case()
     visible[1][:] = 0
     value, grads = jax.value_and_grad(lambda *qkv: (run(*qkv, visible) ** 2 + run(*qkv, visible)).sum(), (0, 1, 2))(
@@ -90,7 +90,7 @@ def test_dropout_keeps_the_expectation_and_needs_a_key():
     np.testing.assert_allclose(dropped.mean(axis=0), whole, atol=0.1)
 
 
-def test_packed_documents_are_separate_documents(tiny, built, as_inputs, logits_of):
+def test_packed_documents_equal_separate_documents(tiny, built, as_inputs, logits_of):
     tokens = np.random.default_rng(0).integers(0, 40, size=DOCUMENTS.shape)
     model = built(tiny)
     packed = logits_of(model, as_inputs(tokens, positions_within(DOCUMENTS), DOCUMENTS))
@@ -100,7 +100,7 @@ def test_packed_documents_are_separate_documents(tiny, built, as_inputs, logits_
         np.testing.assert_allclose(packed[row, here], alone[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_document_knows_nothing_of_its_neighbours_and_of_its_future(tiny, built, as_inputs, logits_of):
+def test_a_document_does_not_see_its_neighbors_or_its_future(tiny, built, as_inputs, logits_of):
     tokens = np.random.default_rng(0).integers(0, 40, size=DOCUMENTS.shape)
     model = built(tiny)
     read = lambda tokens: logits_of(model, as_inputs(tokens, positions_within(DOCUMENTS), DOCUMENTS))  # noqa: E731
@@ -112,7 +112,7 @@ def test_a_document_knows_nothing_of_its_neighbours_and_of_its_future(tiny, buil
     np.testing.assert_array_equal(read(later)[1, :6], before[1, :6])
 
 
-def test_upcast_changes_what_16_bit_attention_rounds(built, as_inputs):
+def test_upcast_changes_16_bit_attention(built, as_inputs):
     config = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=1, num_heads=2, initializer_range=0.5)
     tokens = as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 16)))
 

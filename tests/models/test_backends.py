@@ -35,7 +35,7 @@ def allowed(segments, window):
 
 
 def definition(q, k, v, segments, window, d_out):
-    """Output and gradients in float64, written out from the formulas."""
+    """Output and gradients in float64, from the formulas."""
     q, k, v, d_out = (a.astype(np.float64) for a in (q, k, v, d_out))
     mask = allowed(segments, window)[:, None, None]
     scores = np.where(mask, np.einsum("btkgh,bskh->bkgts", q, k) * SCALE, -np.inf)
@@ -85,7 +85,7 @@ def value_and_gradients(attend, q, k, v, d_out):
         pytest.param(300, 1, 1000, marks=pytest.mark.slow),
     ],
 )
-def test_is_the_definition(backend, length, num_segments, window):
+def test_matches_the_definition(backend, length, num_segments, window):
     q, k, v, segments, d_out = random_case(length, num_segments)
     found = value_and_gradients(lambda *qkv: backend(*qkv, segments, window), q, k, v, d_out)
     for ours, theirs in zip(found, definition(q, k, v, segments, window, d_out), strict=True):
@@ -100,11 +100,11 @@ def test_is_the_definition(backend, length, num_segments, window):
         (384, 3, 40),
     ],
 )
-def test_splash_is_the_definition(length, num_segments, window):
-    test_is_the_definition(splash, length, num_segments, window)
+def test_splash_matches_the_definition(length, num_segments, window):
+    test_matches_the_definition(splash, length, num_segments, window)
 
 
-def test_second_derivatives_are_those_of_the_definition():
+def test_second_derivatives_match_the_definition():
     q, k, v, segments, d_out = random_case(131, 5)
     u = tuple(np.random.default_rng(1).normal(size=a.shape) for a in (q, k, v))
 
@@ -121,7 +121,7 @@ def test_second_derivatives_are_those_of_the_definition():
 
 
 def by_autodiff(q, k, v, segments, window, rule):
-    """Scores changed by the formulas of the papers, everything else as it is written down; derivatives by jax."""
+    """Attention with score rules from the papers' formulas; derivatives by jax."""
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * SCALE
     if rule.soft_cap is not None:
         scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
@@ -143,7 +143,7 @@ def by_autodiff(q, k, v, segments, window, rule):
     ],
     ids=str,
 )
-def test_rules_of_scores(rule):
+def test_score_rules(rule):
     q, k, v, segments, d_out = random_case(150, 2)
     found, expected = (
         value_and_gradients(attend, q, k, v, d_out)
@@ -156,7 +156,7 @@ def test_rules_of_scores(rule):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_a_rule_keeps_fused_kernels_away():
+def test_score_rules_exclude_fused_kernels():
     task = AttentionTask(
         "tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=64, rule=ScoreRule(soft_cap=30.0, alibi_max=8.0)
     )
@@ -167,13 +167,13 @@ def test_a_rule_keeps_fused_kernels_away():
         choose_attention(task, "splash")
 
 
-def test_second_derivatives_keep_kernels_away_that_have_none():
+def test_second_derivatives_exclude_kernels_without_them():
     task = AttentionTask("tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=64, twice_differentiable=True)
     assert choose_attention(task).reason.endswith("not splash: its backward pass is not differentiable")
 
 
-def test_kernels_see_their_own_rows_and_heads():
-    """What a kernel gets under shard_map, with keys that divide over the devices and with keys that do not."""
+def test_kernels_receive_their_own_rows_and_heads():
+    """The inputs of a kernel under shard_map, with key heads that divide over the devices and that do not."""
     from tests.engine.helpers import layout
 
     q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))
@@ -190,14 +190,14 @@ def test_kernels_see_their_own_rows_and_heads():
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_that_see_nothing_are_zero_and_have_no_gradient():
+def test_fully_masked_rows_are_zero_and_have_no_gradient():
     q, k, v, segments, d_out = random_case(150, 1)
     segments = np.zeros_like(segments)
     for leaf in value_and_gradients(lambda *qkv: blocks(*qkv, segments, None), q, k, v, d_out):
         np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
-def test_another_document_changes_not_one_bit():
+def test_other_documents_do_not_change_one_bit():
     q, k, v, segments, _ = random_case(300, 2)
     first = segments == 1
     attend = jax.jit(lambda *qkv: blocks(*qkv, segments, None))
@@ -210,7 +210,7 @@ def test_another_document_changes_not_one_bit():
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1024, None), (4096, None), (5000, 300), (130, 7)])
-def test_blocks_cover_every_query_and_little_else(length, window):
+def test_blocks_cover_every_query_with_little_overhead(length, window):
     found = list(query_blocks(length, window))
     assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found[:-1])]
     assert found[-1][1] == length
@@ -247,7 +247,7 @@ def test_choice(platform, change, name, degraded):
     assert choose_attention(task, "reference").name == "reference"
 
 
-def test_a_choice_that_cannot_be():
+def test_an_impossible_choice_is_refused():
     task = AttentionTask("cpu", jnp.dtype(jnp.float32), 128, head_size=64, dropout=0.1)
     with pytest.raises(ConfigError, match=r"model\.attn_backend: 'blockwise' given, but attention dropout"):
         choose_attention(task, "blockwise")

@@ -1,4 +1,4 @@
-"""Sizes, initialisation, floating-point operations and messages of the model configurations."""
+"""Sizes, initialization, FLOPs and errors of the model configurations."""
 
 import dataclasses
 import re
@@ -55,7 +55,7 @@ def test_the_papers_sizes():
     ids=["gpt2-124M", "gpt2-1.5B", "llama2-7B", "llama3.2-1B"],
 )
 def test_flops_of_known_models(config, vocab, giga):
-    """The figures of the project's table of causal FLOPs a token, which reproduce published throughputs."""
+    """Causal FLOPs per token, which reproduce published throughputs."""
     assert config.flops_per_token(vocab).causal / 1e9 == pytest.approx(giga, rel=2e-3)
 
 
@@ -67,7 +67,7 @@ def test_flops_of_known_models(config, vocab, giga):
     ],
     ids=["gpt2", "llama"],
 )
-def test_flops_are_what_xla_counts(config):
+def test_flops_match_xlas_count(config):
     config = dataclasses.replace(config, scan_layers=False, gradient_checkpointing="none")
     Batch, Vocab = hax.Axis("batch", 1), vocab_axis(2048)
     tokens = hax.zeros((Batch, config.Pos), dtype=jnp.int32)
@@ -78,8 +78,8 @@ def test_flops_are_what_xla_counts(config):
 
     model = jax.eval_shape(lambda key: config.build(Vocab, key=key), jax.random.key(0))
     counted = jax.jit(jax.grad(loss)).lower(model).compile().cost_analysis()["flops"] / config.seq_len
-    # XLA multiplies what is masked inside of a block too; of the seven products of attention, the one that makes the
-    # scores again is found to be there already, because nothing is recomputed.
+    # XLA also multiplies masked positions inside a block. Of attention's seven products, the one that recomputes the
+    # scores is eliminated as a common subexpression, because there is no remat.
     flops = config.flops_per_token(Vocab.size)
     weights = 2 * flops.causal - flops.palm
     square = sum((stop - start) * (stop - first) for start, stop, first in query_blocks(config.seq_len, None))
@@ -87,8 +87,8 @@ def test_flops_are_what_xla_counts(config):
     assert weights + attention == pytest.approx(counted, rel=0.03)
 
 
-def test_flops_within_a_window():
-    """A token of a long text sees the window; the first ones see less."""
+def test_flops_with_a_sliding_window():
+    """Tokens of a long text attend to a whole window; the first tokens attend to fewer."""
     sizes = {"hidden_dim": 64, "intermediate_dim": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     seq_len, window = 32, 8
     seen = sum(min(t + 1, window) for t in range(seq_len)) / seq_len
@@ -107,7 +107,7 @@ def std(named):
     return float(np.std(named.array))
 
 
-def test_gpt2_initialisation():
+def test_gpt2_initialization():
     config = Gpt2Config(seq_len=512, hidden_dim=256, num_layers=8, num_heads=4)
     model = jitted_build(config, 1000)
     block = model.body.layers.stacked
@@ -127,7 +127,7 @@ def named_leaves(tree):
     return filter(is_named, jax.tree.leaves(tree, is_leaf=is_named))
 
 
-def test_llama_initialisation():
+def test_llama_initialization():
     config = LlamaConfig(hidden_dim=256, intermediate_dim=512, num_layers=4, num_heads=4, num_kv_heads=2)
     model = jitted_build(config, 1000)
     block = model.body.layers.stacked
@@ -152,13 +152,13 @@ def test_llama_initialisation():
         (LlamaConfig(rope=Llama3Rotary(factor=0)), r"model\.rope\.factor: 0 given"),
     ],
 )
-def test_impossible_models_say_why(config, message):
+def test_invalid_models_are_refused(config, message):
     with pytest.raises(ConfigError) as caught:
         config.check()
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_possible_models_pass(tiny):
+def test_valid_models_pass(tiny):
     for config in (tiny, Gpt2Config(), LlamaConfig(), LlamaConfig(rope=Llama3Rotary())):
         config.check()
 
@@ -173,6 +173,6 @@ def test_yaml_round_trip():
 
 
 @pytest.mark.parametrize(("before", "now"), [("plain", "reference"), ("blocks", "blockwise"), ("splash", "splash")])
-def test_attention_backends_are_read_by_the_names_that_older_checkpoints_hold(before, now):
+def test_attention_backends_accept_their_names_in_older_checkpoints(before, now):
     assert LlamaConfig(attn_backend=before) == LlamaConfig(attn_backend=now)
     assert LlamaConfig(attn_backend=before).attn_backend == now

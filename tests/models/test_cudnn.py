@@ -1,5 +1,5 @@
-"""cuDNN attention without a card: what is asked of it, from programs made for CUDA, and what is made of its answers, with
-a stand-in that does what its documentation says and writes NaN wherever it says nothing.
+"""cuDNN attention without a GPU: the kernel calls in programs lowered for CUDA, and the use of the results, with a stand-in
+that does what cuDNN's documentation specifies and writes NaN where it specifies nothing.
 """
 
 import functools
@@ -46,7 +46,7 @@ F32 = AttentionShape(jnp.float32, head_size=8, group=2, windowed=False)
 
 @pytest.fixture
 def for_cuda(monkeypatch):
-    """Makes a function's program as it would be made on a Hopper with a recent cuDNN."""
+    """Lowers a function as on a Hopper GPU with a recent cuDNN."""
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91400)
     monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda _: False)
@@ -54,7 +54,7 @@ def for_cuda(monkeypatch):
 
 
 def calls(text):
-    """(kernel, mask, documents a row, window) of every call of cuDNN in a program."""
+    """(kernel, mask, documents per row, window) of every cuDNN call in a program."""
     for line in text.splitlines():
         if kernel := re.search(r"@__cudnn\$(\w+)", line):
             plain = line.replace("\\22", "").replace('\\"', "")
@@ -73,10 +73,10 @@ def test_the_program_calls_the_kernels(for_cuda, packed, window):
     attend = functools.partial(cudnn_attention, scale=0.1, window=window, packed=packed)
     found = set(calls(for_cuda(gradients(attend), q, k, k, jnp.ones((2, 64), jnp.int32))))
     forward, backward = "fmhaSoftmax", "fmhaSoftmaxBackward"
-    wanted = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
+    expected = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
     if packed:
-        wanted |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
-    assert found == wanted
+        expected |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
+    assert found == expected
 
 
 def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
@@ -96,10 +96,10 @@ def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
         text = for_cuda(attend, q, k, jnp.ones((8, 64), jnp.int32))
     assert "@__cudnn$fmhaSoftmax" in text
     operands = re.findall(r"@__cudnn\$fmhaSoftmax\(.*\) -> \(?tensor<([\dx]+)xbf16>", text)
-    assert set(operands) == {"2x2x64x16"}  # of 8 rows over 4 devices and 4 heads over 2
+    assert set(operands) == {"2x2x64x16"}  # 8 rows over 4 devices and 4 heads over 2
 
 
-def test_lengths_and_offsets_are_numpys():
+def test_lengths_and_offsets_match_numpy():
     segments = packed_rows()
     documents = np.asarray(document_indices(jnp.asarray(segments)))
     for row, found in zip(segments, documents, strict=True):
@@ -116,7 +116,7 @@ def test_lengths_and_offsets_are_numpys():
             assert offset.tolist() == [int((row == s).argmax()) for s in ids] + fill + [-1]
 
 
-def test_the_self_tests_rows_are_what_they_are_for():
+def test_the_self_tests_rows_cover_their_cases():
     assert all(bool(are_single_documents(jnp.asarray(row[None]))) for row in single_document_rows())
     counts = [len(set(row) - {0}) for row in packed_rows().tolist()]
     assert {0, 1, 2, DOCUMENTS_PER_CALL, DOCUMENTS_PER_CALL + 3} <= set(counts)
@@ -129,7 +129,7 @@ def test_the_self_tests_rows_are_what_they_are_for():
 
 
 def seen(shape, lengths, offsets, window):
-    """What the kernel is told, as numbers of documents, 0 outside of all, and who sees whom."""
+    """The kernel's inputs as segment ids (0 outside all documents) and as a visibility mask."""
     position = jnp.arange(shape[1])
     document = jnp.ones(shape[:2], int)
     if offsets is not None:
@@ -196,7 +196,7 @@ def stood_in(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("stood_in")
-def test_is_plain_attention(monkeypatch, rows, packed, windowed):
+def test_matches_reference_attention(monkeypatch, rows, packed, windowed):
     monkeypatch.setattr(selftest, "TOLERANCE", 1e-5)
     shape = AttentionShape(jnp.float32, head_size=8, group=2, windowed=windowed)
     attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
@@ -211,7 +211,7 @@ def reference(q, k, v, segments):
 
 
 def leaking(q, k, v, segments):
-    """Every document sees those before it in its row."""
+    """A wrong kernel: every document sees the earlier ones in its row."""
     return jnp.where((segments != 0)[:, :, None, None, None], reference(q, k, v, jnp.ones_like(segments)), 0)
 
 
@@ -253,8 +253,8 @@ def dirty_padding(q, k, v, segments):
     ],
 )
 def test_the_self_test_finds_a_wrong_kernel(attend, found):
-    said = disagreement(attend, packed_rows(), F32)
-    assert said is None if found is None else found in said
+    error = disagreement(attend, packed_rows(), F32)
+    assert error is None if found is None else found in error
 
 
 def test_bfloat16_is_within_the_tolerance():
@@ -263,7 +263,7 @@ def test_bfloat16_is_within_the_tolerance():
     assert disagreement(jax.jit(attend), packed_rows(), shape) is None
 
 
-def test_a_kernel_that_breaks_is_one_that_fails():
+def test_a_kernel_that_raises_fails_the_self_test():
     def broken():
         raise NotImplementedError("no such\nkernel")
 
@@ -279,7 +279,7 @@ HOPPER = {"platform": "gpu", "dtype": jnp.dtype(jnp.bfloat16), "seq_len": 1024, 
 
 @pytest.fixture
 def tested(monkeypatch):
-    """What the self-tests of single and of packed documents say."""
+    """Stand-ins for the results of the self-tests of single and of packed documents."""
 
     def say(whole, packed):
         monkeypatch.setattr(choice, "selftest_cudnn", lambda _, **kind: packed if kind["packed"] else whole)
@@ -311,7 +311,7 @@ def test_choice(change, name, why):
     assert why in found.reason
 
 
-def test_what_fails_its_test_is_not_taken(tested):
+def test_a_kernel_that_fails_its_self_test_is_not_chosen(tested):
     task = AttentionTask(**HOPPER)
     tested(None, "packed is wrong")
     assert choose_attention(task).name == "cudnn_rows"
@@ -320,26 +320,26 @@ def test_what_fails_its_test_is_not_taken(tested):
     assert (choose_attention(task).name, choose_attention(task).degraded) == ("blockwise", True)
 
 
-def test_without_the_device_nothing_is_claimed():
+def test_without_a_gpu_the_choice_falls_back_to_blockwise():
     found = choose_attention(AttentionTask(**HOPPER))
     assert found.name == "blockwise"
     assert "no GPU is attached" in found.reason
 
 
 @pytest.mark.parametrize(
-    ("config", "wanted"),
+    ("config", "expected"),
     [
         (LlamaConfig(hidden_dim=64, num_heads=8, num_kv_heads=2, sliding_window=24), (jnp.bfloat16, 8, 4, 24, 0.0)),
         (Gpt2Config(hidden_dim=64, num_heads=4, upcast_attn=True, attn_pdrop=0.1), (jnp.float32, 16, 1, None, 0.1)),
     ],
 )
-def test_a_layer_says_what_it_asks(config, wanted):
+def test_a_layer_describes_its_attention_task(config, expected):
     built = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
     (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Transformer)
     (kind,) = body.kinds
     task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024, kind.window)
     assert (task.platform, task.capability, task.seq_len, task.same_tokens) == ("gpu", (9, 0), 1024, True)
-    assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == wanted
+    assert (task.dtype, task.head_size, task.group, task.window, task.dropout) == expected
 
 
 @pytest.mark.parametrize(("given", "found"), [("9.0", (9, 0)), ("12.1", (12, 1)), ("gfx90a", None)])

@@ -1,4 +1,4 @@
-"""The worked examples in Flax, NNX and Linen: trained, sharded, sampled; and what is said of modules that do not fit."""
+"""The Flax examples, NNX and Linen: trained, sharded, sampled; and errors for unsuitable modules."""
 
 import sys
 import types
@@ -59,7 +59,7 @@ def test_the_examples_train_sharded(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_the_examples_train_alike_sharded_or_not_and_are_sampled(kind):
+def test_the_examples_train_the_same_sharded_or_not_and_can_be_sampled(kind):
     runs = [TinyRun(where, model=EXAMPLES[kind]) for where in (one_device(), layout())]
     losses = [[run.step(arrays(step))["train/loss"] for step in range(4)] for run in runs]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
@@ -74,7 +74,7 @@ def test_the_examples_train_alike_sharded_or_not_and_are_sampled(kind):
         assert new == chosen[len(prompt) - 1 : len(prompt) + 4].tolist()
 
 
-def test_the_loss_of_logits_is_the_loss_of_hidden_states_with_the_identity_as_head():
+def test_the_loss_of_logits_equals_that_of_hidden_states_with_an_identity_head():
     rng = np.random.default_rng(0)
     Batch, Pos, Vocab = Axis("batch", 2), Axis("position", 7), vocab_axis(11)
     logits = hax.named(jnp.asarray(rng.normal(size=(2, 7, 11)), jnp.float32), (Batch, Pos, Vocab))
@@ -94,20 +94,20 @@ def test_the_loss_of_logits_is_the_loss_of_hidden_states_with_the_identity_as_he
     np.testing.assert_allclose(token_losses(logits, None, targets).array, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_flops_are_those_of_the_matrix_products():
+def test_flops_are_counted_from_the_matrix_products():
     flops = EXAMPLES["linen"].flops_per_token(VOCAB).palm
     weights = 4 * 32 * 32 + 2 * 32 * 128 + 32 * VOCAB
-    assert flops == 6 * weights + 12 * 32 * 16  # attention over the whole window
+    assert flops == 6 * weights + 12 * 32 * 16  # attention over the whole sequence
 
 
 def plan_of(config):
-    """What `make_plan` does with a model's section before anything else."""
+    """The first step of `make_plan` with a model section."""
     config.check()
     return jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
 
 
 class WithAverages(nnx.Module):
-    """Keeps running averages, which nobody would save."""
+    """Has running averages, which would not be saved."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(4, rngs=rngs)
@@ -154,7 +154,7 @@ def factories(monkeypatch):
         ("flax_factories:wide", {"axes": {"embedding": ["embed", "embed"]}}, "which contain a duplicate"),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_trains(factories, factory, options, message):
+def test_unsuitable_modules_are_refused_before_training(factories, factory, options, message):
     config = FlaxConfig(factory=factory, seq_len=16, **options)
     with pytest.raises(ConfigError, match=message):
         plan_of(config)

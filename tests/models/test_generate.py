@@ -1,4 +1,4 @@
-"""Decoding with a cache against full forward passes, and what the sampling options promise."""
+"""Cached decoding against full forward passes, and the sampling options."""
 
 from dataclasses import replace
 from itertools import chain
@@ -56,7 +56,7 @@ def test_cache_equals_the_full_forward_pass(model, as_inputs, logits_of):
 
 
 def greedy_by_hand(model, prompt, num_new, length=32):
-    """Full forward passes over a padded row, one for every token."""
+    """One full forward pass over a padded row per token."""
     axes = (Axis("batch", 1), Axis("position", length))
 
     @jax.jit
@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_its_batch(llama):
     assert twice[1] != twice[0], "the same prompt again is another sample"
 
 
-def test_stops_before_the_end_token(llama):
+def test_end_tokens_are_not_returned(llama):
     free = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1)
     eos = free[2][4]
     stopped = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1, eos_id=eos)
@@ -114,7 +114,7 @@ def test_a_mesh_gives_the_same_tokens(llama, shards):
 
 @pytest.mark.slow
 def test_other_reasons_to_stop(llama):
-    """Several end tokens; and a condition on the row, which is asked every few tokens."""
+    """Several end tokens, and a condition on the row that is checked every few tokens."""
     decoding = GenerationConfig(24, temperature=1.0, seed=1)
     free = generate_tokens(Generator.of(llama), PROMPTS[:2], decoding)
     ends = (free[0][7], free[1][3])
@@ -126,7 +126,7 @@ def test_other_reasons_to_stop(llama):
 
 
 @pytest.mark.slow
-def test_a_stream_is_what_is_generated(llama):
+def test_streaming_gives_the_generated_tokens(llama):
     decoding = GenerationConfig(10, temperature=0.7, seed=2)
     pieces = list(stream_tokens(Generator.of(llama), PROMPTS, decoding, every=4))
     assert [len(piece[0]) for piece in pieces] == [4, 4, 2]
@@ -136,8 +136,8 @@ def test_a_stream_is_what_is_generated(llama):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2e-2), ("int8", 4e-2)])
-def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
-    """The error of logits, of their standard deviation; and greedy tokens, while the other path has not diverged."""
+def test_a_low_precision_cache_is_nearly_as_accurate(llama, dtype, most):
+    """The error of logits relative to their standard deviation, and greedy tokens until the two paths diverge."""
     rng = np.random.default_rng(3)
     prompts = rng.integers(0, 40, size=(16, 8)).tolist()
     exact, rounded = (
@@ -150,8 +150,8 @@ def test_a_small_cache_is_nearly_as_good(llama, dtype, most):
     assert 0 < np.sqrt(np.mean(errors**2)) < most * np.std(cached_logits(llama, jnp.float32))
 
 
-def test_int8_is_the_nearest_of_255_steps():
-    """Half a step of the largest number of each head of each token, and no more; zeros stay zeros."""
+def test_int8_rounds_to_the_nearest_of_255_steps():
+    """The error is at most half a step of each head's and token's scale; zeros stay zeros."""
     values = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32) * np.logspace(-3, 3, 5)[None, :, None]
     values[1, 2] = 0.0
     axes = (Axis("batch", 3), Axis("key_position", 5), Axis("head_size", 16))
@@ -164,7 +164,7 @@ def test_int8_is_the_nearest_of_255_steps():
 
 
 def cached_logits(model, dtype):
-    """Of the last of nine tokens, read after the others."""
+    """Logits of the last of nine tokens, computed after the others."""
     tokens = np.random.default_rng(4).integers(0, 40, size=(4, 9))
     axes = (Axis("batch", 4), Axis("position", 9))
     columns = (tokens, np.broadcast_to(np.arange(9), tokens.shape), np.ones_like(tokens))
@@ -198,12 +198,12 @@ def test_shapes_are_compiled_once(llama):
         ([[1]], -1, "max_new_tokens: -1"),
     ],
 )
-def test_impossible_requests_say_why(llama, prompts, num_new, message):
+def test_invalid_requests_are_refused(llama, prompts, num_new, message):
     with pytest.raises(ConfigError, match=message):
         generate(llama, prompts, max_new_tokens=num_new)
 
 
-def test_nothing_to_do(llama):
+def test_empty_requests_and_a_full_context(llama):
     assert generate(llama, [], max_new_tokens=4) == []
     assert generate(llama, [[1], [2]], max_new_tokens=0) == [[], []]
     assert len(generate(llama, [[1] * 28], max_new_tokens=4)[0]) == 4
@@ -233,6 +233,6 @@ def test_sampling_draws_the_distribution_it_promises(options, expected):
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
-def test_impossible_sampling_says_why(options):
+def test_invalid_sampling_options_are_refused(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))}: "):
         Sampling(**options)

@@ -24,7 +24,7 @@ def problem(batch, position, embed, vocab, *, seed=0, mask=0.7):
 
 
 def closed_form(x, w, y, m, z, smoothing, cap=None):
-    """Sums and gradients in float64, from the definition, all logits at once."""
+    """Sums and gradients in float64 from the definition, with all logits at once."""
     x, w, m = (a.astype(np.float64) for a in (x, w, m))
     logits = x @ w.T if cap is None else cap * np.tanh(x @ w.T / cap)
     top = logits.max(-1, keepdims=True)
@@ -63,7 +63,7 @@ def value_and_grads(x, w, y, m, **options):
     ("shape", "chunk_tokens"), [((2, 37, 16, 50), 16), ((7, 1217, 8, 97), 1024), ((1, 1, 4, 3), 512), ((3, 5, 4, 7), 1)]
 )
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.1)])
-def test_sums_and_gradients_are_the_closed_forms(shape, chunk_tokens, z, smoothing):
+def test_sums_and_gradients_match_the_closed_forms(shape, chunk_tokens, z, smoothing):
     x, w, y, m = problem(*shape)
     expected, dx, dw, _ = closed_form(x, w, y, m, z, smoothing)
     options = {"z_loss_weight": z, "label_smoothing": smoothing, "chunk_tokens": chunk_tokens}
@@ -77,7 +77,7 @@ def test_sums_and_gradients_are_the_closed_forms(shape, chunk_tokens, z, smoothi
 
 
 @pytest.mark.parametrize("cap", [0.7, 30.0])
-def test_soft_capped_sums_and_gradients_are_the_closed_forms(cap):
+def test_soft_capped_sums_and_gradients_match_the_closed_forms(cap):
     x, w, y, m = problem(2, 37, 16, 50)
     expected, dx, dw, nll = closed_form(x, w, y, m, 1e-2, 0.1, cap)
     options = {"z_loss_weight": 1e-2, "label_smoothing": 0.1, "soft_cap": cap, "chunk_tokens": 16}
@@ -95,7 +95,7 @@ def test_soft_capped_sums_and_gradients_are_the_closed_forms(cap):
 @pytest.mark.parametrize(
     ("cap", "z", "smoothing"), [(0.7, 1e-2, 0.1), pytest.param(None, 0.0, 0.0, marks=pytest.mark.slow)]
 )
-def test_second_derivatives_are_those_of_the_closed_form(cap, z, smoothing):
+def test_second_derivatives_match_the_closed_form(cap, z, smoothing):
     x, w, y, m = problem(2, 37, 16, 50)
     y[0, 0], m[0, 0] = -100, 0.0
     u = tuple(np.random.default_rng(1).normal(size=a.shape) for a in (x, w))
@@ -120,7 +120,7 @@ def test_second_derivatives_are_those_of_the_closed_form(cap, z, smoothing):
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
-def test_a_cap_that_lets_nothing_through_is_refused(cap):
+def test_an_invalid_soft_cap_is_refused(cap):
     with pytest.raises(ValueError, match=r"soft_cap: .* given, more than 0 or None expected"):
         sums_of(*problem(1, 2, 4, 5), soft_cap=cap)
 
@@ -148,7 +148,7 @@ def test_equals_torch_cross_entropy():
     seed=st.integers(0, 9),
 )
 @settings(max_examples=5, deadline=None)
-def test_chunks_do_not_matter(batch, position, vocab, chunk, seed):
+def test_the_chunk_size_does_not_matter(batch, position, vocab, chunk, seed):
     x, w, y, m = problem(batch, position, 4, vocab, seed=seed)
     whole, whole_grads = value_and_grads(x, w, y, m, z_loss_weight=1e-3, chunk_tokens=10_000)
     cut, cut_grads = value_and_grads(x, w, y, m, z_loss_weight=1e-3, chunk_tokens=chunk)
@@ -156,7 +156,7 @@ def test_chunks_do_not_matter(batch, position, vocab, chunk, seed):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_masked_rows_give_zero_and_nothing_else():
+def test_masked_rows_contribute_zero():
     x, w, y, _ = problem(2, 9, 8, 11)
     ignored = np.full_like(y, -100)
     sums, grads = value_and_grads(x, w, ignored, np.zeros(y.shape, np.float32), z_loss_weight=0.1, label_smoothing=0.1)
@@ -165,7 +165,7 @@ def test_masked_rows_give_zero_and_nothing_else():
 
 
 @pytest.mark.parametrize("bad", [-1, 11, 400])
-def test_a_counted_target_beyond_the_vocabulary_is_nan(bad):
+def test_an_unmasked_target_beyond_the_vocabulary_gives_nan(bad):
     x, w, y, m = problem(1, 9, 8, 11, mask=1.0)
     y[0, 3] = bad
     assert np.isnan(sums_of(x, w, y, m).total)
@@ -173,7 +173,7 @@ def test_a_counted_target_beyond_the_vocabulary_is_nan(bad):
     assert np.isfinite(sums_of(x, w, y, m).total)
 
 
-def test_bfloat16_keeps_float32_sums():
+def test_bfloat16_inputs_have_float32_sums():
     x, w, y, m = problem(2, 300, 64, 500)
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w))
     expected, dx, dw, _ = closed_form(np.asarray(x, np.float32), np.asarray(w, np.float32), y, m, 1e-3, 0.1)
@@ -190,7 +190,7 @@ def num_matrix_products(fun, *args) -> int:
     return str(jax.make_jaxpr(fun)(*args)).count("dot_general")
 
 
-def test_only_the_gradients_that_are_asked_for_cost_a_matrix_product():
+def test_only_requested_gradients_cost_a_matrix_product():
     x, w, y, m = problem(2, 8, 4, 5)
     total = lambda x, w: sums_of(x, w, y, m).total  # noqa: E731
     assert num_matrix_products(total, x, w) == 1
@@ -206,7 +206,7 @@ def test_metrics_have_no_gradient():
 
 
 @pytest.mark.parametrize("task", ["train", "evaluate"])
-def test_the_logits_of_all_tokens_never_exist(task):
+def test_the_logits_of_all_tokens_are_never_materialized(task):
     tokens, vocab, chunk = 4096, 1531, 256
     x, w, y, m = problem(4, tokens // 4, 16, vocab)
 
@@ -233,6 +233,6 @@ def test_token_losses_and_their_gradient():
     np.testing.assert_allclose(jax.grad(weighted)(jnp.asarray(x)), dx, rtol=1e-5, atol=1e-6)
 
 
-def test_chunks_of_nothing_are_refused():
+def test_empty_chunks_are_refused():
     with pytest.raises(ValueError, match="chunk_tokens: 0 given"):
         sums_of(*problem(1, 2, 4, 5), chunk_tokens=0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: grouped products, routers' losses, and experts spread over devices."""
+"""Mixtures of experts: grouped products, router losses, and experts sharded over devices."""
 
 import dataclasses
 
@@ -32,8 +32,8 @@ CONFIG = MixtralConfig(
 
 
 @pytest.mark.parametrize("num_rows", [37, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 300))])
-def test_grouped_products_are_those_of_ragged_dot(num_rows):
-    """Values and gradients, with groups that are empty and rows of no group."""
+def test_grouped_products_equal_ragged_dot(num_rows):
+    """Values and gradients, with empty groups and rows that are in no group."""
     rng = np.random.default_rng(num_rows)
     group = jnp.asarray(rng.choice([-1, 0, 2, 3, 5, 9], num_rows))
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((num_rows, 6), (6, 6, 5)))
@@ -76,7 +76,7 @@ def alone():
 
 
 def trained(where):
-    # Epsilon is above the rounding of gradients: a step must not be as large for what is only rounding.
+    # Epsilon is above the gradients' rounding errors, which must not cause full-size steps.
     adam = AdamConfig(learning_rate=1e-2, warmup=0, epsilon=1e-4)
     run = TinyRun(where, phase(optimizer=adam), model=CONFIG)
     metrics = [run.step(arrays(step)) for step in range(3)]
@@ -85,7 +85,7 @@ def trained(where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_spread_over_eight_devices_it_trains_as_on_one(alone, name):
+def test_training_on_eight_devices_equals_training_on_one(alone, name):
     (metrics, parameters), (expected, wanted) = trained(LAYOUTS[name]()), alone
     for step, reference in zip(metrics, expected, strict=True):
         for key in ("train/objective", "train/loss", "train/router/balance_loss", "train/router/z_loss"):
@@ -97,7 +97,7 @@ def test_spread_over_eight_devices_it_trains_as_on_one(alone, name):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=path)
 
 
-def test_balance_is_that_of_transformers():
+def test_the_balance_loss_equals_transformers():
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
     rng = np.random.default_rng(0)
@@ -122,8 +122,8 @@ def test_balance_is_that_of_transformers():
     assert found.coefficient == 0.5
 
 
-def test_only_the_chosen_experts_count():
-    """Mixtral 8x7B: 46.7e9 parameters, of which a token meets 12.9e9 (Jiang et al. 2024, section 1)."""
+def test_flops_count_only_the_chosen_experts():
+    """Mixtral 8x7B: 46.7e9 parameters, of which 12.9e9 are active per token (Jiang et al. 2024, section 1)."""
     config = MixtralConfig(seq_len=4096)
     model = jax.eval_shape(lambda: config.build(vocab_axis(32000), key=jax.random.key(0)))
     assert tree.num_parameters(model) / 1e9 == pytest.approx(46.7, abs=0.05)

@@ -20,7 +20,7 @@ def formula(kind, x, weight, bias):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
-def test_values_and_gradients_are_the_definition(kind):
+def test_values_and_gradients_match_the_definition(kind):
     rng = np.random.default_rng(0)
     x, d_out = rng.normal(size=(2, 3, 5, 16))
     weight, bias = rng.normal(size=(2, 16))
@@ -65,7 +65,7 @@ def numerical(kind, given, number, d_out, h=1e-5):
 @pytest.mark.parametrize(
     ("norm", "num_rows"), [(RMSNorm.init(Embed, EPS), 1), (LayerNorm.init(Embed, EPS, use_bias=False), 2)]
 )
-def test_keeps_its_input_and_what_it_found_of_each_row(norm, num_rows):
+def test_saves_only_the_input_and_row_statistics(norm, num_rows):
     x = hax.ones((Batch, Pos, Embed)).astype(jnp.bfloat16)
     _, vjp = jax.vjp(lambda x: norm(x).array, x)
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(vjp)]

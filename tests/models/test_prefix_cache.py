@@ -1,4 +1,4 @@
-"""A text that grows from turn to turn: what is written is what one writes who reads all of it anew."""
+"""A text that grows from turn to turn: with a prefix cache, the output equals that of processing the whole text."""
 
 import jax
 import numpy as np
@@ -26,8 +26,8 @@ def text(seed, length):
 
 
 def updated(model, decoding, monkeypatch):
-    """(continuations with what is kept, those without, tokens that were not read again) of turns that do all there is to do
-    to what is kept: go on behind it, write an earlier turn anew, begin otherwise, ask the same again."""
+    """(continuations with the cache, those without, number of reused tokens) of turns that use the cache in every way: append
+    to it, change an earlier turn, begin differently, repeat the same request."""
     held, lookup = [], PrefixCache.lookup
 
     def told(self, *args):
@@ -41,7 +41,7 @@ def updated(model, decoding, monkeypatch):
     for turn in range(6):
         pieces = stream_tokens(writer, [prompt], decoding, every=8, prefix_cache=prefix_cache)
         if turn == 1:
-            ours.append(next(pieces)[0])  # broken off behind the first piece
+            ours.append(next(pieces)[0])  # interrupted after the first piece
             pieces.close()
         else:
             ours.append([token for (piece,) in pieces for token in piece])
@@ -52,10 +52,10 @@ def updated(model, decoding, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_turn_is_that_of_reading_it_anew(built, monkeypatch):
+def test_every_turn_equals_generation_without_a_cache(built, monkeypatch):
     ours, anew, held = updated(built(LLAMA), GenerationConfig(NEW, temperature=0.0), monkeypatch)
     assert ours == anew
-    # Fewer than 64 are never read. Turn 3 shares 60 tokens with the one before, turn 4 none, and 5 is 4 once more.
+    # At least 64 tokens are always computed. Turn 3 shares 60 tokens with the previous one, turn 4 none; 5 repeats 4.
     second, third, fourth = 65 + NEW + 6, 65 + NEW + 6 + 8 + 6, 65 + NEW + 6 + 8 + 6 + NEW + 6
     assert held == [0, second - 64, third - 64, fourth - 64, 0, 80 - 64]
 
@@ -73,7 +73,7 @@ OTHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_whatever_the_cache_is_of(name, built, monkeypatch):
+def test_prefixes_are_reused_in_every_kind_of_cache(name, built, monkeypatch):
     config, options = OTHERS[name]
     ours, anew, held = updated(
         built(config), GenerationConfig(**{"max_new_tokens": NEW, "temperature": 0.0, **options}), monkeypatch
@@ -83,8 +83,8 @@ def test_whatever_the_cache_is_of(name, built, monkeypatch):
 
 
 @pytest.mark.slow
-def test_on_a_mesh_and_in_pieces(built, monkeypatch):
-    """A long turn is read in pieces beside the cache; rows that fill up the batch are padding throughout."""
+def test_on_a_mesh_and_in_chunks(built, monkeypatch):
+    """A long turn is processed in chunks after the cache; rows that fill the batch are padding throughout."""
     monkeypatch.setattr(prefix_cache_module, "_PREFILL_CHUNK", 64)
     model, where, decoding = built(LLAMA), layout(model=2), GenerationConfig(NEW, temperature=0.0)
     prefix_cache, prompts = PrefixCache(), [text(0, 100), [*text(0, 100), *text(1, 150)]]
@@ -104,7 +104,7 @@ def test_on_a_mesh_and_in_pieces(built, monkeypatch):
             ] == whole
 
 
-def test_a_cache_of_another_kind_is_not_kept():
+def test_a_cache_of_another_kind_is_not_reused():
     prefix_cache = PrefixCache()
     prefix_cache.put({"tokens": [1, 2]}, [1, 2])
     assert prefix_cache.lookup(None, [1, 2] * 80, 1, 8) == (None, 0)

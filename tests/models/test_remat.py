@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, as the keys of the configuration say it."""
+"""The remat policies of `gradient_checkpointing`."""
 
 import jax
 import pytest
@@ -23,7 +23,7 @@ def test_refuses(value, message):
         Gpt2Config(gradient_checkpointing=value)
 
 
-def test_auto_is_whatever_the_compiler_found_to_fit(tiny_llama, built, as_inputs):
+def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
     inputs = as_inputs([[1] * 16])
 
     def program(remat_policy):

@@ -38,10 +38,10 @@ def reports(family: str, layouts: tuple[str, ...]) -> dict:
         for layout in layouts
     ],
 )
-def test_equals_one_device_and_moves_no_more_than_it_must(family, layout, together):
+def test_equals_one_device_with_only_the_expected_collectives(family, layout, together):
     report = reports(family, together)
     found = report[layout]
-    # Loss, metrics, every token's evaluation loss, every leaf of the gradient; then greedily decoded tokens.
+    # Loss, metrics, evaluation loss per token, every leaf of the gradient; then greedy tokens.
     assert found["difference"] < 1e-5
     assert found["text"] == report["text"]
     assert found["gradient_at_rest"]

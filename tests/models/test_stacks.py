@@ -1,4 +1,4 @@
-"""Scanned or unrolled, checkpointed or not: the same numbers, the same layout, different programs."""
+"""Scanned or unrolled layers, with or without remat: the same results, the same layout, different programs."""
 
 import dataclasses
 
@@ -29,11 +29,11 @@ def loss(model, inputs, key=None):
 
 
 def num_matrix_products(block, keep, num_bodies):
-    """Of a forward and backward pass with `num_bodies` compiled layers.
+    """The expected count for a forward and backward pass with `num_bodies` compiled layers.
 
-    A layer has its linear maps and the two products of attention, once forward and twice backward, and the scores of
-    attention once more. What is not kept is made again: all linear maps but the last, whose result nothing in the
-    backward pass needs, and the two products of attention, of which the scores are there already. The head adds three.
+    A layer has its linear maps and attention's two products, once forward and twice backward, and attention's scores once
+    more. Values that are not saved are recomputed: all linear maps except the last, whose result the backward pass does
+    not need, and attention's two products, of which the scores are already recomputed. The head adds three.
     """
     is_linear = lambda x: isinstance(x, Linear)  # noqa: E731
     linear = sum(map(is_linear, jax.tree.leaves(block, is_leaf=is_linear)))
@@ -43,7 +43,7 @@ def num_matrix_products(block, keep, num_bodies):
 
 
 @pytest.mark.slow
-def test_variants_are_different_programs_with_the_same_numbers(tiny, built, as_inputs):
+def test_variants_are_different_programs_with_the_same_results(tiny, built, as_inputs):
     inputs = as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 16)))
     results = []
     for scan, keep in VARIANTS:
@@ -52,7 +52,7 @@ def test_variants_are_different_programs_with_the_same_numbers(tiny, built, as_i
         assert (" while(" in program.as_text()) == scan
         wanted = num_matrix_products(model.body.layers.stacked, keep, 1 if scan else LAYERS)
         count = program.as_text().count(" dot(")
-        # Unrolled on CPU, XLA finds that the scores which attention makes again are still there.
+        # Unrolled on CPU, XLA eliminates the recomputation of attention's scores.
         assert count == wanted or (not scan and keep != "full" and count == wanted - LAYERS)
         results.append(program(model, inputs))
     value, gradient = results[0]
@@ -71,7 +71,7 @@ def test_variants_share_one_layout(tiny):
     assert all(other == first for other in others)
 
 
-def test_every_parameter_of_the_body_has_the_layers_in_front(tiny, built):
+def test_every_parameter_of_the_body_has_a_leading_layer_axis(tiny, built):
     model = built(variant(tiny, True, "full"))
     is_named = lambda x: isinstance(x, hax.NamedArray)  # noqa: E731
     leaves = jax.tree.leaves(model.body.layers, is_leaf=is_named)
@@ -80,7 +80,7 @@ def test_every_parameter_of_the_body_has_the_layers_in_front(tiny, built):
     assert all(leaf.dtype == jnp.float32 for leaf in leaves)
 
 
-def test_the_loop_stores_no_parameters_for_the_backward_pass(tiny, built, as_inputs):
+def test_the_loop_saves_no_parameters_for_the_backward_pass(tiny, built, as_inputs):
     inputs = as_inputs(np.zeros((2, 16), int))
     for keep in ("none", "cheap", "full"):
         model = built(variant(tiny, True, keep))
@@ -94,7 +94,7 @@ def test_the_loop_stores_no_parameters_for_the_backward_pass(tiny, built, as_inp
             assert results == [(LAYERS, 2, 16, 32)], "the input of each layer and nothing else"
 
 
-def test_building_traces_without_computing_and_depends_on_the_key_only(tiny):
+def test_building_can_be_traced_and_depends_only_on_the_key(tiny):
     build = jax.jit(lambda key: tiny.build(vocab_axis(40), key=key))
     shapes = jax.eval_shape(build, jax.random.key(0))
     model, again, other = (build(jax.random.key(k)) for k in (0, 0, 1))

@@ -1,4 +1,4 @@
-"""Layers that lie apart write what stacked ones write, and no weight is copied for a token."""
+"""Unstacked layers generate the same as stacked layers, and no weight is copied per token."""
 
 import haliax as hax
 import jax
@@ -30,8 +30,8 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
-    """Token by token, behind a prompt with padding on its left; a window shorter than the text, an index in the scale."""
+def test_unstacked_layers_give_the_same_logits_and_cache(name, dtype, built, as_inputs):
+    """Token by token after a left-padded prompt; a sliding window shorter than the text; a scale per layer index."""
     model = built(MODELS[name])
     tokens = np.random.default_rng(0).integers(0, 40, size=(2, 12))
     segments = np.ones_like(tokens)
@@ -51,8 +51,8 @@ def test_the_same_logits_and_the_same_cache(name, dtype, built, as_inputs):
         np.testing.assert_allclose(joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=1e-5)
 
 
-def test_a_writer_takes_its_model_apart_once(built, monkeypatch):
-    """However many texts it writes; only their caches are laid out each time."""
+def test_a_generator_unstacks_its_model_once(built, monkeypatch):
+    """For any number of texts; only their caches are unstacked each time."""
     model, taken = built(LlamaConfig(**SIZES, intermediate_dim=48)), []
     copied = unstacked_module._unstacked_copy
     monkeypatch.setattr(unstacked_module, "_unstacked_copy", lambda tree: taken.append(type(tree)) or copied(tree))
@@ -64,8 +64,8 @@ def test_a_writer_takes_its_model_apart_once(built, monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (3, 2)])
-def test_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
-    """What the program keeps beside its arguments is less than one matrix, and than one layer's keys."""
+def test_decoding_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
+    """The program's temporary memory is less than one matrix and less than one layer's keys."""
     config = LlamaConfig(
         **(SIZES | {"hidden_dim": 128, "num_layers": 2, "num_kv_heads": kv_heads}), intermediate_dim=344
     )

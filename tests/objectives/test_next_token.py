@@ -1,4 +1,4 @@
-"""The next-token objective: its sums, and their independence of how a batch is cut."""
+"""The next-token objective: its sums, which do not depend on how a batch is split."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def model():
 
 
 def a_batch(rows=4, length=12, seed=0):
-    """Two documents a row and padding at its end, with unequal masks."""
+    """Two documents per row and padding at the end, with unequal masks."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 23, size=(rows, length))
     segments = np.repeat([[1, 2, 0]], rows, 0).repeat([5, 5, length - 10], 1)
@@ -40,7 +40,7 @@ def a_batch(rows=4, length=12, seed=0):
 
 
 def reference(model, batch, z, smoothing):
-    """Every term from the model's logits, by the definition."""
+    """Every term from the model's logits, computed from the definition."""
     logits = model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
     log_p, lse = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(log_p, batch.targets.array[..., None], axis=-1)[..., 0]
@@ -51,7 +51,7 @@ def reference(model, batch, z, smoothing):
 
 
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)])
-def test_terms_and_metrics_are_the_definition(model, z, smoothing):
+def test_terms_and_metrics_match_the_definition(model, z, smoothing):
     batch = a_batch()
     objective = NextToken(z_loss_weight=z, label_smoothing=smoothing)
     terms, metrics, slot = objective.terms(model, batch, None, key=None)
@@ -71,12 +71,12 @@ def test_terms_and_metrics_are_the_definition(model, z, smoothing):
     np.testing.assert_array_equal(objective.weights(batch)["loss"], weight)
 
 
-def test_gradient_is_the_definitions_below_a_soft_cap(model):
+def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
     model, batch = replace(model, logit_soft_cap=0.5), a_batch()
     objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
     ours = jax.jit(jax.grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total))(model)
-    wanted = jax.jit(jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0]))(model)
-    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+    expected = jax.jit(jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0]))(model)
+    for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -92,7 +92,7 @@ def test_microbatches_add_up_to_the_batch(model):
             np.testing.assert_allclose(added.mean(), total.mean(), rtol=1e-6)
 
 
-def test_weights_of_a_batch_that_is_not_cut_yet():
+def test_weights_of_a_whole_batch():
     batch = a_batch()
     stacked = jax.tree.map(
         lambda a: hax.stack("microbatch", [a, a]), batch, is_leaf=lambda a: isinstance(a, hax.NamedArray)
@@ -104,10 +104,10 @@ def test_weights_of_a_batch_that_is_not_cut_yet():
     ("options", "path"),
     [({"z_loss_weight": -1.0}, "objective.z_loss_weight"), ({"label_smoothing": 1.0}, "objective.label_smoothing")],
 )
-def test_impossible_options_say_why(options, path):
+def test_invalid_options_are_refused(options, path):
     with pytest.raises(ConfigError, match=path):
         NextToken(**options)
 
 
-def test_is_found_by_name():
+def test_is_registered_by_name():
     assert ObjectiveConfig.get_choice_class("next_token") is NextToken

@@ -9,7 +9,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_one_moving_line_that_gives_way_to_others():
+def test_a_terminal_has_one_progress_line_that_other_lines_replace():
     stream = Terminal()
     console = Console(stream)
     console.progress("step 1")
@@ -18,7 +18,7 @@ def test_a_terminal_has_one_moving_line_that_gives_way_to_others():
     assert stream.getvalue().split("\r\x1b[2K") == ["", "step 1", "step 2", "eval\n"]
 
 
-def test_elsewhere_progress_comes_as_lines_now_and_then_and_at_the_end():
+def test_without_a_terminal_progress_is_logged_at_intervals_and_at_the_end():
     stream = io.StringIO()
     console = Console(stream)
     for step in range(100):
@@ -27,7 +27,7 @@ def test_elsewhere_progress_comes_as_lines_now_and_then_and_at_the_end():
     assert stream.getvalue() == "step 0\nstep 100\n"
 
 
-def test_the_log_has_lines_but_no_moving_ones(tmp_path):
+def test_the_log_has_no_progress_lines(tmp_path):
     console = Console(Terminal())
     console.log_to(tmp_path / "train.log")
     console.progress("step 1")
@@ -41,7 +41,7 @@ def test_durations_and_tables():
     assert table("t", [("a", "1"), ("long", "2")]) == "t\n  a     1\n  long  2"
 
 
-def test_peak_rates_are_found_by_the_name_that_jax_gives():
+def test_peak_rates_are_found_by_jaxs_device_name():
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("TPU v5 lite") == 197e12

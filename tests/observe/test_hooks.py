@@ -15,7 +15,7 @@ def info(objective: float = 1.0, norm: float = 1.0, **more) -> StepInfo:
 
 
 @pytest.mark.parametrize(("value", "key"), [(math.nan, "on_nan"), (math.inf, "on_inf"), (-math.inf, "on_inf")])
-def test_crash_on_nan_and_on_inf_each_stop_at_their_own(value, key):
+def test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values(value, key):
     off, on = {"on_nan": False, "on_inf": False}, {"on_nan": key == "on_nan", "on_inf": key == "on_inf"}
     other = {"on_nan": key != "on_nan", "on_inf": key != "on_inf"}
     for spoilt in (info(objective=value), info(norm=value)):
@@ -26,12 +26,12 @@ def test_crash_on_nan_and_on_inf_each_stop_at_their_own(value, key):
     CrashListener(on_nan=True, on_inf=True)(info())
 
 
-def test_a_skipped_step_names_its_records_and_others_ask_for_none():
+def test_only_skipped_steps_look_up_their_records():
     asked: list[int] = []
 
     def records(step: int) -> str:
         asked.append(step)
-        return f"windows of batch {step}"
+        return f"sequences of batch {step}"
 
     shown = io.StringIO()
     listener = ProgressListener(Console(shown), phase(), records, skipped=3)
@@ -43,6 +43,6 @@ def test_a_skipped_step_names_its_records_and_others_ask_for_none():
     listener(StepInfo(3, "train", {**usual, "train/objective": math.nan, "train/skipped_steps": 4.0}))
     assert asked == [2]
     assert (
-        "step 3: loss or gradient is not finite; update skipped (4 skipped so far). Batch: windows of batch 2"
+        "step 3: loss or gradient is not finite; update skipped (4 skipped so far). Batch: sequences of batch 2"
         " (to print it, run jaxlm.prepare --show_batch 2)"
     ) in shown.getvalue()

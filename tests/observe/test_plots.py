@@ -9,7 +9,7 @@ from tests.engine.helpers import phase
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every axes object that a picture was drawn on."""
+    """All matplotlib axes of the plots that were drawn."""
     seen = []
     make = plots._figure
 
@@ -26,7 +26,7 @@ def is_png(path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-def test_the_schedule_over_two_phases_with_its_corners(drawn, tmp_path):
+def test_the_schedule_plot_marks_the_corners_of_two_phases(drawn, tmp_path):
     first = phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=10, decay=20, lr_schedule="linear"), end=100)
     second = phase(index=1, name="two", optimizer=AdamConfig(learning_rate=5e-3, warmup=0), start=100, end=150)
     schedule_curve([first, second], tmp_path / "s.png", "title")
@@ -41,7 +41,7 @@ def test_the_schedule_over_two_phases_with_its_corners(drawn, tmp_path):
     assert corners == {0, 10, 80, 100, 150}
 
 
-def test_step_times_leave_out_the_first_steps_and_what_has_none(drawn, tmp_path):
+def test_step_times_exclude_first_steps_and_records_without_a_time(drawn, tmp_path):
     rng = np.random.default_rng(0)
     seconds = 0.1 + 0.01 * rng.random(200)
     seconds[0], seconds[100], seconds[150] = 30.0, 20.0, 9.0
@@ -56,19 +56,19 @@ def test_step_times_leave_out_the_first_steps_and_what_has_none(drawn, tmp_path)
     step_time_histogram(times, tmp_path / "t.png", "title")
     assert is_png(tmp_path / "t.png")
     (axes,) = drawn
-    assert sum(bar.get_height() for bar in axes.patches) == 197  # the one of 9 s is in the legend
+    assert sum(bar.get_height() for bar in axes.patches) == 197  # the outlier of 9 s is in the legend
     assert any("1 above" in text.get_text() for text in axes.get_legend().get_texts())
     assert step_times([{"step": 1, "throughput/duration": 1.0}], exclude={1}) is None
     assert step_times([], exclude={1}) is None
 
 
-def test_the_loss_curve_takes_steps_without_a_number(tmp_path):
+def test_the_loss_curve_accepts_steps_without_a_loss(tmp_path):
     records = [{"step": s, "train/loss": None if s == 3 else 5 - s / 50} for s in range(1, 100)]
     loss_curve([*records, {"step": 99, "eval/loss": 3.1}], tmp_path / "l.png", "title")
     assert is_png(tmp_path / "l.png")
 
 
-def test_few_steps_have_whole_ticks_and_one_curve(drawn, tmp_path):
+def test_a_plot_of_few_steps_has_integer_ticks_and_one_curve(drawn, tmp_path):
     loss_curve([{"step": s, "train/loss": 5 - s / 50} for s in range(1, 21)], tmp_path / "l.png", "title")
     (axes,) = drawn
     assert all(tick == round(tick) for tick in axes.get_xticks())

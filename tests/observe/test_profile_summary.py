@@ -22,7 +22,7 @@ OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "
 
 
 def hook_of(config: ProfilerConfig, folder: Path, log: Callable[[str], None], **options: Any) -> ProfileHook:
-    """Of a phase of 20 steps."""
+    """A trace of a phase of 20 steps."""
     usual: dict[str, Any] = {"first_step": 0, "until": phase().end, "program": str}
     return ProfileHook(config, folder, phase(), log=log, **(usual | options))
 
@@ -34,9 +34,9 @@ def event(name: str, start: float, end: float, device: str = "d0", line: str = "
 def test_times_of_nested_and_parallel_operations_in_closed_form():
     profile = summarize(
         [
-            event("while.1", 0, 100),  # a loop: only what is in it counts
+            event("while.1", 0, 100),  # a loop: only its contents count
             event("dot.1", 0, 40),
-            event("add.1", 10, 30),  # within the product
+            event("add.1", 10, 30),  # inside the matrix product
             event("copy.1", 60, 70),
             event("copy.1", 65, 85, line="t1"),  # at the same time on another thread
             event("dot.1", 0, 50, device="d1"),
@@ -59,7 +59,7 @@ def test_times_of_nested_and_parallel_operations_in_closed_form():
     assert summarize([event("while.1", 0, 1)], {}, 1) is None
 
 
-def test_an_evaluation_between_steps_is_no_idle_time():
+def test_an_evaluation_between_steps_does_not_count_as_idle():
     steps = [event("dot.1", 0, 40), event("dot.1", 50, 90), event("dot.1", 500, 540), event("dot.1", 550, 590)]
     other = [event("dot.1", 0, 100, "d1"), event("dot.1", 480, 590, "d1")]
     profile = summarize([*steps, *other], OPERATIONS, 4, pauses=[(120, 470)])
@@ -74,8 +74,8 @@ def test_an_evaluation_between_steps_is_no_idle_time():
     assert "Excluded" not in describe_profile(plain, "title")
 
 
-def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
-    """Evaluations and saves run inside of a pause, and no step does."""
+def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
+    """Evaluations and saves run inside a pause; steps do not."""
     order: list[str] = []
 
     class Numbers:
@@ -115,7 +115,7 @@ def test_the_loop_marks_what_it_stands_still_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
+def test_a_real_trace_is_summarized_and_the_state_is_unchanged(tmp_path):
     run, lines = TinyRun(layout()), []
     text = run.compiled_text(arrays(0))
     hook = hook_of(ProfilerConfig(1, 3), tmp_path, lines.append, program=lambda: text)
@@ -123,7 +123,7 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
         run.step(arrays(step))
         if step == 3:
             with pause():
-                time.sleep(1.5)  # as an evaluation would
+                time.sleep(1.5)  # like an evaluation
         if hook.due(step):
             before = jax.tree.map(np.asarray, run.state)
             hook.run(step, run.state)
@@ -143,7 +143,7 @@ def test_a_real_trace_is_summed_up_and_the_state_is_left_alone(tmp_path):
     assert sum(shares.values()) == pytest.approx(100, abs=0.5)
 
 
-def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failing_profiler_is_reported_and_the_run_continues(tmp_path, monkeypatch):
     lines: list[str] = []
     (tmp_path / "file").write_text("")
     hook = hook_of(ProfilerConfig(2, 3), tmp_path / "file" / "x", lines.append)
@@ -155,16 +155,16 @@ def test_a_profiler_that_fails_is_said_and_nothing_else(tmp_path, monkeypatch):
     assert "the run continues without a profile" in line
 
 
-def test_a_run_that_stops_in_between_ends_the_recording(tmp_path):
+def test_a_run_that_stops_early_ends_the_recording(tmp_path):
     lines: list[str] = []
-    for _ in range(2):  # a recording that was left open would make the second fail
+    for _ in range(2):  # an open recording would make the second one fail
         hook = hook_of(ProfilerConfig(1, 9), tmp_path, lines.append)
         hook.run(1, None)  # type: ignore[arg-type]
         hook.close()
     assert lines == []
 
 
-def test_a_phase_that_is_too_short_is_said_and_a_short_rest_is_recorded(tmp_path):
+def test_a_phase_too_short_to_profile_is_reported_and_a_short_remainder_is_recorded(tmp_path):
     lines: list[str] = []
     due = lambda first: [  # noqa: E731
         s for s in range(30) if hook_of(ProfilerConfig(5, 10), tmp_path, lines.append, first_step=first).due(s)
@@ -175,8 +175,8 @@ def test_a_phase_that_is_too_short_is_said_and_a_short_rest_is_recorded(tmp_path
     assert "ends at step 20" in lines[0]
 
 
-def test_a_recording_ends_where_batches_get_another_size(tmp_path):
-    """What is summed up are the operations of one program, and another size is another program."""
+def test_a_recording_ends_when_the_batch_size_changes(tmp_path):
+    """The summary covers one program, and another batch size is another program."""
     sizes = BatchSchedule.of([BatchSize(0, 8), BatchSize(9, 16), BatchSize(14, 16)])
     lines: list[str] = []
     for first, recorded in ((0, [5, 9]), (4, [9, 19])):

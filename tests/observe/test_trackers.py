@@ -27,7 +27,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 FACTS = RunInfo("run", 0, True, {"trainer": {"seed": 7}}, "trainer:\n  seed: 7\n", {"parameter_count": 1234})
 
 
-def test_floats_come_back_to_the_last_bit_and_what_is_not_finite_is_null(tmp_path):
+def test_floats_round_trip_bit_for_bit_and_non_finite_values_are_null(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=0)
     value = float.fromhex("0x1.921fb6p+1") / 3
     tracker.log(1, {"train/loss": value, "bad": float("nan"), "worse": float("inf")})
@@ -35,7 +35,7 @@ def test_floats_come_back_to_the_last_bit_and_what_is_not_finite_is_null(tmp_pat
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "train/loss": value, "bad": None, "worse": None}]
 
 
-def test_going_on_drops_later_records_and_a_line_that_was_cut_off(tmp_path):
+def test_resuming_drops_later_records_and_a_truncated_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": s, "x": s}) + "\n" for s in range(1, 9)) + '{"step": 9, "x')
     tracker = JsonlTracker(path, resume_step=5)
@@ -44,7 +44,7 @@ def test_going_on_drops_later_records_and_a_line_that_was_cut_off(tmp_path):
     assert [(r["step"], r["x"]) for r in read_jsonl(path)] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60)]
 
 
-def test_what_was_flushed_is_there_without_closing(tmp_path):
+def test_flushed_records_are_on_disk_without_closing(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=0)
     tracker.log(1, {"x": 1.0})
     tracker.flush()
@@ -52,12 +52,12 @@ def test_what_was_flushed_is_there_without_closing(tmp_path):
 
 
 def events(folder: Path) -> list:
-    """Every event of the only event file in a folder."""
+    """Every event in a folder's only event file."""
     (path,) = folder.glob("events*")
     return tensorboard_events(path)
 
 
-def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
+def test_tensorboard_files_hold_scalars_and_the_runs_description(tmp_path):
     pytest.importorskip("tensorboardX")
     tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
     tracker.log(3, {"train/loss": 1.5, "eval/a task": 0.5})
@@ -66,7 +66,7 @@ def test_tensorboard_files_hold_the_scalars_and_what_the_run_is(tmp_path):
     step, loss = values["train/loss"]
     assert (step, loss.simple_value) == (3, 1.5)
     assert values["eval/a_task"][1].simple_value == 0.5
-    (together,) = [e for e in events(tmp_path / "run") if e.step == 3]  # what each event costs is paid once a record
+    (together,) = [e for e in events(tmp_path / "run") if e.step == 3]  # one event per record, not per number
     assert len(together.summary.value) == 2
     assert b"seed: 7" in values["config/text_summary"][1].tensor.string_val[0]
     assert b"parameter_count: 1234" in values["summary/text_summary"][1].tensor.string_val[0]
@@ -77,11 +77,11 @@ HISTOGRAM = Histogram(-1.0, 2.0, (3, 0, 4))
 NOT_FINITE = Histogram(float("inf"), float("-inf"), (0, 0, 0))
 
 
-def test_histograms_have_a_file_beside_the_metrics_and_no_record_twice(tmp_path):
+def test_histograms_have_their_own_file_without_duplicate_records(tmp_path):
     path = tmp_path / "histograms.jsonl"
     JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
     assert not path.exists()
-    for resume_step in (0, 2):  # killed after step 4, and gone on from step 2
+    for resume_step in (0, 2):  # killed after step 4 and resumed from step 2
         tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
         for step in (2, 4)[resume_step // 2 :]:
             tracker.log_histograms(step, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
@@ -107,7 +107,7 @@ def test_tensorboard_shows_histograms(tmp_path):
 
 
 class Recording:
-    """A tracker that keeps what it is told, and fails or blocks where it is asked to."""
+    """A tracker that records its calls, and fails or blocks on request."""
 
     def __init__(self, fail: str = "", block: str = ""):
         self.records: list[tuple[int, dict]] = []
@@ -141,7 +141,7 @@ class Recording:
             self.go_on.wait(30)
 
 
-def test_a_guarded_tracker_gets_everything_in_order():
+def test_a_guarded_tracker_receives_everything_in_order():
     inside, lines = Recording(), []
     tracker = BackgroundTracker("t", inside.opened, lines.append)
     for step in range(1, 100):
@@ -156,7 +156,7 @@ def test_a_guarded_tracker_gets_everything_in_order():
     assert lines == []
 
 
-def test_records_gather_until_it_is_time_or_a_flush_asks_for_them():
+def test_records_are_queued_until_the_interval_or_a_flush():
     slow, quick = Recording(), Recording()
     patient = BackgroundTracker("t", slow.opened, print, TrackerTimeouts(gather_s=60.0))
     hasty = BackgroundTracker("t", quick.opened, print, TrackerTimeouts(gather_s=0.01))
@@ -176,7 +176,7 @@ def test_records_gather_until_it_is_time_or_a_flush_asks_for_them():
 
 
 @pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
-def test_a_tracker_that_fails_is_said_once_and_harms_nobody(where, tmp_path):
+def test_a_failing_tracker_is_reported_once_and_does_no_harm(where, tmp_path):
     broken, lines = Recording(fail=where), []
     whole = JsonlTracker(tmp_path / "m.jsonl", resume_step=0)
     other = Recording()
@@ -198,7 +198,7 @@ def test_a_tracker_that_fails_is_said_once_and_harms_nobody(where, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
-def test_a_tracker_that_blocks_holds_nobody_up(where):
+def test_a_blocking_tracker_does_not_delay_the_run(where):
     stuck, lines = Recording(block=where), []
     tracker = BackgroundTracker(
         "stuck", stuck.opened, lines.append, TrackerTimeouts(max_waiting=50, flush_s=0.2, close_s=0.2)
@@ -213,14 +213,14 @@ def test_a_tracker_that_blocks_holds_nobody_up(where):
     for _ in range(10):
         tracker.flush()
     tracker.close()
-    assert time.perf_counter() - began < 2.0  # once in vain for a flush, once for the end
+    assert time.perf_counter() - began < 2.0  # one timeout for a flush, one for closing
     expected = {"open": 1, "log": 2, "flush": 2, "close": 1}[where]
     assert len(lines) in (expected, 1)
     assert "has not finished within 0.2 s" in lines[-1]
     stuck.go_on.set()
 
 
-def test_a_queue_that_runs_full_ends_the_tracker():
+def test_a_full_queue_ends_the_tracker():
     stuck, lines = Recording(block="open"), []
     tracker = BackgroundTracker("stuck", stuck.opened, lines.append, TrackerTimeouts(max_waiting=5))
     for step in range(100):
@@ -246,13 +246,13 @@ def trackers_of(tmp_path: Path, text: str, *arguments: str) -> list[TrackerConfi
         ([WandbConfig(id="a/b")], "id: 'a/b' given"),
     ],
 )
-def test_trackers_that_cannot_be(trackers, message):
+def test_invalid_trackers_are_refused(trackers, message):
     check_trackers([TensorboardConfig(), TensorboardConfig(logdir="there")])
     with pytest.raises(ConfigError, match=f"trainer.tracker.*{message}"):
         check_trackers(trackers)
 
 
-def test_one_tracker_a_list_or_only_the_command_line(tmp_path):
+def test_trackers_from_one_section_a_list_or_the_command_line(tmp_path):
     nothing = "trainer: {seed: 1}"
     assert TrainerConfig().trackers == trackers_of(tmp_path, nothing) == []
     one = "trainer: {tracker: {project: p, entity: e}}"
@@ -270,7 +270,7 @@ def test_one_tracker_a_list_or_only_the_command_line(tmp_path):
         trackers_of(tmp_path, "trainer: {tracker: {type: wandbb}}")
 
 
-def test_dumps_of_xla_need_its_flag(monkeypatch, tmp_path):
+def test_xla_dumps_need_their_flag(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "")
     WandbConfig().check()
     with pytest.raises(ConfigError, match="--xla_dump_to="):
@@ -299,7 +299,7 @@ tracker.close()
 
 
 def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A small run with wandb in a process of its own, which knows no key."""
+    """A small run with wandb in a separate process without an API key."""
     script = folder / "script.py"
     script.write_text(WANDB_RUN.replace("\\\\n", "\\n"))
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
@@ -316,7 +316,7 @@ def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.Comp
     )
 
 
-def test_wandb_offline_writes_the_run(tmp_path):
+def test_offline_wandb_writes_the_run(tmp_path):
     pytest.importorskip("wandb")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -352,11 +352,11 @@ def test_wandb_offline_writes_the_run(tmp_path):
         if "grad/hist/x._type" in items:
             parts = {key: items[f"grad/hist/x.{key}"] for key in ("_type", "values", "bins")}
             shown[record.history.step.num or items["_step"]] = parts
-    assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 came again and was left out
+    assert history == [(1, 4.0), (2, 3.0), (3, 2.0)]  # step 2 was logged again and dropped
     assert shown == {s: {"_type": "histogram", "values": [s, 0, 4], "bins": [-1.0, 0.0, 1.0, 2.0]} for s in (2, 3)}
 
 
-def test_wandb_is_asked_once_what_it_has():
+def test_wandb_is_asked_once_for_its_newest_step():
     handle = mock.MagicMock()
     asked = mock.PropertyMock(return_value=120)
     type(handle).step = asked
@@ -369,7 +369,7 @@ def test_wandb_is_asked_once_what_it_has():
 
 @pytest.mark.parametrize(("is_new", "known", "taken"), [(True, 120, True), (True, 0, False), (False, 120, False)])
 def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
-    """Its records would be dropped there, step by step, without a word."""
+    """wandb would silently drop its records, step by step."""
     wandb = pytest.importorskip("wandb")
     handle = mock.MagicMock(step=known, id="an-id")
     monkeypatch.setattr(wandb, "init", lambda **_: handle)
@@ -402,7 +402,7 @@ def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
     ],
     ids=["no key", "no network"],
 )
-def test_wandb_that_cannot_be_reached_is_said_once(environment, said, tmp_path):
+def test_an_unreachable_wandb_is_reported_once(environment, said, tmp_path):
     pytest.importorskip("wandb")
     result = run_wandb(tmp_path, {}, **environment)
     assert result.returncode == 0, result.stderr
@@ -412,8 +412,8 @@ def test_wandb_that_cannot_be_reached_is_said_once(environment, said, tmp_path):
 
 
 @pytest.mark.slow
-def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
-    """In a process of its own, as it takes its folder from the environment when it is imported."""
+def test_trackio_stores_and_resumes_a_run(tmp_path):
+    """In a separate process, because trackio reads its folder from the environment when it is imported."""
     pytest.importorskip("trackio")
     script = tmp_path / "script.py"
     script.write_text(TRACKIO_RUN)
@@ -430,7 +430,7 @@ def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
         configs = [json.loads(text) for (text,) in database.execute("select config from configs")]
     runs = list(dict.fromkeys(run for run, _, _ in rows))
     by_run = [[(step, json.loads(metrics)["x"]) for run, step, metrics in rows if run == which] for which in runs]
-    # It goes on behind step 3, whose record came again; begun anew, it is another run of the same name.
+    # It continues after step 3, whose record was repeated; started over, it is another run of the same name.
     assert by_run == [[(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], [(1, 7.0)]]
     assert configs[0]["trainer"] == {"seed": 7}
     assert configs[0]["summary"] == {"parameter_count": 1234}
@@ -451,7 +451,7 @@ for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (Tr
 """
 
 
-def test_trackio_that_is_not_installed_is_said(monkeypatch):
+def test_a_missing_trackio_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     lines: list[str] = []
     BackgroundTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()

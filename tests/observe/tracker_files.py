@@ -1,17 +1,17 @@
-"""What trackers have written, read without their own libraries' readers."""
+"""Reads files that trackers have written, without the trackers' own readers."""
 
 from pathlib import Path
 from typing import Any
 
 
 def tensorboard_events(path: Path) -> list[Any]:
-    """Every whole event of an event file."""
+    """Every complete event of an event file."""
     from tensorboardX.proto.event_pb2 import Event
 
     raw, place, found = path.read_bytes(), 0, []
     while place + 12 <= len(raw):
         length = int.from_bytes(raw[place : place + 8], "little")
-        if place + length + 16 > len(raw):  # cut off by a kill
+        if place + length + 16 > len(raw):  # truncated by a kill
             break
         found.append(Event.FromString(raw[place + 12 : place + 12 + length]))
         place += length + 16  # length, its checksum, the event, its checksum
@@ -19,7 +19,7 @@ def tensorboard_events(path: Path) -> list[Any]:
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """Every whole record of a .wandb file: a LevelDB log, whose records may be spread over blocks of 32 KiB."""
+    """Every complete record of a .wandb file: a LevelDB log, whose records may span blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
     raw, place, records, whole = path.read_bytes(), 7, [], b""
@@ -33,7 +33,7 @@ def wandb_records(path: Path) -> list[Any]:
             break
         whole += raw[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # all of a record, or the end of one
+        if kind in (1, 4):  # a whole record, or the end of one
             records.append(wandb_internal_pb2.Record.FromString(whole))
             whole = b""
     return records

@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ten_steps_are_torchs(name):
+def test_ten_steps_match_torch(name):
     torch = pytest.importorskip("torch")
     config = CONFIGS[name]
     params = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in values(0).items()}
@@ -77,7 +77,7 @@ def test_ten_steps_are_torchs(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ten_steps_are_the_published_algorithms(name):
+def test_ten_steps_match_the_published_algorithm(name):
     config = CONFIGS[name]
     params = {k: v.astype(np.float64) for k, v in values(0).items()}
     mean = {k: np.zeros_like(v) for k, v in params.items()}
@@ -101,7 +101,7 @@ def abstract(config):
     return jax.eval_shape(lambda: config.build(vocab_axis(64), key=jax.random.PRNGKey(0)))
 
 
-def test_what_decays_by_default():
+def test_default_weight_decay_mask():
     models = {
         "gpt2": abstract(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4)),
         "llama": abstract(

@@ -1,4 +1,4 @@
-"""Every optimizer against the published algorithm in numpy float64, one row each; its fields; its masks."""
+"""Every optimizer against the published algorithm in numpy float64, one row each; optimizer fields and masks."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def arrays(seed: int, scale: float = 1.0) -> Arrays:
-    """A projection of two layers, a norm, and a head: {path: array}."""
+    """A projection with two layers, a norm, and a head: {path: array}."""
     rng = np.random.default_rng(seed)
     shapes = {"q.weight": (2, 2, 3, 4), "norm.weight": (2, 4), "head.weight": (5, 4)}
     return {path: scale * rng.normal(size=shape) for path, shape in shapes.items()}
@@ -51,7 +51,7 @@ def flat(params: Any) -> Arrays:
 
 
 def curvature(number: int | jax.Array = 0) -> Curvature:
-    """Of a loss whose gradient is 3 p**3 + c (c . p), at the step of that number."""
+    """The curvature of a loss whose gradient is 3 p**3 + c (c . p), at the given step."""
     c = model(arrays(99))
 
     def gradient(params: Any) -> Any:
@@ -111,7 +111,7 @@ def adagrad_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
 
 
 def orthogonal(matrix: np.ndarray, steps: int) -> np.ndarray:
-    """By its singular values: what the polynomial makes of each of them."""
+    """Applies the polynomial to each singular value."""
     u, s, v = np.linalg.svd(matrix, full_matrices=False)
     s = s / np.linalg.norm(matrix)
     for _ in range(steps):
@@ -146,7 +146,7 @@ def sophia_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
 
 
 def kron_layer(g: np.ndarray, memory: dict, t: int, c: Any) -> np.ndarray:
-    """One matrix; E of the step Q <- (1 - E) Q (1 - E), and the norm that it is divided by, from eigenvalues."""
+    """For one matrix, E of the step Q <- (1 - E) Q (1 - E), and the norm that divides it, from eigenvalues."""
     start = np.sqrt(c.preconditioner_init_scale)
     mean = memory["mean"] = c.beta1 * memory.get("mean", 0.0) + (1 - c.beta1) * g
     roots = [memory.setdefault(side, start * np.eye(size)) for side, size in enumerate(g.shape)]
@@ -185,7 +185,7 @@ DIRECTIONS = {
     "kron": kron_direction,
 }
 COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
-# name of the case: (type, its keys)
+# name of the case: (type, keys)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("adam", {}),
     "adam, nesterov": ("adam", {"nesterov": True, "max_grad_norm": None}),
@@ -210,7 +210,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def own() -> set[str]:
-    """Those that are here, without any of other packages."""
+    """jaxlm's own optimizers, without those of other packages."""
     return {kind for kind, cls in OptimizerConfig.get_known_choices().items() if cls.__module__.startswith("jaxlm.")}
 
 
@@ -232,7 +232,7 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_the_published_algorithms(name):
+def test_steps_match_the_published_algorithm(name):
     kind, keys = CASES[name]
     config = config_of(kind, **keys)
     expected = by_hand(kind, config, 2.0)
@@ -244,7 +244,7 @@ def test_every_optimizer_has_a_row():
     assert own() == set(DIRECTIONS) == {kind for kind, _ in CASES.values()}
 
 
-def test_adagrad_is_torchs():
+def test_adagrad_matches_torch():
     torch = pytest.importorskip("torch")
     usual = {"weight_decay": 0.0, "lr_schedule": "constant", "max_grad_norm": None, "epsilon": 0.0}
     parameter = torch.nn.Parameter(torch.tensor(arrays(0)["q.weight"], dtype=torch.float32))
@@ -267,7 +267,7 @@ def test_newton_schulz_against_singular_values(shape):
         assert singular.min() > 0.3
 
 
-def test_an_update_of_large_rms_is_scaled_down_layer_by_layer():
+def test_updates_with_large_rms_are_scaled_down_per_layer():
     most, plain = 0.5, AdamConfig(**COMMON, lr_schedule="constant", max_grad_norm=None)
     params, state, step = stepper(dataclasses.replace(plain, update_rms_clipping=most))
     after = flat(step(params, state, model(arrays(1)))[0])
@@ -281,7 +281,7 @@ def test_an_update_of_large_rms_is_scaled_down_layer_by_layer():
             np.testing.assert_allclose(small, whole / max(1.0, rms / most), atol=1e-6)
 
 
-def test_an_update_that_stands_out_is_scaled_down_to_what_the_last_ones_allow():
+def test_an_outlier_update_is_scaled_down_to_the_recent_limit():
     clip = ClipUpdateNorm(rolling_interval_length=8, sigma_factor=2.0).build()
     state, norms, given = clip.init(None), [], []
     update = jax.jit(clip.update)
@@ -293,11 +293,11 @@ def test_an_update_that_stands_out_is_scaled_down_to_what_the_last_ones_allow():
         np.testing.assert_allclose(updates["a"], [0.0, min(size, limit)], rtol=1e-5)
         norms.append(size)
         given.append(float(updates["a"][1]))
-    assert given[5] < 2.0  # and the window remembers 30, not what it was cut to:
+    assert given[5] < 2.0  # the window stores 30, not the clipped value:
     assert given[11] > 10.0
 
 
-def test_adamc_lets_the_decay_fall_with_the_rate():
+def test_adamc_scales_the_decay_with_the_learning_rate():
     config = AdamConfig(**COMMON | {"warmup": 3}, adamc_weight_decay=True, lr_schedule="linear", min_lr_ratio=0.2)
     params, state, step = stepper(config)
     expected = arrays(0)["q.weight"]
@@ -323,14 +323,14 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_what_decays(name):
+def test_weight_decay_masks(name):
     keys, expected = MASKS[name]
     config = config_of("adam", **keys)
     groups = parameter_groups(model(arrays(0)), config)
     assert {path for group in groups if group.weight_decay for path in group.paths} == expected
 
 
-def test_matrices_are_a_group_of_their_own_where_they_have_a_rule():
+def test_matrices_form_their_own_group_if_they_have_a_rule():
     groups = parameter_groups(model(arrays(0)), config_of("muon"))
     assert {g.name: (g.paths, g.as_matrices) for g in groups} == {
         "matrices, decay": (("q.weight",), True),
@@ -339,7 +339,7 @@ def test_matrices_are_a_group_of_their_own_where_they_have_a_rule():
     }
 
 
-# What to change a field to, where twice a number or the opposite would not do; a dictionary is several fields.
+# Changed values of fields for which doubling or negating is unsuitable; a dictionary changes several fields.
 CHANGES: dict[str, Any] = {
     "lr_schedule": "linear",
     "warmup": 0.5,
@@ -355,12 +355,12 @@ CHANGES: dict[str, Any] = {
     "max_dense_size": 5,
     "clip_update_norm": {"clip_update_norm": {"rolling_interval_length": 8}},
 }
-# Judges of steps are the engine's to ask.
+# Step guards are called by the engine.
 NOT_OF_BUILD = {"skip_bad_steps"}
 
 
 def fields() -> Iterator[Any]:
-    """(type, field); what all share is quick for one of them."""
+    """(type, field). Fields that all types share are default tests for one type and slow for the others."""
     shared = {field.name for field in dataclasses.fields(OptimizerConfig)}
     for kind in sorted(own()):
         for field in dataclasses.fields(OptimizerConfig.get_known_choices()[kind]):
@@ -370,7 +370,7 @@ def fields() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), fields())
-def test_every_field_changes_what_is_computed(kind, name):
+def test_every_field_changes_the_result(kind, name):
     def program(config: OptimizerConfig) -> str:
         params = model(arrays(0))
         optimizer = config.build(parameter_groups(params, config), 100)
@@ -405,12 +405,12 @@ def test_every_field_changes_what_is_computed(kind, name):
         ("kron", {"max_dense_size": -1}),
     ],
 )
-def test_what_makes_no_optimizer_is_refused(kind, keys):
+def test_invalid_optimizers_are_refused(kind, keys):
     with pytest.raises(ConfigError, match="optimizer"):
         stepper(config_of(kind, **keys))
 
 
-def test_an_estimate_of_the_curvature_that_is_not_finite_is_left_out():
+def test_a_non_finite_curvature_estimate_is_discarded():
     config = config_of("sophia-h", update_interval=1)
     params = model(arrays(0))
     optimizer = config.build(parameter_groups(params, config), STEPS)

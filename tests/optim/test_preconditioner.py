@@ -1,4 +1,4 @@
-"""What whitens a matrix, against the closed form, and where gradients are nothing."""
+"""The preconditioner of matrices against the closed form, and with zero gradients."""
 
 import haliax as hax
 import jax
@@ -14,7 +14,7 @@ ROWS, COLUMNS = hax.make_axes(rows=6, columns=4)
 
 
 @pytest.mark.parametrize("max_dense_size", [8, pytest.param(0, marks=pytest.mark.slow)], ids=["dense", "diagonal"])
-def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_size):
+def test_converges_to_the_inverse_roots_of_row_and_column_covariances(max_dense_size):
     rng = np.random.default_rng(0)
     spread = [np.diag(np.exp(rng.normal(size=axis.size))) for axis in (ROWS, COLUMNS)]
     if max_dense_size:
@@ -22,7 +22,7 @@ def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_si
         spread = [turn @ one @ turn.T for turn, one in zip(turns, spread, strict=True)]
     matrices = (
         spread[0] @ rng.normal(size=(3000, 6, 4)) @ spread[1]
-    )  # rows' covariance: spread[0]^2, columns': spread[1]^2
+    )  # row covariance: spread[0]^2, column covariance: spread[1]^2
     factors = tuple(initial_factor((), (axis,), 1.0, max_dense_size) for axis in (ROWS, COLUMNS))
 
     def step(factors, matrix):
@@ -38,18 +38,18 @@ def test_it_comes_to_the_inverse_roots_of_how_rows_and_columns_vary(max_dense_si
     np.testing.assert_allclose(entries.T @ entries / 2000, np.eye(24), atol=0.25)
 
 
-def test_what_does_not_divide_is_kept_whole():
-    """A factor's second axis is as long as its side, which nobody chose for the mesh."""
+def test_axes_that_do_not_divide_are_not_sharded():
+    """A factor's second axis has the size of the parameter's axis, which need not divide over the mesh."""
     spec = lambda size: layout().parameter_sharding((hax.Axis("mlp", size), hax.Axis("embed", size))).spec  # noqa: E731
     assert spec(16) == PartitionSpec(None, "data")
     assert spec(12) == PartitionSpec(None, None)
 
 
 def test_rows_without_gradients_stay_finite():
-    """Nothing whitens zeros; they are left alone once noise of the assumed size would be whitened."""
+    """Zeros cannot be whitened: their factor stops growing once noise of the assumed size would be whitened."""
     factors = tuple(initial_factor((hax.Axis("experts", 2),), (axis,), 1.0, 8) for axis in (ROWS, COLUMNS))
     matrix = jnp.zeros((2, 6, 4)).at[0].set(jnp.asarray(np.random.default_rng(0).normal(size=(6, 4))))
-    matrix = matrix.at[0, 2].set(0.0)  # one row of the first, all of the second
+    matrix = matrix.at[0, 2].set(0.0)  # one row of the first matrix, all of the second
 
     def step(factors, _):
         white, *fitted = precondition(matrix, *factors, rate=0.1, damping=1e-9)

@@ -1,4 +1,4 @@
-"""LoRA on instructions, merged, and to PEFT and back."""
+"""LoRA on instructions: merging, and export to and import from PEFT."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ DOLLY = Path(__file__).parents[3] / "shared" / "data" / "dolly_instructions_700.
 
 
 def busy(model):
-    """Adapters that do something."""
+    """Makes adapters that have an effect."""
 
     def fill(path, leaf):
         if not path.endswith((".a", ".b")):
@@ -49,7 +49,7 @@ def busy(model):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """A plan, its model with busy adapters, and the folder that they were exported to."""
+    """A plan, its model with random adapters, and the folder to which they were exported."""
     config = {"model": {"type": "llama", **SIZES}, "phases": [PHASE], "trainer": {"train_batch_size": 8}}
     plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
     folder = tmp_path_factory.mktemp("peft") / "adapter"
@@ -90,7 +90,7 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     ],
     ids=str,
 )
-def test_what_is_no_plain_lora_is_refused(adapted, tmp_path, settings, message):
+def test_unsupported_lora_variants_are_refused(adapted, tmp_path, settings, message):
     plan, plain, _, folder = adapted
     written = json.loads((folder / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(written | settings))
@@ -114,7 +114,7 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
 
 
 def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, np.ndarray]:
-    """Square adapters of PEFT beside these modules. Returns what is in the file."""
+    """Writes square PEFT adapters for these modules. Returns the file's contents."""
     names = [f"base_model.model.{module}.lora_{side}.weight" for module in modules for side in "AB"]
     shapes = {"A": (rank, 32), "B": (32, rank)}
     rng = np.random.default_rng(0)
@@ -145,7 +145,7 @@ def test_adapters_of_a_model_with_experts(tmp_path, config):
 
 
 @pytest.mark.slow
-def test_adapters_of_peft_beside_experts_compute_what_they_do_there(tmp_path):
+def test_peft_adapters_beside_experts_compute_the_same(tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     num_tokens = write_tokenizer(tmp_path / "hf")
@@ -167,7 +167,7 @@ def test_adapters_of_peft_beside_experts_compute_what_they_do_there(tmp_path):
 
 
 def begun_from(folder: Path, **keys):
-    """A plan of the same model whose adapters are those of a folder."""
+    """A plan of the same model with the adapters of a folder."""
     lora = {"type": "lora", "from_peft": str(folder), **keys}
     config = {
         "model": {"type": "llama", **SIZES},
@@ -177,7 +177,7 @@ def begun_from(folder: Path, **keys):
     return make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
-def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
+def test_a_run_starts_from_peft_adapters_bit_for_bit(adapted, tmp_path):
     _, _, model, folder = adapted
     moved = tmp_path / "adapter"
     shutil.copytree(folder, moved)
@@ -212,14 +212,14 @@ def test_a_run_begins_with_the_adapters_of_peft_bit_for_bit(adapted, tmp_path):
     ],
     ids=str,
 )
-def test_keys_beside_a_folder_of_peft_must_agree_with_it(adapted, keys, message):
+def test_keys_beside_from_peft_must_agree_with_the_folder(adapted, keys, message):
     with pytest.raises(ConfigError, match=f"(?s){message}.*Remove these keys"):
         check_adapters(begun_from(adapted[3], **keys))
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_peft_stands(tmp_path):
-    """The first step's loss is that of PEFT's own model."""
+def test_training_continues_from_peft(tmp_path):
+    """The first step's loss equals that of PEFT's model."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_model(tmp_path / "hf")
@@ -258,7 +258,7 @@ def test_training_goes_on_where_peft_stands(tmp_path):
 
 
 def tuned(place: Path, instructions: Path, steps: int, lora: dict = LORA):
-    """The command's own way: import, LoRA, answers alone, a checkpoint."""
+    """Trains as the command does: import, LoRA, loss on answers only, a checkpoint."""
     config = {
         "initialize_from_hf": str(place / "hf"),
         "use_hf_model_config": True,
@@ -290,7 +290,7 @@ def tuned(place: Path, instructions: Path, steps: int, lora: dict = LORA):
     "real", [False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))]
 )
 def test_lora_on_instructions(tmp_path, real):
-    """The base stays bit-equal, the adapters move, the loss falls; merged, and in PEFT, it is the same model."""
+    """The base stays bit-equal, the adapters change, the loss falls; merged and in PEFT, the model is the same."""
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -325,7 +325,7 @@ def test_lora_on_instructions(tmp_path, real):
 
 
 def plan_base(folder, plan):
-    """The imported model as it was."""
+    """The imported model before training."""
     from jaxlm.interop.hf.folder import load_model
 
     return load_model(folder, jax.eval_shape(plan.state_builder.initial_model), plan.config.model, plan.layout)

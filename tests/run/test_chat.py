@@ -1,4 +1,4 @@
-"""Talking with a model: turns through the template, stops, and what is there when there is no template."""
+"""Chat: turns through the template, stop conditions, and the error without a template."""
 
 import io
 
@@ -47,19 +47,19 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
         )
         text = "<|system|>Be short.<|end|>"
         for line in ("Hello", "And now?", "That was far too long."):
-            said = "".join(talk.answer(line))
+            answered = "".join(talk.answer(line))
             text += f"<|user|>{line}<|end|><|assistant|>"
             ids = named.tokenizer.encode_with_offsets([text])[0][0].tolist()
             expected = generate(model, [ids], max_new_tokens=12, temperature=0.0, eos_id=0)[0]
-            assert said == named.tokenizer.decode(expected), "as if all of it were read anew"
+            assert answered == named.tokenizer.decode(expected), "as if all of it were read anew"
             assert talk.num_tokens == len(expected)
-            text += f"{said}<|end|>"
+            text += f"{answered}<|end|>"
         assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]
         assert [num_held for _, num_held in held] == [0, 0, len(ids) - 64], "what is held is not read again, but for 64"
 
 
 @pytest.mark.slow
-def test_the_commands_take_a_folder_of_hugging_face(folder, tmp_path, monkeypatch, capsys):
+def test_the_commands_accept_a_hugging_face_folder(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\n/new\nAgain\n/exit\nnot read\n"))
     assert chat.main(["--checkpoint", str(folder), "--max_new_tokens", "8", "--cache_dtype", "int8"]) == 0
     shown = capsys.readouterr()
@@ -78,7 +78,7 @@ def test_an_empty_stop_text_is_refused(capsys):
 
 
 @pytest.mark.slow
-def test_a_long_conversation_says_so_and_goes_on_anew(folder, monkeypatch, capsys):
+def test_a_conversation_that_is_too_long_is_reported_and_restarted(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/new\nHello\n"))
     assert chat.main(["--checkpoint", str(folder), "--max_new_tokens", "4"]) == 0
     shown = capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
     assert list(chat._input_lines(interactive=True)) == [], "where nothing is written, it ends"
 
 
-def test_without_a_template_it_says_what_to_do(folder, tmp_path, capsys):
+def test_a_missing_template_says_what_to_do(folder, tmp_path, capsys):
     for path in folder.iterdir():
         if path.name != "chat_template.jinja":
             (tmp_path / path.name).write_bytes(path.read_bytes())

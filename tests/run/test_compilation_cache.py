@@ -1,4 +1,4 @@
-"""Compiled programs on disk, and what becomes of damaged ones."""
+"""Compiled programs on disk, and how damaged ones are handled."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlm.run.compilation_cache import enable_compilation_cache
 
 
-def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
+def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):
     def compile_again() -> bytes:
         compilation_cache.reset_cache()
         jax.clear_caches()
@@ -29,8 +29,8 @@ def test_a_kept_program_that_is_damaged_is_replaced(tmp_path, capfd):
                 (kept,) = tmp_path.glob("*-cache")
                 kept.write_bytes(damaged)
                 assert len(compile_again()) > len(damaged)
-                assert "cannot read jit_" in (said := capfd.readouterr().err)
-                assert "The cached program was deleted and is compiled again" in said
+                assert "cannot read jit_" in (stderr := capfd.readouterr().err)
+                assert "The cached program was deleted and is compiled again" in stderr
                 assert compile_again()
                 assert not capfd.readouterr().err
         finally:

@@ -1,4 +1,4 @@
-"""Compiling the step: how often, and what happens where memory is short."""
+"""Compiling the step: how often, and what happens if memory is short."""
 
 from unittest import mock
 
@@ -30,25 +30,25 @@ def compiled(plan, **options):
 @pytest.mark.slow
 def test_the_least_recomputation_that_fits_is_chosen():
     plan = plan_of()
-    roomy, said = compiled(plan)
+    roomy, output = compiled(plan)
     assert (roomy.remat_policy, roomy.fits) == ("cheap", True)
-    assert "remat policy cheap" in said
+    assert "remat policy cheap" in output
     assert roomy.num_bytes is not None
-    tight, said = compiled(plan, limit=roomy.num_bytes)
+    tight, output = compiled(plan, limit=roomy.num_bytes)
     assert (tight.remat_policy, tight.fits) == ("full", True)
-    assert "trying the next remat policy" in said
+    assert "trying the next remat policy" in output
     assert tight.num_bytes is not None
     assert tight.num_bytes < roomy.num_bytes
-    none, said = compiled(plan, limit=1 << 20)
+    none, output = compiled(plan, limit=1 << 20)
     assert not none.fits
-    assert "warning: the step needs more than 92%" in said
-    assert "per_device_parallelism" in said
+    assert "warning: the step needs more than 92%" in output
+    assert "per_device_parallelism" in output
 
 
 @pytest.mark.parametrize(
     ("compiler_remat", "chosen"), [((), "none"), (("none",), "cheap"), (("none", "cheap"), "cheap")]
 )
-def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, compiler_remat, chosen):
+def test_policies_that_need_compiler_remat_are_not_chosen(monkeypatch, compiler_remat, chosen):
     def attempt(plan, phase, stage, remat_policy, limit):
         return CompiledStep(
             mock.Mock(), mock.Mock(), remat_policy, 1.0, 900, limit, compiler_remat=remat_policy in compiler_remat
@@ -59,7 +59,7 @@ def test_what_the_compiler_squeezes_is_not_the_least_recomputation(monkeypatch, 
     assert compiled(plan_of(), limit=1000)[0].remat_policy == chosen
 
 
-def test_a_step_without_room_is_refused_before_there_is_a_state():
+def test_a_step_that_does_not_fit_is_refused_before_the_state_is_created():
     def needing(num_bytes: int | None) -> CompiledStep:
         return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30, compiler_remat=False)
 
@@ -71,7 +71,7 @@ def test_a_step_without_room_is_refused_before_there_is_a_state():
         StepPrograms({(1, 8): needing(1 << 30), (1, 16): needing(2 << 30)}).check_fits_memory()
 
 
-def test_a_compiler_without_memory_is_a_message(monkeypatch):
+def test_a_compiler_out_of_memory_is_one_message(monkeypatch):
     plan = plan_of()
 
     def refuse(*_, **__):
@@ -82,8 +82,8 @@ def test_a_compiler_without_memory_is_a_message(monkeypatch):
         compiled(plan)
 
 
-def test_no_array_of_all_logits_and_none_of_all_scores():
-    """Tokens x vocabulary and position x position: what the kernels are there to avoid."""
+def test_no_array_holds_all_logits_or_all_scores():
+    """Tokens x vocabulary and position x position: the arrays that the kernels avoid."""
     plan = plan_of(vocab=4096, trainer={"train_batch_size": 64}, model=SIZES | {"num_kv_heads": 2, "seq_len": 512})
     text = compiled(plan)[0].call.as_text()
     rows = plan.batches.train.largest.size // 8
@@ -104,8 +104,8 @@ def test_accumulation_needs_no_more_memory(scan):
     assert temporary(128, 2) <= 1.05 * temporary(16, 2)
 
 
-def test_operations_are_those_of_the_formula():
-    """What XLA counts in a step of one layer and one chunk (it counts a loop's body once), against the formula."""
+def test_xlas_operation_count_matches_the_formula():
+    """XLA's operation count of a step with one layer and one chunk (it counts a loop's body once), against the formula."""
     sizes = SIZES | {"num_layers": 1, "hidden_dim": 1024, "intermediate_dim": 2816, "num_kv_heads": 4}
     plan = plan_of(
         vocab=2048, model=sizes | {"scan_layers": False}, trainer={"train_batch_size": 16, "fsdp_axis": None}

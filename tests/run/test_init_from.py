@@ -1,6 +1,6 @@
-"""What a run begins with: its own checkpoint, another run's state, another's weights; and what is refused.
+"""Where a run starts: its own checkpoint, another run's state or weights; and refused combinations.
 
-Runs of the trainer in this process, on eight devices.
+Runs the trainer in this process, on eight devices.
 """
 
 import io
@@ -23,14 +23,14 @@ MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num
 
 
 class Trainings:
-    """Runs in one folder; `said` is what the last one showed."""
+    """Runs in one folder; `output` is the last run's output."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         (folder / "text").mkdir()
         (folder / "text" / "a.txt").write_text("".join(f"some words {n * n % 97} and more\n" for n in range(400)))
         self.checkpointer = {"base_path": f"{folder}/checkpoints", "keep": [{"every": 2}]}
-        self.said = ""
+        self.output = ""
 
     def config(self, run_id: str, steps: int, **sections: Any) -> dict[str, Any]:
         trainer = {
@@ -52,7 +52,7 @@ class Trainings:
         try:
             return train(decode_run(ConfigSource(self.config(run_id, steps, **sections)), None), Console(stream))
         finally:
-            self.said = stream.getvalue()
+            self.output = stream.getvalue()
 
     def losses(self, run_id: str) -> dict[int, str]:
         lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
@@ -90,13 +90,13 @@ def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
 
 @pytest.mark.trap("T3")
 def test_the_last_step_is_saved_permanently(trainings):
-    """A Levanter run ends with whatever its last timed save was."""
+    """A Levanter run ends with its last timed save."""
     assert [path.name for path in find_checkpoints(trainings.place("part"))] == ["step-3", "step-4"]
     cursor = json.loads((trainings.place("part") / "step-4" / "run" / "cursor.json").read_text())
     assert cursor["temporary"] is False
 
 
-def test_programs_are_written_where_they_are_asked_for(trainings):
+def test_programs_are_dumped_to_the_configured_folder(trainings):
     artifacts = trainings.folder / "logs" / "whole" / "artifacts"
     assert "lambda" in (artifacts / "train.jaxpr.txt").read_text()
     assert "ENTRY" in (artifacts / "train.hlo.txt").read_text()
@@ -104,10 +104,10 @@ def test_programs_are_written_where_they_are_asked_for(trainings):
 
 
 @pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])
-def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, key):
+def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(trainings, key):
     name = f"by_{key}"
     result = trainings.run(name, 6, trainer={key: str(trainings.place("part"))})
-    assert f"resuming, from {trainings.place('part')}/step-4" in trainings.said
+    assert f"resuming, from {trainings.place('part')}/step-4" in trainings.output
     losses = trainings.losses("whole")
     assert trainings.losses(name) == {step: losses[step] for step in (5, 6)}
     assert [path.name for path in find_checkpoints(trainings.place(name))] == ["step-6"]
@@ -116,25 +116,25 @@ def test_another_runs_state_goes_on_bit_for_bit_and_becomes_ones_own(trainings, 
 
 @pytest.mark.slow
 @pytest.mark.trap("T4")
-def test_the_runs_own_checkpoints_come_first(trainings):
+def test_the_runs_own_checkpoints_take_precedence(trainings):
     trainings.run("own", 2)
     trainings.run("own", 4, trainer={"load_checkpoint_path": str(trainings.place("whole")), "load_checkpoint": True})
-    assert f"resuming, from {trainings.place('own')}/step-2" in trainings.said
+    assert f"resuming, from {trainings.place('own')}/step-2" in trainings.output
 
 
 @pytest.mark.slow
 def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
     result = trainings.run("adopted", 6, trainer={"load_checkpoint_path": str(trainings.place("whole"))})
-    assert "the run is complete" in trainings.said
+    assert "the run is complete" in trainings.output
     assert result.checkpoint == trainings.place("adopted") / "step-6"
 
 
 @pytest.mark.trap("D10")
 def test_initialize_from_loads_only_the_model(trainings):
-    """The guide says that the model is initialized; Levanter loads the whole state and its step."""
+    """According to the guide, only the model is initialized; Levanter loads the whole state including the step."""
     source = trainings.place("whole") / "step-2"
     result = trainings.run("begun", 2, trainer={"initialize_from": str(source)}, optimizer={"learning_rate": 0.0})
-    assert f"initializing the model from {source}" in trainings.said
+    assert f"initializing the model from {source}" in trainings.output
     assert sorted(trainings.losses("begun")) == [1, 2]
     assert int(result.state.guard.updates) == 2
     begun, saved = parameters(result.state), saved_arrays(source)
@@ -149,14 +149,14 @@ def test_the_newest_below_a_folder_of_runs_is_the_one_with_the_most_steps(traini
     """Levanter sorts by time first."""
     (trainings.place("part") / "step-4" / "checksums.json").touch()
     trainings.run("discovered", 6, trainer={"load_checkpoint_path": str(trainings.folder / "checkpoints")})
-    assert "/step-6" in trainings.said.split("the run is complete")[1].splitlines()[0]
+    assert "/step-6" in trainings.output.split("the run is complete")[1].splitlines()[0]
 
 
 WIDER = {**MODEL, "num_kv_heads": 4, "tie_word_embeddings": True}
 
 
 @pytest.mark.slow
-def test_partial_checkpoints_list_what_is_missing_and_what_is_left_out(trainings):
+def test_partial_checkpoints_list_missing_and_unused_arrays(trainings):
     tied = {"trainer": {"initialize_from": str(trainings.place("whole"))}, "model": WIDER}
     with pytest.raises(
         ConfigError, match=r"(?s)does not match this model.*this model has no such array.*allow_partial_checkpoint"
@@ -164,10 +164,10 @@ def test_partial_checkpoints_list_what_is_missing_and_what_is_left_out(trainings
         trainings.run("tied", 2, **tied)
     tied["trainer"]["allow_partial_checkpoint"] = True
     trainings.run("tied", 2, **tied)
-    assert "1 arrays are only in the checkpoint and are ignored: model.head" in trainings.said
+    assert "1 arrays are only in the checkpoint and are ignored: model.head" in trainings.output
     back = {"trainer": {"initialize_from": str(trainings.place("tied")), "allow_partial_checkpoint": True}}
     result = trainings.run("untied", 2, **back, optimizer={"learning_rate": 0.0})
-    assert "1 arrays are not in the checkpoint and are newly initialized: model.head" in trainings.said
+    assert "1 arrays are not in the checkpoint and are newly initialized: model.head" in trainings.output
     fresh = parameters(trainings.run("fresh", 2, optimizer={"learning_rate": 0.0}).state)
     heads = [path for path in fresh if path.startswith("head")]
     assert same({p: parameters(result.state)[p] for p in heads}, {p: fresh[p] for p in heads})
@@ -186,22 +186,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_begun_is_refused_before_anything_is_written(trainings, case):
+def test_impossible_starts_are_refused_before_anything_is_written(trainings, case):
     trainer, named = REFUSED[case]
     with pytest.raises(ConfigError, match=named):
         trainings.run("refused", 2, trainer=trainer)
     assert not (trainings.folder / "logs" / "refused").exists()
 
 
-def test_beginning_again_over_checkpoints_is_refused(trainings):
+def test_starting_over_existing_checkpoints_is_refused(trainings):
     with pytest.raises(ConfigError, match="load_checkpoint: false given, but the run 'part' already has checkpoints"):
         trainings.run("part", 4, trainer={"load_checkpoint": False})
 
 
 @pytest.mark.slow
-def test_load_if_possible_says_where_there_is_nothing(trainings):
+def test_load_if_possible_reports_where_it_found_nothing(trainings):
     trainings.run("possible", 2, trainer={"load_checkpoint_path": "nowhere"})
-    assert "no checkpoint at nowhere" in trainings.said
+    assert "no checkpoint at nowhere" in trainings.output
     assert sorted(trainings.losses("possible")) == [1, 2]
 
 
@@ -210,7 +210,7 @@ def test_load_if_possible_says_where_there_is_nothing(trainings):
 )
 @pytest.mark.trap("T2")
 def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
-    """With Levanter's default, a relative path, they are never deleted."""
+    """Levanter never deletes them with its default, a relative path."""
     monkeypatch.chdir(trainings.folder)
     base = {"relative": "temporary", "absolute": f"{trainings.folder}/absolute", "url": "memory://runs/"}[kind]
     checkpointer = {"base_path": base, "save_interval": 0, "keep": [], "staging_dir": f"{trainings.folder}/staging"}

@@ -1,4 +1,4 @@
-"""The mesh keys of the guide: what each comes to on eight devices, and what is refused or said."""
+"""The guide's mesh keys on eight devices: resulting meshes and mappings, errors and warnings."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def mappings(**trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(layout.compute), dict(layout.parameter)
 
 
-# Of the guide's table: devices, model axis, replicas, batch, per device -> mesh, microbatch, microbatches, evaluation.
+# From the guide's table: devices, model axis, replicas, batch, per device -> mesh, microbatch, microbatches, evaluation.
 DIVISIONS = [
     ((1, 1, 1, 32, -1), ((1, 1, 1), 32, 1, 32)),
     ((8, 1, 1, 512, -1), ((1, 8, 1), 512, 1, 512)),
@@ -66,7 +66,7 @@ def test_how_the_batch_divides_over_devices(given, expected):
 
 
 @pytest.mark.parametrize(("given", "named"), INDIVISIBLE)
-def test_what_does_not_divide_is_named(given, named):
+def test_batches_that_do_not_divide_are_refused(given, named):
     with pytest.raises(ConfigError, match=named):
         divided(*given)
 
@@ -83,7 +83,7 @@ def test_per_device_train_parallelism_is_an_alias():
 BATCH = {"batch": ("replica", "data")}
 
 
-def test_what_the_keys_come_to():
+def test_mappings_of_the_axis_keys():
     assert mappings() == (BATCH, {**BATCH, "embed": "data"})
     tensor = {"mlp": "model", "heads": "model", "kv_heads": "model"}
     assert mappings(tensor_parallel_axes=["mlp", "heads"]) == (BATCH | tensor, BATCH | tensor | {"embed": "data"})
@@ -116,7 +116,7 @@ def test_a_list_of_fsdp_axes_shards_by_each_axis():
 
     whole, one, two = (str(spread(fsdp)).count("'data'") for fsdp in (None, "embed", ["embed", "mlp"]))
     assert whole == 0
-    assert 0 < one == two  # every array over mlp has embed too, which has it first
+    assert 0 < one == two  # every array with mlp also has embed, which takes the mesh axis first
     only_mlp = spread(["mlp"])
     assert [("mlp" in axes) == ("data" in spec) for axes, spec in only_mlp.items()] == [True] * len(only_mlp)
     _, parameter = mappings(axis_resources={"mlp": ["model"]}, parameter_axis_resources={"vocab": ["replica", "data"]})
@@ -148,15 +148,15 @@ def test_waste_and_contradiction_are_errors(case):
         plan_of(**trainer)
 
 
-def test_what_is_merely_wasteful_or_overridden_is_said():
+def test_waste_and_overridden_keys_are_warnings():
     assert "'data': its 8 devices" in plan_of(batch_axis=None).warnings[0]
-    (said,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
-    assert said.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
+    (warning,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
+    assert warning.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
     assert plan_of(axis_resources={"batch": "data"}).warnings == ()
 
 
 @pytest.mark.slow
-def test_a_free_mesh_with_sequences_cut_in_two_computes_the_same():
+def test_a_custom_mesh_with_sharded_sequences_computes_the_same():
     free = {"axes": {"data": -1, "context": 2, "model": 2}, "compute_mapping": {"position": "context"}}
     layout = plan_of(mesh=free, tensor_parallel_axes=["mlp", "heads"]).layout
     assert dict(layout.mesh.shape) == {"replica": 1, "data": 2, "context": 2, "model": 2}

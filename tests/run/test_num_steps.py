@@ -1,4 +1,4 @@
-"""How long a run is where its data decides."""
+"""The number of steps when the data determines it."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def steps(config) -> list[int]:
     return [phase.num_steps for phase in plan_phases(config)[0]]
 
 
-def test_epochs_are_as_many_steps_as_they_take(resolved):
+def test_epochs_set_the_number_of_steps(resolved):
     config, tokenizer = resolved(epoch=3)
     windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
     assert steps(config) == [-(-3 * len(windows) // 8)]
@@ -56,12 +56,12 @@ def test_epochs_are_as_many_steps_as_they_take(resolved):
         ({"epoch": 2, "phases": [{"name": "p", "num_train_steps": 3}]}, "epoch: has no effect"),
     ],
 )
-def test_contradictions_are_said(resolved, sections, said):
+def test_contradictions_are_errors(resolved, sections, said):
     with pytest.raises(ConfigError, match=said):
         resolved(**sections)
 
 
-def test_a_mixture_ends_when_its_stop_strategy_says(resolved):
+def test_a_mixture_ends_according_to_its_stop_strategy(resolved):
     configs = {name: {"train_urls": [f"{resolved.folder}/{name}.txt"]} for name in "ab"}
     mixed = {"configs": configs, "train_weights": {"a": 1, "b": 1}, "mixture_block_size": 4}
     ends, said = {}, []
@@ -69,7 +69,7 @@ def test_a_mixture_ends_when_its_stop_strategy_says(resolved):
         config, tokenizer = resolved({**mixed, "stop_strategy": strategy}, said)
         (ends[strategy],) = steps(config)
     sizes = [len(windows) for windows in config.data.open(tokenizer, 16, lambda _: None).train.values()]
-    # Half of each block is of each source, so both are read to the end within a block of twice their windows.
+    # Each source fills half of each block, so both are exhausted within a block of twice their sequences.
     assert abs(ends["first_exhausted"] * 8 - 2 * min(sizes)) <= 8 + 4
     assert abs(ends["all_exhausted"] * 8 - 2 * max(sizes)) <= 8 + 4
     assert ends["restart"] == 400_000

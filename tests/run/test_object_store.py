@@ -1,4 +1,4 @@
-"""Runs whose checkpoints lie in object stores on this machine: moto's server by s3fs, and an emulator of gs://."""
+"""Runs with checkpoints in local object stores: moto's S3 server through s3fs, and an emulator of gs://."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,19 +46,19 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     trainings.run("whole", 6)
     run("x", 3, "first")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
-    run("x", 6, "second")  # another machine: nothing of the first one's staging folder
-    assert "resuming, from" in trainings.said
+    run("x", 6, "second")  # another machine, without the first one's staging folder
+    assert "resuming, from" in trainings.output
     assert trainings.losses("x") == trainings.losses("whole")
     assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
     run("y", 6, "third", initialize_from_state=f"{bucket}/runs/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
     run("z", 1, "third", initialize_from=f"{bucket}/runs")
-    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.said
+    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.output
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkeypatch, capsys):
-    """Resumed, begun from, sampled, evaluated and converted by its URL, from a machine that has nothing else of the run."""
+def test_a_checkpoint_in_a_bucket_works_wherever_a_path_does(gcs, tmp_path, monkeypatch, capsys):
+    """Resumed, initialized from, sampled, evaluated and converted by URL, on a machine without the run's other files."""
     from jaxlm import convert, evaluate, sample
 
     trainings, url = Trainings(tmp_path), f"gs://{BUCKET}/runs"
@@ -70,12 +70,12 @@ def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkey
     run("x", 3)
     assert RemoteFolder(f"{url}/x").names() == ["step-2", "step-3"]
     assert run("x", 6).checkpoint == f"{url}/x/step-6"
-    assert f"resuming, from {url}/x/step-3" in trainings.said
+    assert f"resuming, from {url}/x/step-3" in trainings.output
     assert list(trainings.losses("x")) == [1, 2, 3, 4, 5, 6]
     run("y", 6, load_checkpoint_path=f"{url}/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("x").items() if step > 4}
     run("z", 1, initialize_from=url)
-    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.said
+    assert "/step-6; step, optimizer state and data position start from scratch" in trainings.output
     assert not (tmp_path / "no").exists()
 
     (tmp_path / "elsewhere").mkdir()
@@ -89,7 +89,7 @@ def test_a_checkpoint_in_a_bucket_is_taken_wherever_one_is(gcs, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.joinpath("elsewhere").iterdir()) == ["hf"]
 
 
-def test_a_store_that_cannot_be_written_is_one_message(tmp_path):
+def test_an_unwritable_store_is_one_message(tmp_path):
     trainings = Trainings(tmp_path)
     with pytest.raises(ConfigError, match=r"base_path|nosuch"):
         trainings.run("x", 1, trainer={"checkpointer": {"base_path": "nosuch://bucket"}})

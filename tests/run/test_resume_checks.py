@@ -1,4 +1,4 @@
-"""What a start says about the run that it goes on with."""
+"""Checks and warnings at the start of a resumed run."""
 
 import contextlib
 from typing import Any
@@ -17,8 +17,8 @@ SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
 
 
-def said(batch: Any, weights: Any, examples: int) -> list[str]:
-    """At step 30 of a run that has read so many sequences."""
+def warnings_of(batch: Any, weights: Any, examples: int) -> list[str]:
+    """A cursor at step 30 of a run that has read the given number of sequences."""
     data = {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}, "train_weights": weights}
     trainer = {"train_batch_size": batch, "num_train_steps": 100}
     plan = make_plan(decode_run(ConfigSource({"model": SIZES, "data": data, "trainer": trainer}), None), "x", 64)
@@ -31,12 +31,12 @@ def said(batch: Any, weights: Any, examples: int) -> list[str]:
     [
         (16, STAGES, 480, False),
         (32, STAGES, 480, True),
-        ([{"start": 0, "value": 16}, {"start": 30, "value": 32}], STAGES, 480, False),  # as the warning says
+        ([{"start": 0, "value": 16}, {"start": 30, "value": 32}], STAGES, 480, False),  # as the warning advises
         (32, {"a": 1, "b": 1}, 480, False),
     ],
 )
 def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, warns):
-    lines = said(batch, weights, examples)
+    lines = warnings_of(batch, weights, examples)
     assert len(lines) == warns
     for line in lines:
         assert "480 sequences" in line
@@ -45,7 +45,7 @@ def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, 
 
 
 def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
-    """Each machine reads its own copy; what is compared is what decides about the tokens."""
+    """Each machine reads its own copy of the data; everything that determines the tokens is compared."""
     (tmp_path / "a.txt").write_text("some text")
     tree = {"model": SIZES, "data": {"train_urls": [str(tmp_path)], "cache_dir": "nowhere"}}
     plan, compared = make_plan(decode_run(ConfigSource(tree), None), "x", 64), []

@@ -1,4 +1,4 @@
-"""Keys that a start looks at before anything is planned."""
+"""Keys that are checked before a run is planned."""
 
 import jax
 import pytest
@@ -33,7 +33,7 @@ def test_jax_config_sets_options_of_jax_and_names_wrong_ones():
         configure_jax({"jax_compilation_cache_dir": "x"})
 
 
-def test_shutdown_at_exit_says_who_does_that():
+def test_shutdown_at_exit_is_refused():
     assert plan_of(shutdown_at_exit=False).config.trainer.shutdown_at_exit is False
     for value in (True, 60.0):
         with pytest.raises(ConfigError, match=r"shutdown_at_exit.*does not shut machines down"):

@@ -1,4 +1,4 @@
-"""Compiler options: those of the table exist, and the user's own win."""
+"""Compiler options: those in the table exist, and the user's own take precedence."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from jaxlm.run.compile import TABLE, compiler_options
 
 
 @pytest.mark.parametrize("platform", TABLE)
-def test_the_users_flags_win(platform, monkeypatch):
+def test_the_users_flags_take_precedence(platform, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     assert compiler_options(platform) == TABLE[platform]
     flags = [f"--{name}=false" for name in TABLE[platform]]
@@ -18,7 +18,7 @@ def test_the_users_flags_win(platform, monkeypatch):
 
 
 def test_every_option_exists():
-    """The compiler knows the options of all platforms wherever it runs, and refuses a name that it does not know."""
+    """On every platform, the compiler knows the options of all platforms and refuses unknown names."""
     program = jax.jit(lambda x: x + 1).lower(1.0)
     for options in TABLE.values():
         program.compile(options)

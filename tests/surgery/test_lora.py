@@ -1,4 +1,4 @@
-"""LoRA: nothing changes at first, merging changes nothing, and the adapters rest where their axes say."""
+"""LoRA: no effect at first, merging keeps the outputs, and adapters are sharded by their axes."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def adapted(model, **config):
 
 
 def randomised(model):
-    """Adapters that do something."""
+    """Makes adapters that have an effect."""
 
     def fill(path, leaf):
         if not path.endswith((".a", ".b")):
@@ -50,11 +50,11 @@ def logits(model, key=None):
     return model.logits(model.hidden(Inputs(ids, positions, ones), key=key).final).array
 
 
-def test_the_adapted_model_begins_as_the_model_it_was(model):
+def test_adapters_do_not_change_the_model_at_first(model):
     assert np.array_equal(logits(adapted(model, target="attn|mlp")), logits(model))
 
 
-def test_merging_changes_nothing_but_the_shape_of_the_tree(model):
+def test_merging_changes_only_the_trees_structure(model):
     busy = randomised(adapted(model, target="attn|mlp", rank=4))
     assert np.abs(logits(busy) - logits(model)).max() > 1e-2
     merged = merge_lora(busy)
@@ -62,7 +62,7 @@ def test_merging_changes_nothing_but_the_shape_of_the_tree(model):
     assert jax.tree.structure(merged) == jax.tree.structure(model)
 
 
-def test_only_what_matches_is_adapted(model):
+def test_only_matching_layers_are_adapted(model):
     paths = {path for path, _ in tree.leaves(adapted(model, target=r"q_proj|v_proj"))}
     assert {p for p in paths if p.endswith((".a", ".b"))} == {
         f"body.layers.stacked.attn.{name}_proj.{part}" for name in "qv" for part in "ab"
@@ -78,7 +78,7 @@ def test_scale(model):
     assert scales(adapted(model, rank=4, alpha=8.0, rslora=True)) == {4.0}
 
 
-def test_dropout_is_for_learning_alone_and_draws_by_the_key(model):
+def test_dropout_is_active_only_in_training_and_follows_the_key(model):
     plain = randomised(adapted(model, target="attn|mlp", rank=4))
     dropping = randomised(adapted(model, target="attn|mlp", rank=4, dropout=0.5))
     first, second = jax.random.key(1), jax.random.key(2)
@@ -90,8 +90,8 @@ def test_dropout_is_for_learning_alone_and_draws_by_the_key(model):
         assert np.abs(once - other).max() > 1e-3
 
 
-def test_the_mean_and_variance_of_dropout_are_those_of_the_closed_form():
-    """Each number that A reads is 0 with probability p and 1 / (1 - p) times itself otherwise: an output's variance is
+def test_mean_and_variance_of_dropout_match_the_closed_form():
+    """Each input of A is 0 with probability p and multiplied by 1 / (1 - p) otherwise, so an output's variance is
     scale^2 p / (1 - p) sum_i ((B A)_oi x_i)^2."""
     In, Out, probability, samples = hax.Axis("in", 12), hax.Axis("out", 5), 0.3, 40_000
     base = Linear.init(In, Out, std=1.0, key=jax.random.key(0))
@@ -107,7 +107,7 @@ def test_the_mean_and_variance_of_dropout_are_those_of_the_closed_form():
     np.testing.assert_allclose(drawn.var(axis=0), variance, rtol=0.05)
 
 
-def test_every_layer_that_drops_has_a_key_of_its_own(model):
+def test_every_layer_with_dropout_has_its_own_key(model):
     adapted_ = adapted(model, target="attn|mlp", dropout=0.5)
     key = jax.random.key(7)
     keyed = tree.modules(with_dropout_keys(adapted_, key), LoraLinear)
@@ -121,7 +121,7 @@ def test_every_layer_that_drops_has_a_key_of_its_own(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
-def test_what_is_dropped_does_not_depend_on_the_mesh(mesh):
+def test_dropout_does_not_depend_on_the_mesh(mesh):
     lora = LoraConfig(target="attn|mlp", rank=4, dropout=0.5)
     dropping = phase(surgeries=(lora,), trainable=(r"\.[ab]$",))
     one, many = TinyRun(one_device(), dropping), TinyRun(layout(**MESHES[mesh]), dropping)
@@ -130,7 +130,7 @@ def test_what_is_dropped_does_not_depend_on_the_mesh(mesh):
 
 
 @pytest.mark.slow
-def test_the_layer_and_its_gradients_are_those_of_peft_with_the_same_mask():
+def test_the_layer_and_its_gradients_match_peft_with_the_same_mask():
     torch, lora = pytest.importorskip("torch"), pytest.importorskip("peft.tuners.lora")
     In, Out, Row = hax.Axis("in", 12), hax.Axis("out", 5), hax.Axis("row", 7)
     layer = LoraLinear.around(
@@ -171,7 +171,7 @@ def test_the_layer_and_its_gradients_are_those_of_peft_with_the_same_mask():
         ({"dropout": 0.1}, "matches head. The loss reads its weight directly"),
     ],
 )
-def test_what_cannot_be_done(model, config, named):
+def test_impossible_surgeries_are_refused(model, config, named):
     with pytest.raises(ConfigError, match=named):
         adapted(model, **config)
 
@@ -188,15 +188,15 @@ def test_a_layer_has_one_adapter(model, target):
         adapted(once, target=target)
 
 
-def test_surgeries_one_after_the_other_adapt_other_layers(model):
-    """Dropout is refused for what the surgery adapts itself, and not for an earlier one's head."""
+def test_successive_surgeries_adapt_different_layers(model):
+    """Dropout is refused only for layers that this surgery adapts, not for the head of an earlier one."""
     both = randomised(adapted(adapted(model, target="^head$"), target="attn|mlp", dropout=0.1))
     np.testing.assert_allclose(logits(merge_lora(both)), logits(both), atol=1e-5)
     with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
         adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
 
 
-def test_it_traces_without_numbers_and_adapters_have_the_axes_of_their_layers(model):
+def test_surgery_can_be_traced_and_adapters_have_their_layers_axes(model):
     abstract = eqx.filter_eval_shape(lambda m: adapted(m, target="down_proj", rank=4), model)
     axes = {
         path: tuple(ax.name for ax in leaf.axes) for path, leaf in tree.leaves(abstract) if path.endswith((".a", ".b"))

@@ -1,6 +1,6 @@
-"""Checkpoints that lie in a bucket: whole or not there, whatever fails on the way.
+"""Checkpoints in a bucket: complete or absent, whatever fails during a save.
 
-On fsspec's store in memory; the last tests on an emulator of Google's, where one is installed.
+Uses fsspec's in-memory store. The last tests use an emulator of Google's, if one is installed.
 """
 
 import base64
@@ -43,7 +43,7 @@ def store():
 
 @pytest.fixture
 def with_md5(store, monkeypatch):
-    """The store says the MD5 of every object, as Google's does."""
+    """The store reports the MD5 of every object, as Google's does."""
     find = type(store).find
 
     def saying(self, *args, **kwargs):
@@ -69,7 +69,7 @@ def names(folder: BucketFolder) -> list[str]:
     return [checkpoint.name for checkpoint in folder.checkpoints()]
 
 
-def test_each_place_has_its_folder(tmp_path):
+def test_each_kind_of_path_has_its_checkpoint_folder(tmp_path):
     for base, run_id, kind, place in (
         ("gs://b/runs/", "x", BucketFolder, "gs://b/runs/x"),
         ("gs://b/runs/x", None, BucketFolder, "gs://b/runs/x"),
@@ -82,7 +82,7 @@ def test_each_place_has_its_folder(tmp_path):
         assert folder.location == place
 
 
-def test_there_and_back(store):
+def test_save_and_restore_round_trip(store):
     folder = BucketFolder(URL)
     assert names(folder) == []
     for step in (5, 10):
@@ -103,13 +103,13 @@ def test_each_checkpoint_replaces_the_temporary_ones(store):
     assert names(folder) == ["step-2", "step-4"]
     save(store, BucketFolder(URL, delete_temporary=False), 5)
     assert names(folder) == ["step-2", "step-4", "step-5"]
-    save(store, folder, 4, temporary=True)  # the one that it replaces is not itself
+    save(store, folder, 4, temporary=True)  # it must not delete itself
     assert names(folder) == ["step-2", "step-4", "step-5"]
 
 
 @pytest.mark.parametrize("after", range(len(FILES) + 2))
-def test_a_save_that_breaks_off_is_never_seen(store, monkeypatch, after):
-    """Whatever small file it breaks off at, the last of all included; the arrays come between."""
+def test_an_interrupted_save_is_never_visible(store, monkeypatch, after):
+    """Interrupted at any of its small files, including the last one; the arrays are written in between."""
     folder, pipe, done = BucketFolder(URL), type(store).pipe_file, []
     save(store, folder, 1)
 
@@ -131,26 +131,28 @@ def test_a_save_that_breaks_off_is_never_seen(store, monkeypatch, after):
     assert names(folder) == ["step-1", "step-2"]
 
 
-def test_damage_is_noticed_set_aside_and_the_one_before_used(store):
-    folder, said = BucketFolder(URL), []
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(store):
+    folder, logged = BucketFolder(URL), []
     for step in (1, 2, 3):
         save(store, folder, step)
     store.pipe_file("/bucket/run/step-3/state/d/1", b"nombers 1")
     store.rm_file("/bucket/run/step-2/run/config.yaml")
-    found = latest_valid(folder, said.append)
+    found = latest_valid(folder, logged.append)
     assert found is not None
     assert found.checkpoint.name == "step-1"
-    assert ["step-3 is damaged: state/d/1" in said[0], "step-2 is damaged: run/config.yaml" in said[1]] == [True] * 2
-    folder.prepare()  # nothing is thrown away that a person may want to look at
+    assert ["step-3 is damaged: state/d/1" in logged[0], "step-2 is damaged: run/config.yaml" in logged[1]] == [
+        True
+    ] * 2
+    folder.prepare()  # the damaged checkpoint is kept for inspection
     assert store.exists("/bucket/run/step-3/state/d/1")
     assert names(folder) == ["step-1"]
-    save(store, folder, 3)  # and the run comes there again
+    save(store, folder, 3)  # the run reaches this step again
     folder.checkpoints()[-1].verify()
     assert names(folder) == ["step-1", "step-3"]
     for step in (1, 3):
         store.pipe_file(f"/bucket/run/step-{step}/state/d/extra", b"")
     with pytest.raises(NoUsableCheckpointError, match="all 2 checkpoints in memory://bucket/run are damaged"):
-        latest_valid(folder, said.append)
+        latest_valid(folder, logged.append)
 
 
 UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError("what another library raises")]
@@ -158,9 +160,9 @@ UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError
 
 @pytest.mark.parametrize("file", ["checksums.json", "run/cursor.json"])
 @pytest.mark.parametrize("error", UNANSWERED, ids=lambda error: type(error).__name__)
-def test_a_store_that_does_not_answer_is_a_message_and_no_damage(store, monkeypatch, file, error):
-    """Else a network that fails for a moment would cost the newest checkpoint."""
-    folder, said, cat = BucketFolder(URL), [], type(store).cat_file
+def test_an_unresponsive_store_is_an_error_and_not_damage(store, monkeypatch, file, error):
+    """Otherwise a short network failure would cost the newest checkpoint."""
+    folder, logged, cat = BucketFolder(URL), [], type(store).cat_file
     for step in (1, 2):
         save(store, folder, step)
 
@@ -172,18 +174,18 @@ def test_a_store_that_does_not_answer_is_a_message_and_no_damage(store, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "cat_file", unanswered)
         with pytest.raises(ConfigError, match=rf"cannot read {URL}/step-2 \({type(error).__name__}: {error}\)"):
-            latest_valid(folder, said.append)
+            latest_valid(folder, logged.append)
         with pytest.raises(ConfigError, match=f"cannot read {URL}/step-2 "):
-            latest_complete(folder.checkpoints(), URL, said.append)
+            latest_complete(folder.checkpoints(), URL, logged.append)
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "ls", lambda *args, **kwargs: unanswered(store, f"step-2/{file}"))
         with pytest.raises(ConfigError, match=f"cannot read {URL} "):
-            latest_valid(folder, said.append)
-    assert said == []
-    assert latest_valid(folder, said.append).checkpoint.name == "step-2"
+            latest_valid(folder, logged.append)
+    assert logged == []
+    assert latest_valid(folder, logged.append).checkpoint.name == "step-2"
 
 
-def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, with_md5, monkeypatch):
+def test_checksums_of_the_store_are_used_without_reading_files(store, with_md5, monkeypatch):
     folder, read = BucketFolder(URL), []
     save(store, folder, 1)
     sums = json.loads(store.cat_file("/bucket/run/step-1/checksums.json"))
@@ -199,7 +201,7 @@ def test_a_store_that_keeps_checksums_is_asked_for_them_and_nothing_read(store, 
         folder.checkpoints()[0].verify()
 
 
-def test_a_checkpoint_may_be_copied_to_a_disk_and_back(store, with_md5, tmp_path):
+def test_a_checkpoint_can_be_copied_to_a_disk_and_back(store, with_md5, tmp_path):
     """Each side checks the other's checksums."""
     folder = BucketFolder(URL)
     save(store, folder, 1)
@@ -222,18 +224,18 @@ def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
         resolve_checkpoints("gs://nowhere/x", tmp_path)
 
 
-def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
+def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     """Orbax, TensorStore and gcsfs against an emulator: sharded arrays, bit for bit; a damaged one is not used."""
-    where, said = layout(), []
+    where, logged = layout(), []
     folder = resolve_folder(f"gs://{BUCKET}/runs", "x", tmp_path)
-    folder.open(said.append)
+    folder.open(logged.append)
     writer = CheckpointWriter(folder, {"config.yaml": b"{}"})
     folder.prepare()
     states = [state(seed, where) for seed in range(2)]
     for step, temporary in enumerate((False, True)):
         writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})
     writer.wait()
-    found = latest_valid(folder, said.append)
+    found = latest_valid(folder, logged.append)
     assert (found.location, found.cursor.temporary, found.position()) == (
         f"gs://{BUCKET}/runs/x/step-1",
         True,
@@ -243,15 +245,15 @@ def test_states_go_straight_to_a_server_and_come_back(gcs, tmp_path):
     assert {value.partition(":")[0] for value in sums.values()} == {"md5"}
     abstract = jax.eval_shape(lambda: states[0])
     assert same(restore(found, abstract, where), states[1])
-    assert list(tmp_path.iterdir()) == []  # nothing went by the local disk
+    assert list(tmp_path.iterdir()) == []  # nothing was written to the local disk
 
     store = fsspec.filesystem("gs")
     chunk = f"{BUCKET}/runs/x/step-1/" + next(file for file in sums if "/d/" in file)
     content = store.cat_file(chunk)
     store.pipe_file(chunk, content[:-1] + bytes([content[-1] ^ 0x10]))
-    found = latest_valid(folder, said.append)
+    found = latest_valid(folder, logged.append)
     assert found.checkpoint.name == "step-0"
-    assert "step-1 is damaged: state/" in said[-1]
+    assert "step-1 is damaged: state/" in logged[-1]
     assert same(restore(found, abstract, where), states[0])
     assert [c.location for c in resolve_checkpoints(f"gs://{BUCKET}/runs", tmp_path)] == [
         f"gs://{BUCKET}/runs/x/step-0"
@@ -269,6 +271,6 @@ def same(one: dict[str, hax.NamedArray], two: dict[str, hax.NamedArray]) -> bool
     return bool(np.array_equal(one["w"].array, two["w"].array))
 
 
-def test_a_bucket_that_is_not_there_is_one_message(gcs, tmp_path):
+def test_a_missing_bucket_is_one_message(gcs, tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.checkpointer\.base_path: cannot use gs://nowhere/runs/x"):
         resolve_folder("gs://nowhere/runs", "x", tmp_path).open(print)

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: what is replaced, and a disk that is not the same for all processes."""
+"""Checkpoints on a disk: what is replaced, and a disk that the processes do not share."""
 
 import os
 
@@ -30,24 +30,26 @@ def test_a_temporary_checkpoint_replaces_the_one_of_its_own_name(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
-    """Each process would write its part to another disk, and every checkpoint would be sealed without it."""
+    """Each process would write its part to its own disk, and every checkpoint would be committed incomplete."""
     LocalFolder(tmp_path).prepare()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(local_module, "_VISIBLE_AFTER_S", 0.0)
     LocalFolder(tmp_path).open(print)
     with monkeypatch.context() as patch:
-        patch.setattr(local_module, "same_on_all_processes", lambda names: False)  # others see other checkpoints
+        patch.setattr(
+            local_module, "same_on_all_processes", lambda names: False
+        )  # the other processes see other checkpoints
         with pytest.raises(ConfigError, match=r"checkpointer\.base_path: .* is not the same on all processes"):
             LocalFolder(tmp_path).open(print)
         with pytest.raises(ConfigError, match=r"checkpointer\.staging_dir: .* is not the same on all processes"):
             StagedFolder("memory://store/shared", tmp_path).open(print)
-    # As on a process whose disk has not the file that process 0 has just written.
+    # Simulates a process whose disk lacks the file that process 0 has just written.
     monkeypatch.setattr(local_module, "broadcast_from_main", lambda token: token ^ 1)
     with pytest.raises(ConfigError, match=f"{tmp_path} is not the same on all processes"):
         LocalFolder(tmp_path).prepare()
 
 
-def test_what_an_earlier_run_left_is_removed(tmp_path):
+def test_leftovers_of_an_earlier_run_are_removed(tmp_path):
     (tmp_path / "step-1.unfinished" / "state").mkdir(parents=True)
     (tmp_path / "probe.unfinished").write_bytes(os.urandom(4))
     LocalFolder(tmp_path).prepare()
@@ -55,18 +57,18 @@ def test_what_an_earlier_run_left_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("phase", [None, "sft", "step.2"])
-def test_what_is_not_whole_is_no_checkpoint_whatever_its_phase_is_called(tmp_path, phase):
-    """Else a kill or damage there would leave a run that finds no whole one any more, the whole one before it included."""
-    folder, said = LocalFolder(tmp_path), []
+def test_incomplete_folders_are_not_checkpoints_for_any_phase_name(tmp_path, phase):
+    """Otherwise the run would find no complete checkpoint after a kill or damage, not even the previous one."""
+    folder, logged = LocalFolder(tmp_path), []
     save(folder, 9, temporary=False)
     name = save(folder, 10, temporary=True, entering=phase)
     (tmp_path / name).rename(tmp_path / f"{name}.unfinished")
-    assert latest_valid(folder, said.append).checkpoint.name == "step-9"
-    assert said == []
+    assert latest_valid(folder, logged.append).checkpoint.name == "step-9"
+    assert logged == []
     for aside in (f"{name}.damaged", f"{name}.damaged.2"):
         save(folder, 10, temporary=True, entering=phase)
         assert [checkpoint.name for checkpoint in resolve_checkpoints(str(tmp_path), tmp_path)] == ["step-9", name]
         (tmp_path / name / CURSOR).write_bytes(b"")
-        assert latest_valid(folder, said.append).checkpoint.name == "step-9"
-        assert f"It was set aside as {aside};" in said.pop()
+        assert latest_valid(folder, logged.append).checkpoint.name == "step-9"
+        assert f"It was set aside as {aside};" in logged.pop()
     assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-9"]

@@ -25,12 +25,12 @@ def test_which_steps_are_kept():
         ([KeepRule(0)], "keep.0.every"),
     ],
 )
-def test_rules_that_contradict_each_other(keep, named):
+def test_contradictory_rules_are_refused(keep, named):
     with pytest.raises(ConfigError, match=named):
         CheckpointerConfig(keep=keep).check()
 
 
-def test_a_negative_interval():
+def test_a_negative_interval_is_refused():
     with pytest.raises(ConfigError, match="save_interval"):
         CheckpointerConfig(save_interval=timedelta(seconds=-1)).check()
 
@@ -50,7 +50,7 @@ def test_the_clock_counts_from_the_last_save_of_any_kind():
 
 @pytest.mark.trap("T1", "D8")
 def test_reads_the_guides_keep_example():
-    """Levanter fails on its documentation's own example, whose last rule has no `until`."""
+    """Levanter fails on the example in its own documentation, whose last rule has no `until`."""
     text = """
     keep:
       - every: 1000  # steps

@@ -1,4 +1,4 @@
-"""Finding a checkpoint on several processes: whatever process 0 meets, the others hear of it."""
+"""Finding a checkpoint on several processes: an error of process 0 reaches the others."""
 
 import jax
 import pytest
@@ -13,8 +13,8 @@ from jaxlm.engine.checkpoint.store import CURSOR
 @pytest.mark.parametrize(
     "where", [(LocalCheckpoint, "verify"), (LocalFolder, "set_aside"), (LocalFolder, "checkpoints")]
 )
-def test_the_others_do_not_wait_where_process_0_fails(tmp_path, monkeypatch, where):
-    folder, said = LocalFolder(tmp_path), []
+def test_other_processes_do_not_wait_if_process_0_fails(tmp_path, monkeypatch, where):
+    folder, sent = LocalFolder(tmp_path), []
     folder.begin("step-1", {CURSOR: Cursor(1, 0, "train", entering=False, temporary=False).to_json()})
     folder.commit("step-1")
     (tmp_path / "step-1" / CURSOR).write_bytes(b"")
@@ -24,8 +24,8 @@ def test_the_others_do_not_wait_where_process_0_fails(tmp_path, monkeypatch, whe
 
     monkeypatch.setattr(*where, failing)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(runtime, "broadcast_from_main", lambda news: said.append(news) or news)
+    monkeypatch.setattr(runtime, "broadcast_from_main", lambda news: sent.append(news) or news)
     monkeypatch.setattr(runtime, "all_processes", lambda holds: holds)
     with pytest.raises(OSError, match="no such disk"):
         latest_valid(folder, print)
-    assert "OSError: no such disk" in str(runtime._decode_failure(said[-1]))
+    assert "OSError: no such disk" in str(runtime._decode_failure(sent[-1]))

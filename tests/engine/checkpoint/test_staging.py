@@ -1,4 +1,4 @@
-"""Checkpoints behind a URL, on fsspec's store in memory: whole or not there, whatever fails on the way."""
+"""Checkpoints behind a URL, in fsspec's in-memory store: complete or absent, whatever fails."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def save(folder: StagedFolder, step: int, *, temporary: bool = False, entering: 
 
 
 def opened(machine: Path, *, delete_temporary: bool = True) -> tuple[StagedFolder, list[str]]:
-    """A run's folder as a start has it on a machine, and what was said."""
+    """A run's checkpoint folder as opened at a start on one machine, and the logged lines."""
     folder, said = StagedFolder(URL, machine, delete_temporary=delete_temporary), []
     folder.open(said.append)
     return folder, said
@@ -52,7 +52,7 @@ def names(folder: StagedFolder) -> list[str]:
 
 @contextlib.contextmanager
 def breaking(store, method: str, after: int = 0):
-    """The connection to the store breaks after so many calls."""
+    """Breaks the connection to the store after the given number of calls."""
     does, done = getattr(type(store), method), []
 
     def counting(self, *args, **kwargs):
@@ -70,7 +70,7 @@ class TestFullDisk:
     """A full local disk is not reported as a failure of the object store."""
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-    def test_while_a_checkpoint_is_fetched(self, store, tmp_path, monkeypatch, number):
+    def test_while_a_checkpoint_is_downloaded(self, store, tmp_path, monkeypatch, number):
         save(opened(tmp_path / "here")[0], 5)
 
         def full(*args, **kwargs):
@@ -83,14 +83,14 @@ class TestFullDisk:
         with pytest.raises(ConfigError, match=said):
             staged_checkpoints(URL, tmp_path / "staging")
 
-    def test_a_folder_that_cannot_be_made(self, store, tmp_path):
+    def test_a_folder_that_cannot_be_created(self, store, tmp_path):
         (tmp_path / "a file").write_text("")
         with pytest.raises(
             ConfigError, match=r"trainer\.checkpointer\.staging_dir: cannot use .*a file/x.* to stage checkpoints"
         ):
             opened(tmp_path / "a file" / "x")
 
-    def test_the_store_is_still_named_where_it_is_the_store(self, store, tmp_path, monkeypatch):
+    def test_failures_of_the_store_still_name_the_store(self, store, tmp_path, monkeypatch):
         def refused(*args, **kwargs):
             raise PermissionError("Access Denied")
 
@@ -101,7 +101,7 @@ class TestFullDisk:
             opened(tmp_path / "here")
 
 
-def test_what_is_a_url():
+def test_urls_are_recognized():
     assert [is_url(path) for path in ("s3://a/b", "gs://a", "a/b", "/a/b", "checkpoints/")] == [
         True,
         True,
@@ -109,7 +109,7 @@ def test_what_is_a_url():
     ]
 
 
-def test_there_and_back(store, tmp_path):
+def test_save_and_restore_round_trip(store, tmp_path):
     local, _ = opened(tmp_path / "here")
     saved = [save(local, 5), save(local, 10), save(local, 10, entering=True)]
     assert RemoteFolder(URL).names() == saved == ["step-5", "step-10", "step-10-second"]
@@ -133,8 +133,8 @@ def test_each_checkpoint_replaces_the_temporary_ones(store, tmp_path):
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_an_upload_that_breaks_off_is_never_seen_and_made_up_for(store, tmp_path, after):
-    """Whatever file it breaks off at; and what is already there under the same name is not taken for the new one."""
+def test_an_interrupted_upload_is_never_visible_and_is_completed_later(store, tmp_path, after):
+    """Interrupted at any file. Existing files of the same name are not mistaken for the new ones."""
     folder, _ = opened(tmp_path / "here")
     save(folder, 1, temporary=True)
     with breaking(store, "put_file", after):
@@ -155,8 +155,8 @@ def test_an_upload_that_breaks_off_is_never_seen_and_made_up_for(store, tmp_path
     assert names(opened(tmp_path / "here")[0]) == ["step-2"]
 
 
-def test_opening_changes_nothing_over_there(store, tmp_path):
-    """The run may still be refused as another one."""
+def test_opening_does_not_change_the_store(store, tmp_path):
+    """The run may still be refused because it is a different one."""
     folder, _ = opened(tmp_path)
     save(folder, 1, temporary=True)
     with breaking(store, "put_file", 2), pytest.raises(OSError, match="connection broke"):
@@ -167,7 +167,7 @@ def test_opening_changes_nothing_over_there(store, tmp_path):
     assert names(folder) == ["step-1", "step-2"]
 
 
-def test_what_was_not_uploaded_gives_way_to_what_another_machine_has_done_since(store, tmp_path):
+def test_a_pending_upload_yields_to_newer_checkpoints_of_another_machine(store, tmp_path):
     local, _ = opened(tmp_path / "here")
     with breaking(store, "put_file"), pytest.raises(OSError, match="connection broke"):
         save(local, 2)
@@ -181,7 +181,7 @@ def test_what_was_not_uploaded_gives_way_to_what_another_machine_has_done_since(
     assert RemoteFolder(URL).names() == ["step-2", "step-4"]
 
 
-def test_a_deletion_that_breaks_off_leaves_nothing_that_looks_whole(store, tmp_path):
+def test_an_interrupted_deletion_leaves_no_checkpoint_that_looks_complete(store, tmp_path):
     folder, _ = opened(tmp_path)
     save(folder, 1)
     remote = RemoteFolder(URL)
@@ -192,7 +192,7 @@ def test_a_deletion_that_breaks_off_leaves_nothing_that_looks_whole(store, tmp_p
     assert not store.exists("/store/run/step-1")
 
 
-def test_damage_over_there_is_noticed_and_the_one_before_used(store, tmp_path):
+def test_damage_in_the_store_is_detected_and_the_previous_checkpoint_is_used(store, tmp_path):
     folder, _ = opened(tmp_path / "here")
     for step in (1, 2):
         save(folder, step)
@@ -206,8 +206,8 @@ def test_damage_over_there_is_noticed_and_the_one_before_used(store, tmp_path):
         staged_checkpoints(URL, tmp_path / "reader")
 
 
-def test_a_damaged_copy_is_fetched_again(store, tmp_path):
-    """The one over there is whole: nothing is lost, and the run goes on."""
+def test_a_damaged_local_copy_is_downloaded_again(store, tmp_path):
+    """The checkpoint in the store is intact, so nothing is lost and the run continues."""
     save(opened(tmp_path)[0], 1)
     (copied,) = staged_checkpoints(URL, tmp_path)
     (copied / "state" / "d" / "array").write_bytes(b"nombers")
@@ -218,8 +218,8 @@ def test_a_damaged_copy_is_fetched_again(store, tmp_path):
     assert said == []
 
 
-def test_an_old_checkpoint_whose_cursor_cannot_be_read_is_left_alone(store, tmp_path):
-    """It must not end every later save."""
+def test_an_old_checkpoint_with_an_unreadable_cursor_is_left_alone(store, tmp_path):
+    """It must not make every later save fail."""
     folder, _ = opened(tmp_path)
     for step in (1, 2, 3):
         save(folder, step)
@@ -229,14 +229,14 @@ def test_an_old_checkpoint_whose_cursor_cannot_be_read_is_left_alone(store, tmp_
     assert RemoteFolder(URL).names() == ["step-1", "step-2", "step-3", "step-4"]
 
 
-def test_the_store_is_the_truth(store, tmp_path):
-    """What was deleted over there does not come back from a local copy."""
+def test_the_store_is_authoritative(store, tmp_path):
+    """Checkpoints deleted in the store are not restored from a local copy."""
     save(opened(tmp_path)[0], 1)
     RemoteFolder(URL).delete("step-1")
     assert names(opened(tmp_path)[0]) == []
 
 
-def test_discovery_below_a_url(store, tmp_path):
+def test_finds_runs_below_a_url(store, tmp_path):
     for run, step in (("one", 9), ("two", 10)):
         folder = StagedFolder(f"memory://store/{run}", tmp_path)
         folder.open(print)
@@ -255,6 +255,6 @@ def test_discovery_below_a_url(store, tmp_path):
     assert staging_folder(tmp_path, "memory://store/one/") == staging_folder(tmp_path, "memory://store/one")
 
 
-def test_an_unknown_protocol_is_a_message():
+def test_an_unknown_protocol_is_one_message():
     with pytest.raises(ConfigError, match="nosuch://a"):
         RemoteFolder("nosuch://a")

@@ -1,4 +1,4 @@
-"""Somebody's own package: a data source, an optimizer, an objective, a tracker and a program, none of which jaxlm knows."""
+"""A third-party package: a data source, a model, an optimizer, an objective, a tracker and a program."""
 
 from acme_lm import corpus, optimizer, tracker
 

@@ -1,4 +1,4 @@
-"""Sums, written out. A data source that reads no file: `data: {source: {type: acme_sums, ...}}`."""
+"""Written-out sums: a data source that reads no file, `data: {source: {type: acme_sums, ...}}`."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ class Sums(CorpusConfig):
     """Lines like `3 + 4 = 7`.
 
     Attributes:
-        num_records: of each split.
-        largest: number that is added.
+        num_records: number of records per split.
+        largest: the largest number in a sum.
     """
 
     num_records: int = 1000
@@ -23,16 +23,14 @@ class Sums(CorpusConfig):
 
     @property
     def splits(self) -> Sequence[str]:
-        """See `CorpusConfig.splits`."""
         return ("train", "validation")
 
     @property
     def version(self) -> str:
-        """See `CorpusConfig.version`. To be raised with every change of `records`."""
+        """Increase this with every change to `records`."""
         return "1"
 
     def records(self, split: str) -> Iterator[Mapping[str, Any]]:
-        """See `CorpusConfig.records`."""
         numbers = random.Random(split)
         for _ in range(self.num_records):
             a, b = (numbers.randint(0, self.largest) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A token and the mean of those before it. Named by its place in YAML: `type: acme_lm.model:MeanOfPastConfig`."""
+"""A model of each token and the mean of earlier ones. By import path in YAML: `type: acme_lm.model:MeanOfPastConfig`."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from jaxlm.models.flops import FlopsPerToken
 
 
 class MeanOfPast(LanguageModel):
-    """Embeds tokens, mixes in the running mean of the embeddings so far, and reads the next one off.
+    """Embeds tokens, adds the running mean of the embeddings so far, and predicts the next token.
 
     Attributes:
         tokens, head: {vocab, embed}.
@@ -26,36 +26,32 @@ class MeanOfPast(LanguageModel):
 
     @property
     def Vocab(self) -> Axis:
-        """See `LanguageModel.Vocab`."""
         return self.head.resolve_axis("vocab")
 
     @property
     def Pos(self) -> Axis:
-        """See `LanguageModel.Pos`."""
         return Axis("position", self.seq_len)
 
     def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
-        """See `LanguageModel.hidden`. Documents in one window are not kept apart."""
+        """Documents in one sequence are not separated."""
         embedded = self.tokens.take("vocab", inputs.tokens)
         Pos = inputs.tokens.resolve_axis("position")
         past = hax.cumsum(embedded, Pos) / (hax.arange(Pos) + 1)
         return Hidden(hax.tanh(embedded + hax.dot(past.rename({"embed": "past"}), self.mix, axis="past")))
 
     def lm_head(self) -> NamedArray:
-        """See `LanguageModel.lm_head`."""
         return self.head
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        """See `LanguageModel.init_cache`."""
         raise NotImplementedError("this model does not decode")
 
 
 @dataclass(frozen=True)
 class MeanOfPastConfig(ModelConfig):
-    """A model of one layer.
+    """A model with one layer.
 
     Attributes:
-        width: of the embeddings.
+        width: size of the embeddings.
     """
 
     width: int = 16
@@ -66,16 +62,14 @@ class MeanOfPastConfig(ModelConfig):
         return Axis("embed", self.width)
 
     def check(self) -> None:
-        """See `ModelConfig.check`."""
+        pass
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> MeanOfPast:
-        """See `ModelConfig.build`."""
         keys = jax.random.split(key, 3)
         tokens, head = (hax.random.normal(k, (Vocab, self.Embed)) * 0.1 for k in keys[:2])
         mix = hax.random.normal(keys[2], (self.Embed, Axis("past", self.width))) * 0.1
         return MeanOfPast(tokens, head, mix, self.seq_len)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """See `ModelConfig.flops_per_token`."""
         weights = self.width * (self.width + vocab_size)
         return FlopsPerToken(6 * weights, 6 * weights)

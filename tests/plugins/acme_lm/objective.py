@@ -1,4 +1,4 @@
-"""The first half of a window counts double. Named by its place in YAML: `type: acme_lm.objective:FrontLoaded`."""
+"""An objective that weights the first half of a sequence more. In YAML: `type: acme_lm.objective:FrontLoaded`."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ class FrontLoaded(ObjectiveConfig):
     """Next-token loss in which early tokens weigh more.
 
     Attributes:
-        front_weight: of the tokens in the first half of a window; those in the second half weigh 1.
+        front_weight: weight of the tokens in the first half of a sequence; those in the second half have weight 1.
     """
 
     front_weight: float = 2.0
@@ -24,7 +24,7 @@ class FrontLoaded(ObjectiveConfig):
         return NextToken().weights(self._weighted(batch))
 
     def terms(self, model, batch, slot, *, key):
-        """As for the next token, with weights in the mask's place."""
+        """Next-token terms, with weights instead of the mask."""
         return NextToken().terms(model, self._weighted(batch), slot, key=key)
 
     def _weighted(self, batch: TokenBatch) -> TokenBatch:

@@ -1,4 +1,4 @@
-"""A program of one's own around jaxlm's training: `python -m acme_lm.program --config_path run.yaml --greeting hi`."""
+"""A program around jaxlm's training: `python -m acme_lm.program --config_path run.yaml --greeting hi`."""
 
 import sys
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from jaxlm.train import train
 
 @dataclass(frozen=True)
 class AcmeConfig(RunConfig):
-    """A run, and what this program adds.
+    """A run, and the keys that this program adds.
 
     Attributes:
-        greeting: is printed first.
+        greeting: printed first.
     """
 
     greeting: str = "hello"

@@ -10,21 +10,19 @@ from jaxlm.observe.trackers import RunInfo, Tracker, TrackerConfig
 @TrackerConfig.register_subclass("acme_csv")
 @dataclass(frozen=True)
 class CsvConfig(TrackerConfig):
-    """A file with a line for each number.
+    """Writes a file with one line per number.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
     """
 
     path: str = "numbers.csv"
 
     def check(self) -> None:
-        """See `TrackerConfig.check`."""
         if not self.path.endswith(".csv"):
             raise ConfigError(f"trainer.tracker.path: '{self.path}' given, a name that ends in .csv expected")
 
     def open(self, run: RunInfo) -> Tracker:
-        """See `TrackerConfig.open`."""
         return Csv(Path(self.path))
 
 
@@ -35,17 +33,13 @@ class Csv:
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def log(self, step, metrics):
-        """See `Tracker.log`."""
         self._file.writelines(f"{step},{name},{value}\n" for name, value in metrics.items())
 
     def log_histograms(self, step, histograms):
-        """See `Tracker.log_histograms`."""
         self._file.writelines(f"{step},{name},{h.low}..{h.high}\n" for name, h in histograms.items())
 
     def flush(self):
-        """See `Tracker.flush`."""
         self._file.flush()
 
     def close(self):
-        """See `Tracker.close`."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""`jaxlm.train`, sending itself a signal when a step is dispatched: `<signal>:<process>:<step>[:twice]`."""
+"""`jaxlm.train` that sends itself a signal when a step is dispatched: `<signal>:<process>:<step>[:twice]`."""
 
 import os
 import sys
