@@ -29,7 +29,7 @@ def test_an_unreachable_cluster_is_an_error(monkeypatch):
         pass
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert RayConfig().uses_cluster
-    assert not RayConfig(auto_start_cluster=False).uses_cluster  # the guide's way of doing without Ray
+    assert not RayConfig(auto_start_cluster=False).uses_cluster  # how the guide turns Ray off
     assert RayConfig(address="host:1", auto_start_cluster=False).uses_cluster
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert RayConfig(auto_start_cluster=False).uses_cluster

@@ -51,7 +51,7 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
             text += f"<|user|>{line}<|end|><|assistant|>"
             ids = named.tokenizer.encode_with_offsets([text])[0][0].tolist()
             expected = generate(model, [ids], max_new_tokens=12, temperature=0.0, eos_id=0)[0]
-            assert answered == named.tokenizer.decode(expected), "as if all of it were read anew"
+            assert answered == named.tokenizer.decode(expected), "differs from generation without the prefix cache"
             assert talk.num_tokens == len(expected)
             text += f"{answered}<|end|>"
         assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]

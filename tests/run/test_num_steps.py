@@ -39,7 +39,7 @@ def test_epochs_set_the_number_of_steps(resolved):
     assert steps(config) == [-(-3 * len(windows) // 8)]
     assert (
         with_num_steps_of_data(config, BatchSchedule.of([BatchSize(0, 8)]), tokenizer, print) == config
-    )  # as a run that goes on does it
+    )  # as in a resumed run
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
     assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]
     assert steps(resolved(trainer={"num_train_steps": 5})[0]) == [5]
