@@ -9,6 +9,7 @@ is JSON.
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import sys
@@ -18,13 +19,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlm.config.load import load_config, refuse_dry_run, run_id_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import configure_jax
-from jaxlm.core.types import TokenBatch
+from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.forecast.forecast import forecast_all, simulate_devices
@@ -32,7 +32,7 @@ from jaxlm.forecast.hlo import collectives_per_run, kernels
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.observe.console import Console, table
 from jaxlm.run.compilation_cache import enable_compilation_cache
-from jaxlm.run.compile import CompiledStep, abstract_batch, compile_step, gib
+from jaxlm.run.compile import CompiledStep, compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.exit_codes import run_command
 from jaxlm.run.plan import Plan, make_plan
@@ -150,23 +150,13 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     return _result(plan, step, dispatch_seconds[warmup:], step_seconds[warmup:])
 
 
-def random_batch(plan: Plan, seed: int) -> TokenBatch:
-    """A training batch of random tokens, one document per row, with the sharding that the step expects."""
-    rng = np.random.default_rng(seed)
-    shapes = abstract_batch(plan)
-    axes = shapes.tokens.axes
-    shape = tuple(axis.size for axis in axes)
-    tokens = rng.integers(0, plan.state_builder.Vocab.size, (*shape[:-1], shape[-1] + 1), np.int32)
-    columns = {
-        "tokens": tokens[..., :-1],
-        "targets": tokens[..., 1:],
-        "loss_mask": np.ones(shape, np.float32),
-        "segment_ids": np.ones(shape, np.int32),
-        "positions": np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
-    }
-    sharding = plan.layout.compute_sharding(axes)
-    put = lambda a: jax.make_array_from_callback(shape, sharding, lambda index: a[index])  # noqa: E731
-    return TokenBatch(**{name: type(shapes.tokens)(put(array), axes) for name, array in columns.items()})
+def random_batch(plan: Plan, seed: int) -> Any:
+    """A batch of the first phase with random tokens, with the sharding that the step expects."""
+    stage, seq_len = plan.batches.train.largest, plan.config.model.seq_len
+    num_examples = math.prod(stage.shape)
+    columns = plan.data[0].random_columns(num_examples, seq_len, plan.state_builder.Vocab.size, seed)
+    read = lambda rows: {name: column[rows] for name, column in columns.items()}  # noqa: E731
+    return plan.data[0].batch_spec(seq_len).assemble(read, leading_axes(stage), plan.layout)
 
 
 def attainable_flops(dtype: Any) -> float:

@@ -14,10 +14,9 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxlm.config.decode import decode, encode
@@ -25,15 +24,13 @@ from jaxlm.config.overrides import override
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.config import DataConfig
-from jaxlm.data.loader import eval_batches
-from jaxlm.data.packing import PackedSequences
+from jaxlm.data.data import ValidationData
 from jaxlm.data.sources.named import VALIDATION
-from jaxlm.data.tokens import ValidationData
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
+from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.exit_codes import run_command
 from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks
@@ -152,33 +149,20 @@ def evaluate(
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
         for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=differs):
-            batches = eval_batches(data_set.sequences, batch_size=size, layout=plan.layout, max_batches=max_batches)
             groups = _groups(data_set)
-            meter = LossMeter(plan.precision, token_bytes, num_groups=len(groups.urls))
-            losses = meter.measure(model, with_provenance(batches, data_set.sequences, groups))
+            options = {"batch_size": size, "layout": plan.layout, "max_batches": max_batches}
+            meter = LossMeter(plan.precision, score_batch, token_bytes, num_groups=len(groups.urls))
+            losses = meter.measure(model, data_set.batches_by_group(groups, **options))
             sums |= dict(zip(groups.urls, losses, strict=True))
     return sums
 
 
 def _groups(data_set: ValidationData) -> Provenance:
     """The groups by which a source's losses are summed: one with the source's name, or one for each URL."""
-    source, sequences = data_set.source, data_set.sequences
+    source, cache = data_set.source, data_set.examples.cache
     if not source.name:
-        return source.provenance(VALIDATION, sequences)
-    return Provenance((source.name,), np.array([sequences.cache.num_tokens], np.int64))
-
-
-def with_provenance(
-    batches: Iterator[TokenBatch], sequences: PackedSequences, provenance: Provenance
-) -> Iterator[tuple[TokenBatch, jax.Array]]:
-    """Each batch with the number of every target's URL, int32 [batch, position]."""
-    row = 0
-    for batch in batches:
-        targets = batch.targets.array
-        starts = sequences.starts(np.minimum(row + np.arange(targets.shape[0]), len(sequences) - 1))
-        numbers = provenance.of(starts[:, None] + np.arange(1, sequences.seq_len + 1))
-        yield batch, jax.make_array_from_callback(targets.shape, targets.sharding, numbers.__getitem__)
-        row += targets.shape[0]
+        return source.provenance(VALIDATION, cache)
+    return Provenance((source.name,), np.array([cache.num_tokens], np.int64))
 
 
 def _print_results(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> None:

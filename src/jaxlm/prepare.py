@@ -7,7 +7,6 @@ and stops. Training then reuses them. It needs no accelerator and compiles nothi
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
-from jaxlm.data.packing import PackedSequences
+from jaxlm.data.data import Data
+from jaxlm.data.examples import Examples
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.data.tokens import TokenData
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
@@ -30,15 +29,13 @@ from jaxlm.run.exit_codes import run_command
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 
-_MASKED = ("⟦", "⟧")
-
 
 @dataclass(frozen=True)
 class Prepared:
     """The open data of a phase."""
 
     phase: Phase
-    data: TokenData
+    data: Data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,58 +106,41 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     assert sizes is not None, "see check_batch"
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
     batches = BatchSchedule.of(sizes)
-    mixture = data.examples(batches.starting_at(phase.start), seed=config.trainer.seed)
+    mixture = data.mixture(batches.starting_at(phase.start), seed=config.trainer.seed)
     size = batches.at(number).size
     examples = batches.examples_between(phase.start, number) + np.arange(size)
-    columns = mixture.read(examples)
-    yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {mixture.seq_len} tokens"
+    yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {config.model.seq_len} tokens"
     for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):
-        row_columns = {name: column[row] for name, column in columns.items()}
-        sequences, name = mixture.sequences(source), mixture.names[source]
-        where = f"sequence {place} of {len(sequences)}{f' of {name}' if name else ''}"
-        targets = int(row_columns["loss_mask"].sum())
-        yield f"=== row {row}: {where}, loss on {targets} of {sequences.seq_len} tokens ==="
-        first = int(sequences.starts(np.array([place]))[0])
-        for start, text in _documents(row_columns, tokenizer):
-            yield f"--- {sequences.cache.source_of(first + start)} ---\n{text}"
-
-
-def _documents(row: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
-    """The start position and the text of each document in a row."""
-    # The row's tokens, followed by its last target. A token is a target if the loss mask is set one position earlier.
-    ids = np.append(row["tokens"], row["targets"][-1])
-    is_target = np.append(False, row["loss_mask"] > 0)
-    segments = np.append(row["segment_ids"], row["segment_ids"][-1] * is_target[-1])
-    for segment in range(1, int(segments.max()) + 1):
-        (positions,) = np.nonzero(segments == segment)
-        runs = itertools.groupby(positions.tolist(), key=lambda position: bool(is_target[position]))
-        texts = [(target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs]
-        yield int(positions[0]), "".join(text if target else text.join(_MASKED) for target, text in texts)
+        found, name = mixture.examples_of(source), mixture.names[source]
+        summary, *documents = found.show(place, tokenizer)
+        where = f"sequence {place} of {len(found)}{f' of {name}' if name else ''}"
+        yield f"=== row {row}: {where}, {summary} ==="
+        yield from documents
 
 
 def _cache_rows(prepared: Sequence[Prepared]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Title and rows of a table for each cache. A cache shared by several phases is listed once."""
     listed: dict[str, str] = {}
     for item in prepared:
-        train = [("train", name, sequences) for name, sequences in item.data.train.items()]
-        validation = [("validation", part.source.name, part.sequences) for part in item.data.validation]
-        for split, source, sequences in (*train, *validation):
-            if listed.setdefault(str(sequences.cache.folder), item.phase.name) == item.phase.name:
+        train = [("train", name, examples) for name, examples in item.data.train.items()]
+        validation = [("validation", part.source.name, part.examples) for part in item.data.validation]
+        for split, source, examples in (*train, *validation):
+            if listed.setdefault(str(examples.cache.folder), item.phase.name) == item.phase.name:
                 title = f"{source} {split}".strip()
-                yield f"phase '{item.phase.name}': {title}", describe_cache(sequences)
+                yield f"phase '{item.phase.name}': {title}", describe_cache(examples)
 
 
-def describe_cache(sequences: PackedSequences) -> list[tuple[str, str]]:
+def describe_cache(examples: Examples) -> list[tuple[str, str]]:
     """Describes a token cache as rows of name and value."""
-    cache, where = sequences.cache, "" if sequences.packed else ", all in the last sequence"
+    cache, where = examples.cache, "" if examples.summary else ", all in the last sequence"
     return [
         ("files", f"{len(cache.documents_of):,}"),
         ("documents", f"{len(cache.offsets) - 1:,}"),
         ("tokens", f"{cache.num_tokens:,} including special tokens (vocabulary size {cache.vocab_size:,})"),
         ("bytes", f"{cache.num_bytes:,} of text"),
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
-        ("sequences", f"{len(sequences):,} of {sequences.seq_len:,} tokens"),
-        ("padding", f"{sequences.padding:.4%} of all positions{where}"),
+        ("sequences", f"{len(examples):,} of {examples.seq_len:,} tokens"),
+        ("padding", f"{examples.padding:.4%} of all positions{where}"),
         ("fingerprint", cache.fingerprint),
         ("folder", str(cache.folder)),
     ]

@@ -18,7 +18,6 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_on_all_processes
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
-from jaxlm.data.loader import train_batches
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.loop import Done, Interrupted, Outcome, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
@@ -173,8 +172,8 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: Init
     saver = run.saver(phase)
     sizes = plan.batches.train
     first_step = phase.start if resumed is None else resumed.cursor.step
-    examples = data.examples(sizes.starting_at(phase.start), seed=plan.config.trainer.seed)
-    batches = train_batches(examples, sizes, plan.layout, first_step=first_step)
+    seed = plan.config.trainer.seed
+    batches = data.batches(sizes, plan.layout, start=phase.start, first_step=first_step, seed=seed)
     enter = None
     if resumed is None:
         enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))

@@ -8,12 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
 from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.loader import BatchReader, ExampleBatches
+from jaxlm.data.mixture import Mixture
 from jaxlm.data.sources.files import open_files, sources_of
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import train_bpe
+from jaxlm.data.tokens import TokensConfig
 
 WORDS = [
     "def",
@@ -88,3 +93,9 @@ def find_files(
     keys = [f"{key}[{number}]" for number in range(len(urls))]
     listed = [(key, sources_of(url, key, mirror, None)) for key, url in zip(keys, urls, strict=True)]
     return open_files(listed, text_key, mirror, log)
+
+
+def token_batches(mixture: Mixture, schedule: BatchSchedule, layout: Layout, first_step: int = 0) -> ExampleBatches:
+    """Training batches of the token sequences of a mixture."""
+    spec = TokensConfig().batch_spec(mixture.examples_of(0).seq_len)
+    return ExampleBatches(BatchReader(mixture, spec, schedule, layout), first_step)

@@ -13,6 +13,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.chat import ChatEncoder, ChatFormat
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import small_tokenizer, some_text
 
 PLAIN = """{%- for m in messages %}
@@ -148,7 +149,7 @@ def test_the_tokenizers_template_is_used_and_saved(tokenizer, tmp_path):
 def config(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in CONVERSATIONS))
-    return DataConfig(
+    return TokensConfig(
         train_urls=[f"{tmp_path}/a.jsonl"],
         cache_dir=f"{tmp_path}/cache",
         tokenizer=f"{tmp_path}/tokenizer",

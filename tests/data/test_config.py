@@ -10,6 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import mirror
 from jaxlm.data.tokenizer import train_bpe as train_bpe_module
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import small_tokenizer, some_text, write_corpus
 
 
@@ -21,7 +22,7 @@ def silent(line: str) -> None:
 def config(tmp_path):
     write_corpus(tmp_path / "text")
     (tmp_path / "other.txt").write_text(some_text(500))
-    return DataConfig(
+    return TokensConfig(
         train_urls=[str(tmp_path / "text")],
         validation_urls=[str(tmp_path / "other.txt")],
         cache_dir=str(tmp_path / "cache"),
@@ -40,7 +41,7 @@ def test_opens_the_configured_data(config):
     data = config.open(tokenizer, 16, logged.append)
     assert tokenizer.vocab_size == 300
     assert [line.split(" ")[0] for line in logged] == ["training", "train:", "validation:"]
-    (validation,) = [one.sequences for one in data.validation]
+    (validation,) = [one.examples for one in data.validation]
     text = "".join(config.validation_documents())
     assert validation.cache.num_bytes == len(text.encode())
     ids = validation.cache.tokens[1:-1]
@@ -198,7 +199,7 @@ class TestCacheAmongTheText:
     """A cache_dir inside a folder of text: the cache's .json files are not text."""
 
     def built(self, cache, *urls):
-        config = DataConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
+        config = TokensConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
         config.check()
         tokenizer = config.load_tokenizer(lambda _: None)
         return list(config.open(tokenizer, 16, lambda _: None).train[""].cache.documents_of)

@@ -39,7 +39,7 @@ def test_records_are_used_like_those_of_a_file(made, tmp_path):
     sums = importlib.import_module("corpus").Sums(50)
     data = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
     tokenizer = config.load_tokenizer(lambda _: None)
-    for split, windows in (("train", data.train[""]), ("validation", data.validation[0].sequences)):
+    for split, windows in (("train", data.train[""]), ("validation", data.validation[0].examples)):
         expected = [record["text"] for record in sums.records(split)]
         assert texts(config, split) == expected
         cache = windows.cache

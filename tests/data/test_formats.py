@@ -16,6 +16,7 @@ from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import small_tokenizer, some_text
 
 PAIRS = [(f"Say {some_text(n, 3)}\n", f" {some_text(50 + n, 1 + n)}") for n in range(6)]
@@ -31,7 +32,7 @@ def tokenizer():
 @pytest.fixture
 def base(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer")
-    return DataConfig(cache_dir=f"{tmp_path}/cache", tokenizer=f"{tmp_path}/tokenizer")
+    return TokensConfig(cache_dir=f"{tmp_path}/cache", tokenizer=f"{tmp_path}/tokenizer")
 
 
 def sequences_of(config: DataConfig, seq_len: int = 64, **changes):
@@ -160,14 +161,14 @@ def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
 
 
 def test_sequences_are_shuffled_by_default():
-    assert DataConfig().shuffle is True
+    assert TokensConfig().shuffle is True
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DOLLY.is_file(), reason="needs the shared data")
 def test_dolly_is_tokenized_as_transformers_does(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = DataConfig(
+    config = TokensConfig(
         train_urls=[str(DOLLY)],
         cache_dir=f"{tmp_path}/c",
         tokenizer=str(GPT2),

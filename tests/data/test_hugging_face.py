@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.files import sources_of
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import find_files, some_text
 
 TEXTS = [some_text(seed, 20) for seed in range(50)]
@@ -99,7 +99,7 @@ class TestHub:
         assert asked == []
 
     def test_a_hub_dataset_trains(self, asked, tmp_path):
-        config = DataConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
+        config = TokensConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
         config.check()
         assert not (tmp_path / "cache").exists()
         cache = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None).train[""].cache
@@ -127,7 +127,7 @@ class TestKeys:
     @pytest.fixture
     def texts_of(self, tmp_path):
         def texts_of(**keys) -> dict[str, list[str]]:
-            config = DataConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
+            config = TokensConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
             config.check()
             [source] = config.sources()
             return {split: list(source.documents(split)) for split in ("train", "validation") if source.has(split)}

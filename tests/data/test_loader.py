@@ -17,13 +17,15 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.cache.token_cache import DamagedCacheError
-from jaxlm.data.loader import SequenceBatches, eval_batches, train_batches
+from jaxlm.data.loader import ExampleBatches, eval_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import permute
-from tests.data.helpers import numbered_cache
+from jaxlm.data.tokens import TokensConfig
+from tests.data.helpers import numbered_cache, token_batches
 
 SEQ_LEN = 8
+SPEC = TokensConfig().batch_spec(SEQ_LEN)
 NAMES = [field.name for field in dataclasses.fields(TokenBatch)]
 
 
@@ -56,11 +58,11 @@ def plain_rows(num_tokens: int, places: np.ndarray, document_length: int = 7) ->
     }
 
 
-def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> SequenceBatches:
+def open_batches(windows, *, batch_size=8, num_microbatches=1, layout=None, seed=5, shuffle=True) -> ExampleBatches:
     layout = layout or layout_of()
     num_shards = layout.num_shards(BATCH)
     microbatch = -(-batch_size // (num_microbatches * num_shards)) * num_shards
-    return train_batches(
+    return token_batches(
         Mixture({"": windows}, [MixtureStage(0, (1,))], seed=seed, shuffle=shuffle),
         BatchSchedule((BatchStage(0, batch_size, num_microbatches, microbatch),)),
         layout,
@@ -72,7 +74,7 @@ def rows(batch: TokenBatch) -> dict[str, np.ndarray]:
     return {name: np.asarray(getattr(batch, name).array).reshape(-1, SEQ_LEN) for name in NAMES}
 
 
-def take(batches: SequenceBatches, number: int) -> list[dict[str, np.ndarray]]:
+def take(batches: ExampleBatches, number: int) -> list[dict[str, np.ndarray]]:
     taken = [rows(next(batches)) for _ in range(number)]
     batches.close()
     return taken
@@ -187,13 +189,13 @@ def test_changing_batch_sizes_use_each_example_once_and_positions_resume(windows
     schedule = BatchSchedule(tuple(BatchStage(start, size, 2, size // 2) for start, size in SIZES))
     sizes = [4, 4, 4, 16, 16, 8, 8, 8, 8, 8]
     order = plain_rows(windows.cache.num_tokens, mixture.find(np.arange(sum(sizes)))[1])
-    batches = train_batches(mixture, schedule, layout_of())
+    batches = token_batches(mixture, schedule, layout_of())
     for _ in range(before):
         next(batches)
     state = batches.state()
     batches.close()
     assert state == {"examples": sum(sizes[:before]), "step": before}
-    again = train_batches(mixture, schedule, layout_of())
+    again = token_batches(mixture, schedule, layout_of())
     again.restore(state)
     found = take(again, len(sizes) - before)
     assert [len(batch["tokens"]) for batch in found] == sizes[before:]
@@ -210,7 +212,7 @@ def test_records_of_a_step_are_those_of_its_batch():
     }
     mixture = Mixture(sources, [MixtureStage(0, (3, 1)), MixtureStage(13, (1, 1))], seed=2, shuffle=True)
     schedule = BatchSchedule(tuple(BatchStage(start, size, 1, size) for start, size in SIZES))
-    batches = train_batches(mixture, schedule, layout_of())
+    batches = token_batches(mixture, schedule, layout_of())
     batches.restore({"examples": 7, "step": 2})  # for example after other batch sizes
     taken = {step: rows(next(batches))["tokens"][:, 0] // SEQ_LEN for step in range(2, 8)}
     for step, places in taken.items():
@@ -309,7 +311,8 @@ class TestEvaluation:
     @pytest.mark.parametrize("batch_size", [8, 16, 64])
     def test_one_pass_in_order_and_padding_at_the_end(self, windows, batch_size):
         found = [
-            rows(b) for b in eval_batches(windows, batch_size=batch_size, layout=layout_of(data=8), max_batches=None)
+            rows(b)
+            for b in eval_batches(windows, SPEC, batch_size=batch_size, layout=layout_of(data=8), max_batches=None)
         ]
         assert len(found) == -(-38 // batch_size)
         expected = windows.read(np.arange(38))
@@ -319,12 +322,12 @@ class TestEvaluation:
             assert not together[38:].any()
 
     def test_axes(self, windows):
-        batch = next(iter(eval_batches(windows, batch_size=8, layout=layout_of(), max_batches=None)))
+        batch = next(iter(eval_batches(windows, SPEC, batch_size=8, layout=layout_of(), max_batches=None)))
         assert [(axis.name, axis.size) for axis in batch.tokens.axes] == [(BATCH, 8), (POSITION, SEQ_LEN)]
 
     @pytest.mark.parametrize(("most", "expected"), [(None, 5), (2, 2), (5, 5), (99, 5)])
     def test_maximum_number_of_batches(self, windows, most, expected):
-        assert len(list(eval_batches(windows, batch_size=8, layout=layout_of(), max_batches=most))) == expected
+        assert len(list(eval_batches(windows, SPEC, batch_size=8, layout=layout_of(), max_batches=most))) == expected
 
 
 def test_a_batch_that_does_not_divide_is_padded(windows):

@@ -14,9 +14,9 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.config import DataConfig
 from jaxlm.data.sources import mirror
 from jaxlm.data.sources.files import sources_of
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import find_files
 
 
@@ -196,7 +196,7 @@ class TestDataConfig:
         address, write = memory
         write("a.txt", "some text to train on. " * 40)
         write("b.jsonl", json.dumps({"text": "more text"}) + "\n")
-        return DataConfig(train_urls=[address], cache_dir=str(tmp_path / "cache"), vocab_size=270)
+        return TokensConfig(train_urls=[address], cache_dir=str(tmp_path / "cache"), vocab_size=270)
 
     def test_checking_does_not_copy(self, config, tmp_path):
         config.check()
@@ -223,7 +223,7 @@ class TestDataConfig:
         [address] = config.train_urls
         fs = fsspec.filesystem("memory")
         fs.get(address, str(tmp_path / "local"), recursive=True)
-        local = DataConfig(train_urls=[str(tmp_path / "local")], cache_dir="elsewhere", vocab_size=270)
+        local = TokensConfig(train_urls=[str(tmp_path / "local")], cache_dir="elsewhere", vocab_size=270)
         assert config.identity() == local.identity()
 
     def test_evaluating_other_text_reuses_the_copies(self, config, tmp_path):
@@ -234,7 +234,7 @@ class TestDataConfig:
         (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
             tokenizer, 16, logged.append, separate_cache=True
         )
-        assert first.sequences.cache.fingerprint != other.sequences.cache.fingerprint
-        assert tmp_path / "cache" / "evaluate" in other.sequences.cache.folder.parents
+        assert first.examples.cache.fingerprint != other.examples.cache.fingerprint
+        assert tmp_path / "cache" / "evaluate" in other.examples.cache.folder.parents
         assert sum(line.startswith("mirror:") for line in logged) == 2  # two files, each copied once
         assert [path.parent.name for path in (tmp_path / "cache").rglob("mirror")] == ["cache"]

@@ -19,6 +19,7 @@ from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.named import SourceConfig
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.data.train_weights import block_counts, weight_stages
 from tests.data.helpers import cache_of, small_tokenizer, write_corpus
 
@@ -81,7 +82,7 @@ def test_examples_equal_the_sources_sequences():
     mixed, examples = mixture(), np.array([5, 60, 44, 7, 100])
     columns = mixed.read(examples)
     for row, (number, place) in enumerate(zip(*mixed.find(examples), strict=True)):
-        for name, expected in mixed.sequences(number).read(np.array([place])).items():
+        for name, expected in mixed.examples_of(number).read(np.array([place])).items():
             np.testing.assert_array_equal(columns[name][row], expected[0], err_msg=name)
             assert columns[name].dtype == expected.dtype
 
@@ -165,7 +166,7 @@ def config(tmp_path):
     }
     small_tokenizer(280).save(tmp_path / "tokenizer")
     places = {"cache_dir": f"{tmp_path}/cache", "tokenizer": f"{tmp_path}/tokenizer"}
-    return DataConfig(**places, configs=configs, train_weights={"a": 3, "b": 1})
+    return TokensConfig(**places, configs=configs, train_weights={"a": 3, "b": 1})
 
 
 def opened(config: DataConfig):
@@ -178,7 +179,7 @@ def test_mixture_fields(config, tmp_path):
 
     def seen(**changes) -> list:
         data = opened(dataclasses.replace(config, **changes))
-        mixed = data.examples(BatchSchedule.of([BatchSize(0, 4)]), seed=0)
+        mixed = data.mixture(BatchSchedule.of([BatchSize(0, 4)]), seed=0)
         tags = [one.source.config.tags for one in data.validation]
         return [stream(mixed, 5000), data.num_examples(BatchSchedule.of([BatchSize(0, 4)]), seed=0), tags]
 
@@ -265,7 +266,7 @@ def test_values_of_shuffle():
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared data")
 def test_real_texts_follow_the_weights_of_each_stage(tmp_path):
     names = {"plays": "tinyshakespeare.txt", "wiki": "wikitext2_valid.txt"}
-    config = DataConfig(
+    config = TokensConfig(
         configs={name: SourceConfig([str(SHARED / file)]) for name, file in names.items()},
         cache_dir=str(tmp_path),
         tokenizer=str(SHARED / "gpt2_tokenizer"),
@@ -274,7 +275,7 @@ def test_real_texts_follow_the_weights_of_each_stage(tmp_path):
     )
     config.check()
     tokenizer = config.load_tokenizer(print)
-    mixed = config.open(tokenizer, 128, print).examples(BatchSchedule.of([BatchSize(0, 16)]), seed=0)
+    mixed = config.open(tokenizer, 128, print).mixture(BatchSchedule.of([BatchSize(0, 16)]), seed=0)
     plays = (SHARED / names["plays"]).read_text()
     for step in range(10):
         rows = mixed.read(step * 16 + np.arange(16))["tokens"]

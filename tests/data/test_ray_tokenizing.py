@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxlm.data.cache.ray_workers import RayConfig, tokenize_on_ray
 from jaxlm.data.cache.workers import LOCAL_WORKERS
-from jaxlm.data.config import DataConfig
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import write_corpus
 
 
@@ -23,7 +23,7 @@ def test_a_cluster_is_started_only_to_build_missing_caches(tmp_path, monkeypatch
 
     write_corpus(tmp_path / "text")
     text = [str(tmp_path / "text")]
-    config = DataConfig(train_urls=text, validation_urls=text, cache_dir=str(tmp_path / "cache"), vocab_size=270)
+    config = TokensConfig(train_urls=text, validation_urls=text, cache_dir=str(tmp_path / "cache"), vocab_size=270)
     tokenizer = config.load_tokenizer(lambda _: None)
     for none in (None, Cluster(auto_start_cluster=False)):
         tokenize_on_ray(none, [config], tokenizer, 16, print)

@@ -43,11 +43,11 @@ def write_folder(folder, tokenizer, vocab):
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
     """A folder with a tokenizer of 300 tokens and an embedding of 320 rows."""
-    from jaxlm.data.config import DataConfig
+    from jaxlm.data.tokens import TokensConfig
 
     place = tmp_path_factory.mktemp("imported")
     (place / "text.txt").write_text("some text to make a tokenizer of " * 50)
-    data = DataConfig(train_urls=[f"{place}/text.txt"], cache_dir=f"{place}/cache", vocab_size=270)
+    data = TokensConfig(train_urls=[f"{place}/text.txt"], cache_dir=f"{place}/cache", vocab_size=270)
     tokenizer = data.load_tokenizer(log=lambda _: None)
     write_folder(place / "hf", tokenizer, tokenizer.vocab_size + 20)
     return place / "hf"

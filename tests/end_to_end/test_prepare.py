@@ -11,10 +11,9 @@ from jaxlm.config.load import read_config
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.core.sharding import Layout
-from jaxlm.data.loader import train_batches
 from jaxlm.observe.console import Console
 from jaxlm.prepare import batch_as_text, main, prepare
-from tests.data.helpers import some_text, write_corpus
+from tests.data.helpers import some_text, token_batches, write_corpus
 
 TWO_PHASES = """
 data: {{train_urls: [{text}], validation_urls: [{text}/b0.txt], cache_dir: {cache}, vocab_size: 300}}
@@ -53,11 +52,8 @@ def test_shows_the_rows_that_a_step_sees(config_path):
     )
     assert [data.phase.name for data in prepared] == ["first", "second"]
     for data in prepared:
-        batches = train_batches(
-            data.data.examples(BatchSchedule.of([BatchSize(0, 4)]), seed=config.trainer.seed),
-            BatchSchedule((BatchStage(0, 4, 2, 2),)),
-            layout,
-        )
+        mixture = data.data.mixture(BatchSchedule.of([BatchSize(0, 4)]), seed=config.trainer.seed)
+        batches = token_batches(mixture, BatchSchedule((BatchStage(0, 4, 2, 2),)), layout)
         for number in range(data.phase.start, data.phase.end):
             batch = next(batches)
             tokens, targets = (np.asarray(c.array).reshape(4, -1) for c in (batch.tokens, batch.targets))

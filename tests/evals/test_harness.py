@@ -22,6 +22,7 @@ from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.load_model import open_model
 from tests.answers import CAPITALS, instructions, write_model
 from tests.engine.helpers import layout
@@ -162,7 +163,9 @@ def test_metrics_equal_those_of_the_harness_own_backend(tmp_path, offline, capsy
 
     named = open_model(str(tmp_path / "hf"), {})
     plan = named.plan
-    context = EvalContext(plan.layout, plan.precision, named.tokenizer, named.tokenizer.token_bytes(), (), print, 256)
+    context = EvalContext(
+        plan.layout, plan.precision, named.tokenizer, named.tokenizer.token_bytes(), (), print, 256, score_batch
+    )
     while_training = HarnessEvalConfig(tasks=["choice"], task_folder=str(tmp_path / "tasks"))
     with plan.layout.use():
         numbers = while_training.open(context).run(named.load())
@@ -186,7 +189,9 @@ def test_real_tasks_with_a_real_tokenizer(tmp_path, offline, monkeypatch, capsys
 
 def opened(tasks=("written",), seq_len=48, **options):
     """Opens the evaluation as a run does, before the first step."""
-    context = EvalContext(layout(), parse_precision("f32"), None, np.zeros(1, np.int32), (), print, seq_len)
+    context = EvalContext(
+        layout(), parse_precision("f32"), None, np.zeros(1, np.int32), (), print, seq_len, score_batch
+    )
     return HarnessEvalConfig(tasks=list(tasks), **options).open(context)
 
 

@@ -12,9 +12,11 @@ from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
 from jaxlm.core.sharding import Layout
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.packing import PackedSequences
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.evals.loss import EvalLoss, LossEval, LossMeter, by_group, macro
 from jaxlm.models.base import vocab_axis
+from jaxlm.objectives.next_token import score_batch
 from tests.data.helpers import cache_of
 from tests.engine.helpers import F32, MODEL, VOCAB
 
@@ -37,14 +39,14 @@ def test_sources_tags_the_total_and_the_means_over_sources():
     cap: dict[str, int | None] = {"max_batches": None}
 
     def batches(name: str):
-        return eval_batches(data[name], batch_size=4, layout=layout, **cap)
+        return eval_batches(data[name], TokensConfig().batch_spec(8), batch_size=4, layout=layout, **cap)
 
     sets = tuple(ValidationSet(name, tags[name], functools.partial(batches, name)) for name in data)
     with layout.use():
         model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
         tested, meter = (
-            LossEval(EvalContext(layout, F32, None, TOKEN_BYTES, sets, print, 8)),
-            LossMeter(F32, TOKEN_BYTES),
+            LossEval(EvalContext(layout, F32, None, TOKEN_BYTES, sets, print, 8, score_batch)),
+            LossMeter(F32, score_batch, TOKEN_BYTES),
         )
 
         def alone() -> dict[str, EvalLoss]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
-from jaxlm.data.config import DataConfig
-from jaxlm.data.loader import train_batches
+from jaxlm.data.tokens import TokensConfig
 from tests.fields.proofs import assert_test_exists, outcome_of
 from tests.fields.trees import tree
 
@@ -72,7 +71,7 @@ def corpus(tmp_path_factory):
     records = [f'{{"text": "some text {i}", "other": "what {i}"}}\n' for i in range(99)]
     (folder / "a.jsonl").write_text("".join(records))
     (folder / "b.txt").write_text("entirely different words " * 40)
-    other = DataConfig(train_urls=[f"{folder}/b.txt"], cache_dir=f"{folder}/cache", vocab_size=270)
+    other = TokensConfig(train_urls=[f"{folder}/b.txt"], cache_dir=f"{folder}/cache", vocab_size=270)
     other.load_tokenizer(log=lambda _: None).save(folder / "saved")
     return folder
 
@@ -83,11 +82,11 @@ def opened(corpus, tmp_path):
 
     def open_section(**fields: Any) -> Opened:
         usual = {"train_urls": [f"{corpus}/a.jsonl"], "cache_dir": f"{tmp_path}/cache", "vocab_size": 280}
-        config = DataConfig(**usual | fields)
+        config = TokensConfig(**usual | fields)
         tokenizer = config.load_tokenizer(log=lambda _: None)
         data = config.open(tokenizer, 16, log=lambda _: None)
         eight = BatchSchedule.of([BatchSize(0, 8)])
-        batches = train_batches(data.examples(eight, seed=0), eight, outcome_of(tree()).plan.layout)
+        batches = data.batches(eight, outcome_of(tree()).plan.layout, start=0, first_step=0, seed=0)
         batch = next(batches)
         batches.close()
         ids, segments = (np.asarray(column.array)[0] for column in (batch.tokens, batch.segment_ids))
@@ -111,7 +110,7 @@ FIELDS: dict[str, tuple[Any, Callable[[Opened], bool]]] = {
 
 
 def test_every_field_of_the_data_section_is_listed():
-    assert {field.name for field in dataclasses.fields(DataConfig)} == {*FIELDS, *SHOWN_ELSEWHERE}
+    assert {field.name for field in dataclasses.fields(TokensConfig)} == {*FIELDS, *SHOWN_ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.data.config import DataConfig
 from jaxlm.data.packing import PackedSequences
-from jaxlm.data.tokens import ValidationData
+from jaxlm.data.tokens import TokensConfig, ValidationData
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
+from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.resources import Run
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
@@ -111,7 +111,7 @@ def sampled(tmp_path_factory):
     """The lines that the evaluation `samples` prints for a model with random weights, which is built once."""
     folder = tmp_path_factory.mktemp("samples")
     (folder / "a.txt").write_text("abcd " * 200)
-    data = DataConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
+    data = TokensConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
     tokenizer = data.load_tokenizer(log=lambda _: None)
     plan = outcome_of(tree()).plan
     model = plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
@@ -119,7 +119,9 @@ def sampled(tmp_path_factory):
 
     def sample(**fields: Any) -> str:
         lines: list[str] = []
-        context = EvalContext(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), lines.append, 32)
+        context = EvalContext(
+            plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), lines.append, 32, score_batch
+        )
         config: Any = EvalConfig.get_known_choices()["samples"]
         config(**{"prompts": ["ab"], "max_new_tokens": 8, "temperature": 3.0} | fields).open(context).run(model)
         return "\n".join(lines)

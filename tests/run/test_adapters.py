@@ -15,7 +15,6 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.loader import train_batches
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
@@ -239,7 +238,7 @@ def test_training_continues_from_peft(tmp_path):
     plan = trained.plan
     data = plan.data[0].open(trained.tokenizer, plan.config.model.seq_len, log=lambda _: None)
     sizes = plan.batches.train
-    batches = train_batches(data.examples(sizes, seed=plan.config.trainer.seed), sizes, plan.layout)
+    batches = data.batches(sizes, plan.layout, start=0, first_step=0, seed=plan.config.trainer.seed)
     batch = jax.tree.map(np.asarray, next(batches))
     batches.close()
     columns = (batch.tokens, batch.targets, batch.loss_mask, batch.segment_ids)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.data.config import DataConfig
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
 from jaxlm.models.base import ModelConfig
@@ -44,7 +45,7 @@ class RunConfig:
     """The top level of a run's configuration.
 
     Attributes:
-        data: training and validation data.
+        data: training and validation data; `type:` says what an example is.
         model: model architecture; `type:` selects the family.
         trainer: run length, batch size, devices, checkpoints and logging.
         optimizer: optimizer and learning-rate schedule; `type:` selects the family.
@@ -69,7 +70,7 @@ class RunConfig:
             log folder, then exit.
     """
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=TokensConfig)
     model: ModelConfig = field(default_factory=LlamaConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamConfig)

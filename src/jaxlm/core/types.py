@@ -1,13 +1,16 @@
-"""Values passed between packages: weighted sums, token batches, metrics of a step."""
+"""Values passed between packages: weighted sums, batches, metrics of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxlm.core.imports import haliax as hax
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+
+from jaxlm.core.axes import BATCH, PAIR
 
 
 class Sum(eqx.Module):
@@ -49,6 +52,55 @@ class TokenBatch(eqx.Module):
     loss_mask: hax.NamedArray
     segment_ids: hax.NamedArray
     positions: hax.NamedArray
+
+    def supervised(self) -> "TokenBatch":
+        """The sequences that a supervised objective trains on."""
+        return self
+
+
+class PairBatch(eqx.Module):
+    """Pairs of completions of the same prompt.
+
+    Attributes:
+        pairs: the columns of `TokenBatch`, with the axes {[microbatch,] batch, pair, position}. The first half of a pair is
+            the prompt with the chosen completion, the second with the rejected. The loss mask selects the completion.
+    """
+
+    pairs: TokenBatch
+
+    @staticmethod
+    def of(**columns: hax.NamedArray) -> "PairBatch":
+        return PairBatch(TokenBatch(**columns))
+
+    def half(self, number: int) -> TokenBatch:
+        """The chosen (0) or rejected (1) sequences."""
+        return jax.tree.map(lambda column: column[PAIR, number], self.pairs, is_leaf=_is_named)
+
+    def sequences(self) -> TokenBatch:
+        """All sequences, chosen and rejected in turn, so that both halves of a pair stay on one device."""
+        return jax.tree.map(lambda column: column.flatten_axes((BATCH, PAIR), BATCH), self.pairs, is_leaf=_is_named)
+
+    def supervised(self) -> TokenBatch:
+        """The chosen sequences."""
+        return self.half(0)
+
+
+def _is_named(leaf: Any) -> bool:
+    return isinstance(leaf, hax.NamedArray)
+
+
+class TokenScores(eqx.Module):
+    """How well a model predicts each target of a batch. Every field has the axes {batch, position}.
+
+    Attributes:
+        nats: float32, negative log-likelihood of the target.
+        mask: float32, 1 if the target counts.
+        targets: int32, the target's token id.
+    """
+
+    nats: hax.NamedArray
+    mask: hax.NamedArray
+    targets: hax.NamedArray
 
 
 @dataclass(frozen=True)

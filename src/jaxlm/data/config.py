@@ -1,22 +1,29 @@
 """The `data` section: the sources, the tokenizer, and how sequences are drawn from them."""
 
+import abc
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxlm.config.decode import encode
+import draccus
+
+from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
+from jaxlm.data.batch import BatchSpec, Columns
+from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
+from jaxlm.data.data import Data, StopStrategy, ValidationData
+from jaxlm.data.examples import Examples
+from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import MIN_VOCAB_SIZE, load_or_train_tokenizer
-from jaxlm.data.tokens import StopStrategy, TokenData, ValidationData
 from jaxlm.data.train_weights import block_counts, weight_stages
 
 TRAIN_BPE = "bpe"
@@ -25,8 +32,9 @@ _RESERVED = ("train", "validation", "tokenizer", "mirror", "evaluate")
 
 
 @dataclass(frozen=True)
-class DataConfig(SourceConfig):
-    """The training data: one source, or several under `configs`; the tokenizer; and the token caches.
+class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data"):
+    """The training data: one source, or several under `configs`; the tokenizer; and the token caches. `type` says what an
+    example is.
 
     Attributes:
         cache_dir: local folder for token caches, the tokenizer trained here, and copies of remote files. If it lies inside
@@ -60,6 +68,25 @@ class DataConfig(SourceConfig):
     train_weights: dict[str, float] | list[list[Any]] | None = None
     stop_strategy: StopStrategy = "restart"
     mixture_block_size: int = 2048
+
+    reads: ClassVar[str] = "documents"
+    """What the formats of its sources make."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "tokens"
+
+    @abc.abstractmethod
+    def batch_spec(self, seq_len: int) -> BatchSpec[Any]:
+        """The shapes of the batches."""
+
+    @abc.abstractmethod
+    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
+        """The examples in a token cache of one source."""
+
+    @abc.abstractmethod
+    def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
+        """Columns of random examples, [num_examples, ...] each, for benchmarks."""
 
     def sources(self) -> tuple[NamedSource, ...]:
         """The sources under `configs`, or the section itself as the only one."""
@@ -147,15 +174,18 @@ class DataConfig(SourceConfig):
             if source.has(split) and (split == VALIDATION or source.name in names)
         )
 
-    def open(self, tokenizer: Tokenizer, seq_len: int, log: Log, workers: Workers = LOCAL_WORKERS) -> TokenData:
-        """Opens the data as sequences of `seq_len` tokens. Missing caches are tokenized first, by `workers`."""
-        names, train = self._weighted_names(), {}
-        for source in self.sources():
-            if source.name in names:
-                train[source.name] = source.open(TRAIN, tokenizer, seq_len, log, workers=workers)
-        sizes = {name: float(len(sequences)) for name, sequences in train.items()}
-        return TokenData(
+    def open(self, tokenizer: Tokenizer, seq_len: int, log: Log, workers: Workers = LOCAL_WORKERS) -> Data:
+        """Opens the data as examples of `seq_len` tokens per sequence. Missing caches are tokenized first, by `workers`."""
+        names, options = self._weighted_names(), {"workers": workers}
+        train = {
+            source.name: self._examples(source, TRAIN, tokenizer, seq_len, log, options)
+            for source in self.sources()
+            if source.name in names
+        }
+        sizes = {name: float(len(examples)) for name, examples in train.items()}
+        return Data(
             train=train,
+            spec=self.batch_spec(seq_len),
             validation=self.open_validation(tokenizer, seq_len, log, workers=workers),
             weights=weight_stages(self.train_weights or sizes, self.train_source_names()) if self.configs else (),
             block_size=self.mixture_block_size,
@@ -178,13 +208,31 @@ class DataConfig(SourceConfig):
             separate_cache: use a cache folder named after the cache key, so that these caches never conflict with those of
                 the run.
         """
+        options = {"separate_cache": separate_cache, "workers": workers}
         return tuple(
             ValidationData(
-                source, source.open(VALIDATION, tokenizer, seq_len, log, separate_cache=separate_cache, workers=workers)
+                source,
+                self._examples(source, VALIDATION, tokenizer, seq_len, log, options),
+                self.batch_spec(seq_len),
             )
             for source in self.sources()
             if source.has(VALIDATION)
         )
+
+    def _examples(
+        self, source: NamedSource, split: str, tokenizer: Tokenizer, seq_len: int, log: Log, options: dict[str, Any]
+    ) -> Examples:
+        """Args: options: further arguments of `NamedSource.open_cache`."""
+        cache = source.open_cache(split, tokenizer, log, **options)
+        examples = self.arrange(cache, source.config.format, seq_len)
+        if not len(examples):
+            raise ConfigError(
+                f"{source.key}: no document has a token to compute the loss on within model.seq_len ({seq_len}). Raise"
+                " model.seq_len"
+            )
+        if examples.summary:
+            source.log_with_name(log)(f"{split}: {examples.summary}")
+        return examples
 
     def validation_documents(self) -> Iterator[str]:
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
@@ -210,6 +258,14 @@ class DataConfig(SourceConfig):
 
     def check_mixture(self) -> None:
         """Checks `configs`, `train_weights` and `mixture_block_size` without reading any file."""
+        for source in self.sources():
+            record_format = source.config.format
+            if record_format.makes != self.reads:
+                raise ConfigError(
+                    f"{source.key}.format.type: {choice_name(type(record_format))} makes {record_format.makes}, but"
+                    f" data.type: {choice_name(type(self))} reads {self.reads}. Set a format that makes {self.reads}, or"
+                    " another data.type"
+                )
         if self.mixture_block_size < 1:
             raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
         if not self.configs:
@@ -218,7 +274,7 @@ class DataConfig(SourceConfig):
                     "data.train_weights: has no effect with a single source. Define several sources under data.configs"
                 )
             return
-        defaults = SourceConfig()
+        defaults = type(self)()
         for key in (item.name for item in fields(SourceConfig) if item.name != "cache_dir"):
             if getattr(self, key) != getattr(defaults, key):
                 raise ConfigError(

@@ -1,75 +1,63 @@
-"""Batches of sequences on the devices, prefetched in the background. Each process reads only its own rows."""
+"""Batches of examples on the devices, prefetched in the background. Each process reads only its own rows."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import haliax as hax
-import jax
 import numpy as np
 
-from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
+from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import TokenBatch
 from jaxlm.data.base import Batches
-from jaxlm.data.mixture import Columns, Mixture
-from jaxlm.data.packing import PackedSequences
+from jaxlm.data.batch import BatchSpec, Columns
+from jaxlm.data.examples import Examples
+from jaxlm.data.mixture import Mixture
 from jaxlm.data.prefetch import Prefetch
 
 _PREFETCHED = 2
-_COLUMNS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
-
-
-def train_batches(
-    mixture: Mixture, batches: BatchSchedule, layout: Layout, *, first_step: int = 0
-) -> "SequenceBatches":
-    """Batches {microbatch, batch, position} of a mixture's examples.
-
-    If a batch's examples do not fill its microbatches, the rest is padding with loss mask 0.
-
-    Args:
-        first_step: step of the schedule that the first batch belongs to.
-    """
-    return SequenceBatches(_BatchReader(mixture, batches, layout), first_step)
 
 
 @dataclass(frozen=True)
-class _BatchReader:
-    """Reads consecutive examples as a batch on the devices.
+class BatchReader:
+    """Reads consecutive examples as a batch {microbatch, batch, ...} on the devices.
 
-    Row m * batch + j of a step is row j of microbatch m; rows past the step's batch size are padding.
+    Row m * batch + j of a step is row j of microbatch m. Rows past the step's batch size are padding: zeros in all columns.
     """
 
     mixture: Mixture
+    spec: BatchSpec[Any]
     batches: BatchSchedule
     layout: Layout
 
-    def batch(self, first: int, stage: BatchStage) -> TokenBatch:
+    def batch(self, first: int, stage: BatchStage) -> Any:
         """The batch whose first example is `first`."""
-        axes = (
-            hax.Axis(MICROBATCH, stage.num_microbatches),
-            hax.Axis(BATCH, stage.microbatch),
-            hax.Axis(POSITION, self.mixture.seq_len),
-        )
 
         def read(rows: np.ndarray) -> Columns:
             return _zero_rows(self.mixture.read(first + rows), rows >= stage.size)
 
-        return _on_devices(read, axes, self.layout)
+        return self.spec.assemble(read, leading_axes(stage), self.layout)
 
 
-class SequenceBatches(Batches):
+def leading_axes(stage: BatchStage) -> tuple[hax.Axis, hax.Axis]:
+    """{microbatch, batch} of a stage's training batches."""
+    num_microbatches, microbatch = stage.shape
+    return hax.Axis(MICROBATCH, num_microbatches), hax.Axis(BATCH, microbatch)
+
+
+class ExampleBatches(Batches):
     """Training batches. Each step takes the examples that follow those of all steps before it."""
 
-    def __init__(self, reader: _BatchReader, first_step: int):
+    def __init__(self, reader: BatchReader, first_step: int = 0):
+        """Args: first_step: step of the schedule that the first batch belongs to."""
         self._reader = reader
         self._step = first_step
         self._consumed = 0
-        self._prefetch: Prefetch[TokenBatch] | None = None
+        self._prefetch: Prefetch[Any] | None = None
 
-    def __next__(self) -> TokenBatch:
+    def __next__(self) -> Any:
         if self._prefetch is None:
             # Bound to plain values, not to `self`, which the thread must not keep alive.
             make = functools.partial(_nth_batch, self._reader, self._consumed, self._step)
@@ -104,23 +92,25 @@ class SequenceBatches(Batches):
             self._prefetch = None
 
 
-def _nth_batch(reader: _BatchReader, consumed: int, first_step: int, number: int) -> TokenBatch:
+def _nth_batch(reader: BatchReader, consumed: int, first_step: int, number: int) -> Any:
     step = first_step + number
     return reader.batch(consumed + reader.batches.examples_between(first_step, step), reader.batches.at(step))
 
 
 def eval_batches(
-    sequences: PackedSequences, *, batch_size: int, layout: Layout, max_batches: int | None
-) -> Iterator[TokenBatch]:
-    """One pass over the sequences in order, as batches {batch, position}. Rows past the end are padding with loss mask 0."""
-    axes = (hax.Axis(BATCH, batch_size), hax.Axis(POSITION, sequences.seq_len))
-    num_batches = -(-len(sequences) // batch_size)
+    examples: Examples, spec: BatchSpec[Any], *, batch_size: int, layout: Layout, max_batches: int | None
+) -> Iterator[Any]:
+    """One pass over the examples in order, as batches {batch, ...}. Rows past the end are padding: zeros in all columns."""
+    leading = (hax.Axis(BATCH, batch_size),)
+    num_batches = -(-len(examples) // batch_size)
     for number in range(num_batches if max_batches is None else min(num_batches, max_batches)):
-        yield _on_devices(lambda rows, first=number * batch_size: _read_padded(sequences, first + rows), axes, layout)
+        yield spec.assemble(
+            lambda rows, first=number * batch_size: _read_padded(examples, first + rows), leading, layout
+        )
 
 
-def _read_padded(sequences: PackedSequences, indices: np.ndarray) -> Columns:
-    return _zero_rows(sequences.read(np.minimum(indices, len(sequences) - 1)), indices >= len(sequences))
+def _read_padded(examples: Examples, indices: np.ndarray) -> Columns:
+    return _zero_rows(examples.read(np.minimum(indices, len(examples) - 1)), indices >= len(examples))
 
 
 def _zero_rows(columns: Columns, is_padding: np.ndarray) -> Columns:
@@ -129,24 +119,3 @@ def _zero_rows(columns: Columns, is_padding: np.ndarray) -> Columns:
         for column in columns.values():
             column[is_padding] = 0
     return columns
-
-
-def _on_devices(read: Callable[[np.ndarray], Columns], axes: tuple[hax.Axis, ...], layout: Layout) -> TokenBatch:
-    """Reads each row of this process's shards once, and assembles the global batch."""
-    sharding = layout.compute_sharding(axes)
-    shape = tuple(axis.size for axis in axes)
-    numbers = np.arange(int(np.prod(shape[:-1]))).reshape(shape[:-1])
-    shards = [index for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
-    local_rows = np.unique(np.concatenate([numbers[shard[:-1]].ravel() for shard in shards]))
-    columns = read(local_rows)
-
-    def column(name: str) -> hax.NamedArray:
-        def shard_data(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "every addressable shard has an index"
-            rows = numbers[index[:-1]]
-            values = columns[name][np.searchsorted(local_rows, rows.ravel())]
-            return values.reshape(*rows.shape, shape[-1])[..., index[-1]]
-
-        return hax.NamedArray(jax.make_array_from_callback(shape, sharding, shard_data), axes)
-
-    return TokenBatch(**{name: column(name) for name in _COLUMNS})

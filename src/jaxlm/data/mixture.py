@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlm.data.packing import PackedSequences
+from jaxlm.data.batch import Columns
+from jaxlm.data.examples import Examples
 from jaxlm.data.shuffle import EraShuffle, Shuffle, permute, shuffle_in_eras, shuffle_indices
 
-Columns = dict[str, np.ndarray]
 _CACHED_BLOCKS = 64
 
 
@@ -32,12 +32,9 @@ class MixtureStage:
 class Mixture:
     """An endless stream of examples. Each source's sequences have an order of their own, epoch after epoch."""
 
-    def __init__(
-        self, sources: Mapping[str, PackedSequences], stages: Sequence[MixtureStage], *, seed: int, shuffle: Shuffle
-    ):
+    def __init__(self, sources: Mapping[str, Examples], stages: Sequence[MixtureStage], *, seed: int, shuffle: Shuffle):
         """Args: stages: sorted by start, the first at 0. The block size of a stage is the sum of its counts."""
         self.names = tuple(sources)
-        self.seq_len = next(iter(sources.values())).seq_len
         self._sources = tuple(sources.values())
         self._seed, self._shuffle = seed, shuffle
         # Seeded by name, so the order of a source does not depend on the other sources.
@@ -48,7 +45,7 @@ class Mixture:
         self._before = self._counts_before()
 
     def read(self, examples: np.ndarray) -> Columns:
-        """The columns of `TokenBatch` for some examples (int64, from 0), [len(examples), seq_len] each."""
+        """The columns of some examples (int64, from 0), [len(examples), ...] each."""
         numbers, indices = self.find(examples)
         if len(self._sources) == 1:
             return self._sources[0].read(indices)
@@ -57,7 +54,7 @@ class Mixture:
             (rows,) = np.nonzero(numbers == number)
             for name, part in self._sources[number].read(indices[rows]).items():
                 if name not in columns:
-                    columns[name] = np.empty((len(examples), self.seq_len), part.dtype)
+                    columns[name] = np.empty((len(examples), *part.shape[1:]), part.dtype)
                 columns[name][rows] = part
         return columns
 
@@ -81,8 +78,8 @@ class Mixture:
             parts.append(f"{name}{listed} of {len(self._sources[number])}")
         return "; ".join(parts)
 
-    def sequences(self, number: int) -> PackedSequences:
-        """The sequences of a source."""
+    def examples_of(self, number: int) -> Examples:
+        """The examples of a source."""
         return self._sources[number]
 
     def exhausted_after(self) -> list[int | None]:

@@ -8,11 +8,14 @@ Whole documents are packed greedily in order, as many as fit: `B a a E .|B b b b
 sequence is truncated, and the lost tokens are counted.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.examples import Examples, documents_as_text
 
 
 @dataclass(frozen=True)
@@ -54,24 +57,7 @@ def pack_documents(cache: TokenCache, seq_len: int, *, max_documents: int) -> Pa
     )
 
 
-def describe_packing(sequences: "PackedSequences") -> str:
-    """Summarizes the packing of whole documents, for the log."""
-    packed = sequences.packed
-    assert packed is not None
-    parts = [f"{len(sequences):,} sequences of {sequences.seq_len:,} tokens, {sequences.padding:.1%} padding"]
-    if packed.num_truncated:
-        parts.append(
-            f"{packed.num_truncated:,} documents are longer and were truncated, losing"
-            f" {packed.num_lost:,} of {sequences.cache.num_tokens:,} tokens"
-        )
-    if packed.num_without_targets:
-        parts.append(
-            f"{packed.num_without_targets:,} sequences left out: truncation removed every token the loss is computed on"
-        )
-    return "; ".join(parts)
-
-
-class PackedSequences:
+class PackedSequences(Examples):
     """The sequences of a token cache. `packed` is None if documents are split at sequence boundaries."""
 
     def __init__(self, cache: TokenCache, seq_len: int, packed: PackedDocuments | None = None):
@@ -87,22 +73,33 @@ class PackedSequences:
 
     @property
     def padding(self) -> float:
-        """The fraction of input positions that are padding."""
         num_positions = len(self) * self.seq_len
         if self.packed is None:
             return (num_positions - (self.cache.num_tokens - 1)) / num_positions
         return 1 - float(np.minimum(self.packed.ends - self.packed.starts, self.seq_len).sum()) / num_positions
 
+    @property
+    def summary(self) -> str | None:
+        packed = self.packed
+        if packed is None:
+            return None
+        parts = [f"{len(self):,} sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
+        if packed.num_truncated:
+            parts.append(
+                f"{packed.num_truncated:,} documents are longer and were truncated, losing"
+                f" {packed.num_lost:,} of {self.cache.num_tokens:,} tokens"
+            )
+        if packed.num_without_targets:
+            parts.append(
+                f"{packed.num_without_targets:,} sequences left out: truncation removed every token the loss is computed on"
+            )
+        return "; ".join(parts)
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """int64: the index in the cache of each sequence's first token."""
         return indices * self.seq_len if self.packed is None else self.packed.starts[indices]
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of `TokenBatch` for some sequences, [len(indices), seq_len] each.
-
-        Raises:
-            DamagedCacheError: a token id is outside the vocabulary.
-        """
+        """The columns of `TokenBatch`, [len(indices), seq_len] each."""
         starts = self.starts(indices)
         ends = np.full_like(starts, self.cache.num_tokens) if self.packed is None else self.packed.ends[indices]
         columns = np.arange(self.seq_len + 1, dtype=np.int32)
@@ -123,6 +120,13 @@ class PackedSequences:
             "segment_ids": begins[:, inputs].cumsum(axis=1, dtype=np.int32) * inside[:, inputs],
             "positions": (columns[inputs] - segment_start) * inside[:, inputs],
         }
+
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        row = {name: column[0] for name, column in self.read(np.array([index])).items()}
+        yield f"loss on {int(row['loss_mask'].sum())} of {self.seq_len} tokens"
+        first = int(self.starts(np.array([index]))[0])
+        for start, text in documents_as_text(row, tokenizer):
+            yield f"--- {self.cache.source_of(first + start)} ---\n{text}"
 
     def _begins(self, starts: np.ndarray) -> np.ndarray:
         """bool [len(starts), seq_len + 1]: whether a document, or the sequence itself, begins at this position."""

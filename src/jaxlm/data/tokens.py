@@ -1,75 +1,31 @@
-"""The open data of a phase: packed sequences, and the order in which they are trained on."""
+"""Packed token sequences: documents for language modeling, with a loss mask for instruction tuning."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from jaxlm.core.batch_schedule import BatchSchedule
-from jaxlm.core.errors import ConfigError
-from jaxlm.data.mixture import Mixture, MixtureStage
-from jaxlm.data.packing import PackedSequences
-from jaxlm.data.shuffle import Shuffle
-from jaxlm.data.sources.named import NamedSource
-from jaxlm.data.train_weights import WeightStage, block_counts
+from haliax import Axis
 
-StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
+from jaxlm.core.axes import POSITION
+from jaxlm.core.types import TokenBatch
+from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.packing import PackedSequences, pack_documents
 
 
+@DataConfig.register_subclass("tokens")
 @dataclass(frozen=True)
-class ValidationData:
-    """The validation data of a source."""
+class TokensConfig(DataConfig):
+    """Sequences of tokens, packed with documents."""
 
-    source: NamedSource
-    sequences: PackedSequences
+    def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
+        return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
 
+    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> PackedSequences:
+        max_documents = record_format.documents_per_sequence
+        if max_documents is None:
+            return PackedSequences(cache, seq_len)
+        return PackedSequences(cache, seq_len, pack_documents(cache, seq_len, max_documents=max_documents))
 
-@dataclass(frozen=True)
-class TokenData:
-    """The open data of a phase.
-
-    Attributes:
-        train: source name -> training sequences.
-        validation: validation data, one entry per source that has any.
-        weights: sampling weights of the sources in `train`, by step of the phase; empty for a single source.
-        block_size: examples in a block of the mixture; within each block the proportions are exact.
-        shuffle: how each source's sequences are ordered.
-        stop_strategy: when the data ends.
-    """
-
-    train: Mapping[str, PackedSequences]
-    validation: tuple[ValidationData, ...]
-    weights: Sequence[WeightStage]
-    block_size: int
-    shuffle: Shuffle
-    stop_strategy: StopStrategy
-
-    def examples(self, batches: BatchSchedule, *, seed: int) -> Mixture:
-        """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""
-        return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.shuffle)
-
-    def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
-        """Number of training examples until `stop_strategy` ends the data; None if it never does.
-
-        Raises:
-            ConfigError: `stop_strategy` is `all_exhausted`, but some source is never exhausted.
-        """
-        if self.stop_strategy == "restart":
-            return None
-        ends = self.examples(batches, seed=seed).exhausted_after()
-        never = [name for name, end in zip(self.train, ends, strict=True) if end is None]
-        if self.stop_strategy == "first_exhausted":
-            return min((end for end in ends if end is not None), default=None)
-        if never:
-            raise ConfigError(
-                f"data.stop_strategy: all_exhausted given, but with these train_weights {', '.join(never)} would never be"
-                " exhausted. Give it a weight above 0 in the last stage, or choose another stop_strategy"
-            )
-        return max(end for end in ends if end is not None)
-
-    def _stages(self, batches: BatchSchedule) -> list[MixtureStage]:
-        names = list(self.train)
-        if len(names) == 1:
-            return [MixtureStage(0, (1,))]
-        starts = [batches.examples_before(stage.step) for stage in self.weights]
-        counts = [block_counts(stage.weights, names, self.block_size) for stage in self.weights]
-        return [MixtureStage(*stage) for stage in zip(starts, counts, strict=True)]
+    def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
+        return random_tokens((num_examples, seq_len), vocab_size, seed)

@@ -1,5 +1,7 @@
 """Norms and histograms of gradients, parameters, updates and optimizer state, computed inside the step: `trainer.watch`."""
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,7 +28,7 @@ class WatchConfig:
 
     Attributes:
         watch_targets: what to log: any of `grads`, `params`, `updates`, `opt_state` and `batch`. `batch` logs a hash of the
-            step's tokens that does not depend on the mesh.
+            step's batch that does not depend on the mesh.
         include_norms: log the global norm of each target.
         include_per_parameter_norms: log the norm of each array in each target.
         include_histograms: log a histogram with 64 equal-width bins of each array. Histograms are written to
@@ -133,20 +135,28 @@ def _histogram(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def batch_hash(batch: Any) -> jax.Array:
-    """Hash of every token and its position in the batch, below 2**24 so that float32 represents it exactly.
+    """Hash of every element of a batch and its position, below 2**24 so that float32 represents it exactly.
 
-    Integer sums do not depend on their order, so any mesh and any number of microbatches give the same hash.
+    Integer sums do not depend on their order, so any mesh and any number of microbatches give the same hash. Rows that are
+    zero in every column are padding and do not count.
     """
-    tokens, segment_ids = (
-        column.array.reshape(-1, column.array.shape[-1]) for column in (batch.tokens, batch.segment_ids)
-    )
-    row, column = (jax.lax.broadcasted_iota(jnp.uint32, tokens.shape, dimension) for dimension in (0, 1))
-    mixed = (
-        tokens.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
-        + row * jnp.uint32(0x85EBCA6B)
-        + column * jnp.uint32(0xC2B2AE35)
-    )
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
-    mixed = (mixed ^ (mixed >> 12)) * jnp.uint32(0x297A2D39)
-    total = jnp.sum(jnp.where(segment_ids > 0, mixed, jnp.uint32(0)))
+    columns = [_as_rows(leaf.array) for leaf in jax.tree.leaves(batch, is_leaf=tree.is_named)]
+    in_use = functools.reduce(operator.or_, (jnp.any(column != 0, axis=1) for column in columns))
+    total = jnp.zeros((), jnp.uint32)
+    for number, bits in enumerate(columns):
+        row, column = (jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension) for dimension in (0, 1))
+        mixed = (
+            (bits + jnp.uint32(number)) * jnp.uint32(0x9E3779B1)
+            + row * jnp.uint32(0x85EBCA6B)
+            + column * jnp.uint32(0xC2B2AE35)
+        )
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+        mixed = (mixed ^ (mixed >> 12)) * jnp.uint32(0x297A2D39)
+        total += jnp.sum(jnp.where(in_use[:, None], mixed, jnp.uint32(0)))
     return (total >> 8).astype(jnp.float32)
+
+
+def _as_rows(column: jax.Array) -> jax.Array:
+    """The bits of a column {microbatch, batch, ...} as uint32 [microbatch * batch, ...]."""
+    bits = jax.lax.bitcast_convert_type(column, jnp.uint32) if column.dtype.itemsize == 4 else column.astype(jnp.uint32)
+    return bits.reshape(column.shape[0] * column.shape[1], -1)

@@ -10,8 +10,11 @@ import numpy as np
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import TokenBatch
+from jaxlm.core.types import TokenScores
 from jaxlm.models.base import LanguageModel
+
+Score = Callable[[LanguageModel, Any], TokenScores]
+"""Scores the targets of a validation batch. Traceable."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class ValidationSet:
 
     name: str
     tags: tuple[str, ...]
-    batches: Callable[[], Iterable[TokenBatch]]
+    batches: Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class EvalContext:
         validation: the validation data by source.
         log: prints a line.
         seq_len: the model's maximum sequence length.
+        score: scores the targets of a validation batch.
     """
 
     layout: Layout
@@ -50,6 +54,7 @@ class EvalContext:
     validation: tuple[ValidationSet, ...]
     log: Callable[[str], None]
     seq_len: int
+    score: Score
 
 
 @dataclass(frozen=True)

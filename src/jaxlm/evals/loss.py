@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import haliax as hax
 import jax
@@ -10,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.precision import Precision
-from jaxlm.core.types import TokenBatch
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.loss import token_losses
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score
+from jaxlm.models.base import LanguageModel
 
 # Maximum number of queued batches; see engine/metrics.py for why the queue must be short.
 _MAX_IN_FLIGHT = 4
@@ -94,16 +93,15 @@ class LossMeter:
     With groups, each target is added to the sums of its group.
     """
 
-    def __init__(self, precision: Precision, token_bytes: np.ndarray, num_groups: int = 1):
-        """Args: token_bytes: int32 [vocab], as in `EvalContext`."""
+    def __init__(self, precision: Precision, score: Score, token_bytes: np.ndarray, num_groups: int = 1):
+        """Args: score, token_bytes: as in `EvalContext`."""
+        self._score = score
         self._token_bytes = token_bytes
         self._num_groups = num_groups
         self._cast = jax.jit(precision.cast_to_compute)
         self._totals = jax.jit(self._batch_totals)
 
-    def measure(
-        self, model: LanguageModel, batches: Iterable[tuple[TokenBatch, jax.Array | None]]
-    ) -> tuple[EvalLoss, ...]:
+    def measure(self, model: LanguageModel, batches: Iterable[tuple[Any, jax.Array | None]]) -> tuple[EvalLoss, ...]:
         """The sums of each group.
 
         Args:
@@ -121,25 +119,23 @@ class LossMeter:
             sums += np.array(jax.device_get(totals), np.float64)
         return tuple(EvalLoss(*map(float, column)) for column in sums.T)
 
-    def _batch_totals(self, model: LanguageModel, batch: TokenBatch, groups: jax.Array | None) -> tuple[jax.Array, ...]:
+    def _batch_totals(self, model: LanguageModel, batch: Any, groups: jax.Array | None) -> tuple[jax.Array, ...]:
         """The fields of `EvalLoss`, each as float32 [group]."""
-        hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
-        losses = token_losses(hidden.final, model.lm_head(), batch.targets, soft_cap=model.logit_soft_cap)
-        nats = losses * batch.loss_mask
-        num_bytes = hax.named(jnp.asarray(self._token_bytes)[batch.targets.array], batch.targets.axes)
-        num_bytes = num_bytes * batch.loss_mask
+        scores = self._score(model, batch)
+        nats = scores.nats * scores.mask
+        num_bytes = hax.named(jnp.asarray(self._token_bytes)[scores.targets.array], scores.targets.axes) * scores.mask
         is_text = num_bytes > 0
 
         def add(x: hax.NamedArray) -> jax.Array:
             x = x.astype(jnp.float32)
             if groups is None:
                 return hax.sum(x).scalar()[None]
-            values = x.rearrange(batch.targets.axes).array
+            values = x.rearrange(scores.targets.axes).array
             # XLA fuses the reduction, so the [batch, position, group] array is never materialized.
             in_group = groups[..., None] == jnp.arange(self._num_groups)
             return jnp.sum(jnp.where(in_group, values[..., None], 0.0), axis=(0, 1))
 
-        return add(nats), add(batch.loss_mask), add(nats * is_text), add(num_bytes)
+        return add(nats), add(scores.mask), add(nats * is_text), add(num_bytes)
 
 
 class LossEval(Eval):
@@ -147,7 +143,7 @@ class LossEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         self._sets = ctx.validation
-        self._meter = LossMeter(ctx.precision, ctx.token_bytes)
+        self._meter = LossMeter(ctx.precision, ctx.score, ctx.token_bytes)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""

@@ -3,13 +3,13 @@
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.types import Sum, TokenBatch
+from jaxlm.core.types import PairBatch, Sum, TokenBatch
 from jaxlm.models.base import AuxLoss, LanguageModel
 
 Metrics = dict[str, Sum]
@@ -39,6 +39,9 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     The engine divides each term by its weight over the *global* batch, so the gradient does not depend on how the batch is
     split into microbatches or sharded over devices.
     """
+
+    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, PairBatch)
+    """The kinds of batches that the objective reads."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:

@@ -11,16 +11,16 @@ import haliax as hax
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Sum, TokenBatch
+from jaxlm.core.types import PairBatch, Sum, TokenBatch, TokenScores
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.loss import next_token_sums
+from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 
 
 @ObjectiveConfig.register_subclass("next_token")
 @dataclass(frozen=True)
 class NextToken(ObjectiveConfig):
-    """Cross-entropy of the next token, on the tokens selected by the loss mask.
+    """Cross-entropy of the next token, on the tokens selected by the loss mask. Of pairs, it trains on the chosen completion.
 
     Attributes:
         z_loss_weight: weight z of the z-loss `z * logsumexp(logits)**2`, which keeps the logits from drifting; 0 disables it.
@@ -38,17 +38,19 @@ class NextToken(ObjectiveConfig):
                 f"objective.label_smoothing: {self.label_smoothing} given, at least 0 and less than 1 expected"
             )
 
-    def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
+    def weights(self, batch: TokenBatch | PairBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""
+        batch = batch.supervised()
         return {"loss": hax.sum(batch.loss_mask).scalar(), AUXILIARY: auxiliary_weight(batch)}
 
     def terms(
-        self, model: LanguageModel, batch: TokenBatch, slot: Any, *, key: jax.Array | None
+        self, model: LanguageModel, batch: TokenBatch | PairBatch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss terms `loss` and the layers' auxiliary losses.
 
         The metrics are `loss` (plain cross-entropy in nats), `accuracy`, `z_loss` if enabled, and those of the layers.
         """
+        batch = batch.supervised()
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
         sums = next_token_sums(
             hidden.final,
@@ -65,3 +67,11 @@ class NextToken(ObjectiveConfig):
             metrics["z_loss"] = Sum(sums.z_loss, weight)
         aux_terms, aux_metrics = auxiliary_terms(hidden.aux)
         return {"loss": Sum(sums.total, weight), **aux_terms}, metrics | aux_metrics, slot
+
+
+def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch) -> TokenScores:
+    """The negative log-likelihood of each target of a batch {batch, ...}, for evaluations."""
+    batch = batch.supervised()
+    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
+    losses = token_losses(hidden.final, model.lm_head(), batch.targets, soft_cap=model.logit_soft_cap)
+    return TokenScores(losses, batch.loss_mask, batch.targets)

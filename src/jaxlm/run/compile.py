@@ -8,17 +8,14 @@ from typing import Any
 
 from jaxlm.core.imports import gc_paused
 
-import haliax as hax
 import jax
-import jax.numpy as jnp
 
-from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.runtime import all_processes
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import TokenBatch
+from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import StepReport, make_train_step
@@ -82,8 +79,8 @@ class StepPrograms:
 
     by_shape: Mapping[tuple[int, int], CompiledStep]
 
-    def __call__(self, state: RunState, batch: TokenBatch, flags: jax.Array) -> tuple[RunState, StepReport]:
-        num_microbatches, microbatch, _ = batch.tokens.array.shape
+    def __call__(self, state: RunState, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
+        num_microbatches, microbatch, *_ = jax.tree.leaves(batch)[0].shape
         return self.by_shape[num_microbatches, microbatch].call(state, batch, flags)
 
     def check_fits_memory(self) -> None:
@@ -106,7 +103,9 @@ def trace_step(
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     with auto_policy(remat_policy):
-        return step.trace(_sharded(abstract, plan.layout), abstract_batch(plan, stage), FlagSync.abstract(plan.layout))
+        return step.trace(
+            _sharded(abstract, plan.layout), abstract_batch(plan, phase, stage), FlagSync.abstract(plan.layout)
+        )
 
 
 def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str], None]) -> StepPrograms:
@@ -215,18 +214,10 @@ def _sharded(abstract: RunState, layout: Layout) -> RunState:
     )
 
 
-def abstract_batch(plan: Plan, stage: BatchStage | None = None) -> TokenBatch:
-    """Shapes, dtypes and shardings of a training batch {microbatch, batch, position}; without a stage, of the largest."""
-    num_microbatches, microbatch = (stage or plan.batches.train.largest).shape
-    axes = (hax.Axis(MICROBATCH, num_microbatches), hax.Axis(BATCH, microbatch), plan.config.model.Pos)
-    sharding = plan.layout.compute_sharding(axes)
-    shape = tuple(axis.size for axis in axes)
-
-    def column(dtype) -> hax.NamedArray:
-        return hax.NamedArray(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes)  # type: ignore[arg-type]
-
-    ids = column(jnp.int32)
-    return TokenBatch(tokens=ids, targets=ids, loss_mask=column(jnp.float32), segment_ids=ids, positions=ids)
+def abstract_batch(plan: Plan, phase: Phase, stage: BatchStage | None = None) -> Any:
+    """Shapes, dtypes and shardings of a training batch {microbatch, batch, ...}; without a stage, of the largest."""
+    spec = plan.data[phase.index].batch_spec(plan.config.model.seq_len)
+    return spec.abstract(leading_axes(stage or plan.batches.train.largest), plan.layout)
 
 
 Options = dict[str, bool | int | str]

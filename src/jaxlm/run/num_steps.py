@@ -10,8 +10,8 @@ from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.config import DataConfig
+from jaxlm.data.data import Data
 from jaxlm.data.shuffle import EraShuffle
-from jaxlm.data.tokens import TokenData
 from jaxlm.engine.phases import Phase
 from jaxlm.run.plan import plan_phases
 
@@ -61,7 +61,7 @@ def with_num_steps_of_data(
     return _with_steps(config, steps)
 
 
-def _of_epochs(config: RunConfig, data: TokenData, batches: BatchSchedule) -> int:
+def _of_epochs(config: RunConfig, data: Data, batches: BatchSchedule) -> int:
     """The number of steps for `epoch` passes over the data. The next epoch fills up the last batch."""
     (sequences,) = data.train.values()
     num_steps = batches.steps_for(config.epoch * len(sequences))
@@ -75,7 +75,7 @@ def _of_epochs(config: RunConfig, data: TokenData, batches: BatchSchedule) -> in
 
 
 def _until_exhausted(
-    phase: Phase, num_steps: int, data: TokenData, batches: BatchSchedule, seed: int, log: Callable[[str], None]
+    phase: Phase, num_steps: int, data: Data, batches: BatchSchedule, seed: int, log: Callable[[str], None]
 ) -> int:
     num_examples = data.num_examples(batches, seed=seed)
     if num_examples is None or batches.whole_steps(num_examples) >= num_steps:

@@ -9,6 +9,7 @@ from jaxlm.core.imports import gc_paused
 
 import jax
 
+from jaxlm.config.decode import choice_name
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
@@ -124,10 +125,23 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         data=data,
         batches=plan_batches(trainer, layout.num_shards(BATCH)),
     )
-    for phase in phases:
+    for phase, section in zip(phases, data, strict=True):
+        _check_batch(phase, section, config.model.seq_len)
         # Raises for surgeries that do not apply and patterns that match nothing.
         plan.state_builder.abstract_state(phase)
     return plan
+
+
+def _check_batch(phase: Phase, data: DataConfig, seq_len: int) -> None:
+    """Raises `ConfigError` if the phase's objective does not read the batches of its data."""
+    spec = data.batch_spec(seq_len)
+    batch = spec.make(**dict.fromkeys(spec.columns))
+    if not isinstance(batch, phase.objective.batch_types):
+        raise ConfigError(
+            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"
+            f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
+            f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
+        )
 
 
 def check_hugging_face(config: RunConfig, tokenizer: str) -> None:

@@ -17,8 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.base import Batches
-from jaxlm.data.loader import eval_batches
-from jaxlm.data.tokens import TokenData, ValidationData
+from jaxlm.data.data import Data, ValidationData
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
@@ -28,6 +27,7 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import FlagSync
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
 from jaxlm.observe.profiler import ProfileHook
@@ -59,20 +59,20 @@ class Run:
     flag_sync: FlagSync
     stop: StopRequest
 
-    def open_data(self, phase: Phase) -> TokenData:
+    def open_data(self, phase: Phase) -> Data:
         """Opens the phase's token caches, and builds them first if they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
         return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
 
-    def eval_hook(self, phase: Phase, data: TokenData) -> EvalHook:
+    def eval_hook(self, phase: Phase, data: Data) -> EvalHook:
         """The run's evaluations on the phase's validation data."""
         plan = self.plan
         trainer = plan.config.trainer
 
         def validation_set(data_set: ValidationData) -> ValidationSet:
             options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
-            batches = functools.partial(eval_batches, data_set.sequences, layout=plan.layout, **options)
+            batches = functools.partial(data_set.batches, layout=plan.layout, **options)
             return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
 
         context = EvalContext(
@@ -81,8 +81,10 @@ class Run:
             tokenizer=self.tokenizer,
             token_bytes=self.tokenizer.token_bytes(),
             validation=tuple(map(validation_set, data.validation)),
+            score=score_batch,
             log=self.console.log,
             seq_len=plan.config.model.seq_len,
+            score=score_batch,
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)

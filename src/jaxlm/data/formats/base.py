@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import draccus
 import numpy as np
@@ -69,6 +69,9 @@ class Encoder(abc.ABC):
 @dataclass(frozen=True)
 class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.formats"):
     """How the records of a source become tokens."""
+
+    makes: ClassVar[str] = "documents"
+    """What the records become: the data section must read the same."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:

@@ -49,7 +49,7 @@ class ChatFormat(MaskedFormat):
         """For each conversation: its location (for messages), its messages, and the position in the file."""
         for record in file.records((self.messages_field,)):
             messages = record.values.get(self.messages_field)
-            if not _are_messages(messages):
+            if not are_messages(messages):
                 raise ConfigError(
                     f"{record.where}: no messages under '{self.messages_field}': expected a list of messages, each with a"
                     f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
@@ -99,7 +99,7 @@ class ChatEncoder(Encoder):
         )
 
 
-def _are_messages(value: Any) -> TypeGuard[Messages]:
+def are_messages(value: Any) -> TypeGuard[Messages]:
     return (
         isinstance(value, list)
         and bool(value)

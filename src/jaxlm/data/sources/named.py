@@ -11,11 +11,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import DataSource, Log
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key, check_cache_key, file_digests
-from jaxlm.data.cache.token_cache import Provenance, make_provenance, read_metadata
+from jaxlm.data.cache.token_cache import Provenance, TokenCache, make_provenance, read_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.packing import PackedSequences, describe_packing, pack_documents
 from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, TRAIN, VALIDATION, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
@@ -94,17 +93,16 @@ class NamedSource:
         """Whether the token cache of the split exists."""
         return (self.folder / split).exists()
 
-    def open(
+    def open_cache(
         self,
         split: str,
         tokenizer: Tokenizer,
-        seq_len: int,
         log: Log,
         *,
         separate_cache: bool = False,
         workers: Workers = LOCAL_WORKERS,
-    ) -> PackedSequences:
-        """Opens the sequences of a split. If the token cache does not exist, `workers` tokenize it first.
+    ) -> TokenCache:
+        """Opens the token cache of a split. If it does not exist, `workers` tokenize the text first.
 
         Args:
             separate_cache: use a cache folder named after the cache key.
@@ -112,31 +110,22 @@ class NamedSource:
         Raises:
             ConfigError: the data cannot be tokenized, or the existing cache was built from something else.
         """
-        source_log = (lambda line: log(f"{self.name} {line}")) if self.name else log
-        record_format = self.config.format
         encoder, files = self.encoder(tokenizer), self.files(split, log)
         made_from = cache_key(files, tokenizer, bos=self.bos, eos=self.eos)
-        made_from = {**made_from, **record_format.cache_key(), **encoder.cache_key()}
+        made_from = {**made_from, **self.config.format.cache_key(), **encoder.cache_key()}
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
-        cache = open_or_build(folder / split, files, encoder, made_from, source_log, workers)
-        max_documents = record_format.documents_per_sequence
-        if max_documents is None:
-            return PackedSequences(cache, seq_len)
-        sequences = PackedSequences(cache, seq_len, pack_documents(cache, seq_len, max_documents=max_documents))
-        if not len(sequences):
-            raise ConfigError(
-                f"{self.key}: no document has a token to compute the loss on within model.seq_len ({seq_len}). Raise"
-                " model.seq_len"
-            )
-        source_log(f"{split}: {describe_packing(sequences)}")
-        return sequences
+        return open_or_build(folder / split, files, encoder, made_from, self.log_with_name(log), workers)
 
-    def provenance(self, split: str, sequences: PackedSequences) -> Provenance:
+    def log_with_name(self, log: Log) -> Log:
+        """`log` with the source's name, if it has one, before every line."""
+        return (lambda line: log(f"{self.name} {line}")) if self.name else log
+
+    def provenance(self, split: str, cache: TokenCache) -> Provenance:
         """Which URL of the split each token of an open cache came from."""
         listed = list({item.url: item for item in reversed(self._listed(split))}.values())[::-1]
         files_until = [len(self._files(listed[: n + 1], print)) for n in range(len(listed))]
-        return make_provenance(sequences.cache, [item.url for item in listed], files_until)
+        return make_provenance(cache, [item.url for item in listed], files_until)
 
     def _listed(self, split: str) -> list[ListedUrl]:
         return self.config.list_urls(split, self.key, self.mirror, self.cache_dir)

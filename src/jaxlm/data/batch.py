@@ -1,0 +1,107 @@
+"""Batches: arrays that begin with {microbatch, batch}. Each process reads only the rows that its devices hold."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import haliax as hax
+import jax
+import numpy as np
+
+from jaxlm.core.sharding import Layout
+
+Columns = dict[str, np.ndarray]
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array of a batch.
+
+    Attributes:
+        dtype: its dtype.
+        axes: axes of one example, without {microbatch, batch}.
+    """
+
+    dtype: Any
+    axes: tuple[hax.Axis, ...]
+
+
+@dataclass(frozen=True)
+class BatchSpec(Generic[B]):
+    """The shapes of one kind of batch.
+
+    Attributes:
+        make: the batch's class, whose fields are the columns.
+        columns: column by name.
+    """
+
+    make: Callable[..., B]
+    columns: Mapping[str, Column]
+
+    def abstract(self, leading: Sequence[hax.Axis], layout: Layout) -> B:
+        """Shapes, dtypes and shardings of a batch. Args: leading: {[microbatch,] batch}."""
+
+        def abstract_column(column: Column) -> hax.NamedArray:
+            shape, sharding, axes = _placement(leading, column, layout)
+            return hax.NamedArray(jax.ShapeDtypeStruct(shape, column.dtype, sharding=sharding), axes)  # type: ignore[arg-type]
+
+        return self.make(**{name: abstract_column(column) for name, column in self.columns.items()})
+
+    def assemble(self, read: Callable[[np.ndarray], Columns], leading: Sequence[hax.Axis], layout: Layout) -> B:
+        """Reads each row of this process's shards once, and assembles the global batch.
+
+        Args:
+            read: rows (int64, numbered in the order of the leading axes) -> their columns, [rows, ...] each.
+            leading: {[microbatch,] batch}.
+        """
+        sizes = tuple(axis.size for axis in leading)
+        numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
+        shards = [
+            index[: len(sizes)]
+            for shape, sharding, _ in (_placement(leading, column, layout) for column in self.columns.values())
+            for index in sharding.addressable_devices_indices_map(shape).values()
+            if index is not None
+        ]
+        local_rows = np.unique(np.concatenate([numbers[shard].ravel() for shard in shards]))
+        values = read(local_rows)
+
+        def place(name: str, column: Column) -> hax.NamedArray:
+            shape, sharding, axes = _placement(leading, column, layout)
+
+            def shard_data(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None, "every addressable shard has an index"
+                rows = numbers[index[: len(sizes)]]
+                found = values[name][np.searchsorted(local_rows, rows.ravel())]
+                return found.reshape(*rows.shape, *found.shape[1:])[(..., *index[len(sizes) :])]
+
+            return hax.NamedArray(jax.make_array_from_callback(shape, sharding, shard_data), axes)
+
+        return self.make(**{name: place(name, column) for name, column in self.columns.items()})
+
+
+def _placement(
+    leading: Sequence[hax.Axis], column: Column, layout: Layout
+) -> tuple[tuple[int, ...], jax.sharding.NamedSharding, tuple[hax.Axis, ...]]:
+    """Shape, sharding and axes of a column of a batch."""
+    axes = (*leading, *column.axes)
+    return tuple(axis.size for axis in axes), layout.compute_sharding(axes), axes
+
+
+def token_columns(*axes: hax.Axis) -> dict[str, Column]:
+    """The columns of token sequences: those of `TokenBatch`. Args: axes: of one example, the position axis last."""
+    ids = Column(np.int32, axes)
+    names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
+    return {name: Column(np.float32, axes) if name == "loss_mask" else ids for name in names}
+
+
+def random_tokens(shape: tuple[int, ...], vocab_size: int, seed: int) -> Columns:
+    """Columns of random tokens, one document per row: [*shape] each."""
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, (*shape[:-1], shape[-1] + 1), np.int32)
+    return {
+        "tokens": tokens[..., :-1],
+        "targets": tokens[..., 1:],
+        "loss_mask": np.ones(shape, np.float32),
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
+    }

@@ -1,0 +1,117 @@
+"""The open data of a phase: its examples, the order in which they are trained on, and their batches."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from haliax import Axis
+
+from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
+from jaxlm.data.base import Batches
+from jaxlm.data.batch import BatchSpec, Column, Columns
+from jaxlm.data.cache.token_cache import Provenance
+from jaxlm.data.examples import Examples
+from jaxlm.data.loader import BatchReader, ExampleBatches, eval_batches
+from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.shuffle import Shuffle
+from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.train_weights import WeightStage, block_counts
+
+StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """The validation data of a source."""
+
+    source: NamedSource
+    examples: Examples
+    spec: BatchSpec[Any]
+
+    def batches(self, *, batch_size: int, layout: Layout, max_batches: int | None) -> Iterator[Any]:
+        """One pass over the examples in order, as batches {batch, ...}."""
+        return eval_batches(self.examples, self.spec, batch_size=batch_size, layout=layout, max_batches=max_batches)
+
+    def batches_by_group(
+        self, groups: Provenance, *, batch_size: int, layout: Layout, max_batches: int | None
+    ) -> Iterator[tuple[Any, jax.Array]]:
+        """`batches`, each with the number of every target's group, int32 [batch, position]."""
+        Position, last = Axis(POSITION, self.examples.seq_len), len(self.examples) - 1
+        spec = BatchSpec(lambda group: group.array, {"group": Column(np.int32, (Position,))})
+        batches = self.batches(batch_size=batch_size, layout=layout, max_batches=max_batches)
+        for number, batch in enumerate(batches):
+
+            def read(rows: np.ndarray, first: int = number * batch_size) -> Columns:
+                return {"group": groups.of(self.examples.target_positions(np.minimum(first + rows, last)))}
+
+            yield batch, spec.assemble(read, (Axis(BATCH, batch_size),), layout)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The open data of a phase.
+
+    Attributes:
+        train: source name -> training examples.
+        spec: the shapes of their batches.
+        validation: validation data, one entry per source that has any.
+        weights: sampling weights of the sources in `train`, by step of the phase; empty for a single source.
+        block_size: examples in a block of the mixture; within each block the proportions are exact.
+        shuffle: how each source's examples are ordered.
+        stop_strategy: when the data ends.
+    """
+
+    train: Mapping[str, Examples]
+    spec: BatchSpec[Any]
+    validation: tuple[ValidationData, ...]
+    weights: Sequence[WeightStage]
+    block_size: int
+    shuffle: Shuffle
+    stop_strategy: StopStrategy
+
+    def batches(self, schedule: BatchSchedule, layout: Layout, *, start: int, first_step: int, seed: int) -> Batches:
+        """The training batches, in the order determined by `seed`.
+
+        Args:
+            schedule: batch sizes by step of the run.
+            start: first step of the phase.
+            first_step: step that the first batch belongs to.
+        """
+        mixture = self.mixture(schedule.starting_at(start), seed=seed)
+        return ExampleBatches(BatchReader(mixture, self.spec, schedule, layout), first_step)
+
+    def mixture(self, batches: BatchSchedule, *, seed: int) -> Mixture:
+        """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""
+        return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.shuffle)
+
+    def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
+        """Number of training examples until `stop_strategy` ends the data; None if it never does.
+
+        Raises:
+            ConfigError: `stop_strategy` is `all_exhausted`, but some source is never exhausted.
+        """
+        if self.stop_strategy == "restart":
+            return None
+        ends = self.mixture(batches, seed=seed).exhausted_after()
+        never = [name for name, end in zip(self.train, ends, strict=True) if end is None]
+        if self.stop_strategy == "first_exhausted":
+            return min((end for end in ends if end is not None), default=None)
+        if never:
+            raise ConfigError(
+                f"data.stop_strategy: all_exhausted given, but with these train_weights {', '.join(never)} would never be"
+                " exhausted. Give it a weight above 0 in the last stage, or choose another stop_strategy"
+            )
+        return max(end for end in ends if end is not None)
+
+    def _stages(self, batches: BatchSchedule) -> list[MixtureStage]:
+        names = list(self.train)
+        if len(names) == 1:
+            return [MixtureStage(0, (1,))]
+        starts = [batches.examples_before(stage.step) for stage in self.weights]
+        counts = [block_counts(stage.weights, names, self.block_size) for stage in self.weights]
+        return [MixtureStage(*stage) for stage in zip(starts, counts, strict=True)]

@@ -1,0 +1,78 @@
+"""Training examples of one shape, read by index from a token cache, and shown as text."""
+
+import abc
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxlm.data.batch import Columns
+from jaxlm.data.cache.token_cache import TokenCache
+
+_MASKED = ("⟦", "⟧")
+
+
+class Examples(abc.ABC):
+    """Training examples of one shape, read by index from a token cache.
+
+    Attributes:
+        cache: where their tokens are.
+        seq_len: tokens per sequence.
+    """
+
+    cache: TokenCache
+    seq_len: int
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def padding(self) -> float:
+        """The fraction of input positions that are padding."""
+
+    @property
+    @abc.abstractmethod
+    def summary(self) -> str | None:
+        """How the documents became examples, for the log; None if there is nothing to say."""
+
+    @abc.abstractmethod
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """int64: the index in the cache of each example's first token."""
+
+    def target_positions(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [len(indices), seq_len]: the index in the cache of each target of the examples' first sequence."""
+        return self.starts(indices)[:, None] + np.arange(1, self.seq_len + 1)
+
+    @abc.abstractmethod
+    def read(self, indices: np.ndarray) -> Columns:
+        """The columns of some examples, [len(indices), ...] each.
+
+        Raises:
+            DamagedCacheError: a token id is outside the vocabulary.
+        """
+
+    @abc.abstractmethod
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        """An example as text; the first line says on how many tokens loss is computed.
+
+        Text in ⟦brackets⟧ is masked: no loss is computed on its tokens.
+        """
+
+
+def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]:
+    """The start position and the text of each document in a sequence.
+
+    Args:
+        row: the columns of `TokenBatch`, [seq_len] each.
+    """
+    # The row's tokens, followed by its last target. A token is a target if the loss mask is set one position earlier.
+    ids = np.append(row["tokens"], row["targets"][-1])
+    is_target = np.append(False, row["loss_mask"] > 0)
+    segments = np.append(row["segment_ids"], row["segment_ids"][-1] * is_target[-1])
+    for segment in range(1, int(segments.max()) + 1):
+        (positions,) = np.nonzero(segments == segment)
+        runs = itertools.groupby(positions.tolist(), key=lambda position: bool(is_target[position]))
+        texts = [(target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs]
+        yield int(positions[0]), "".join(text if target else text.join(_MASKED) for target, text in texts)
