@@ -81,7 +81,6 @@ class Run:
             tokenizer=self.tokenizer,
             token_bytes=self.tokenizer.token_bytes(),
             validation=tuple(map(validation_set, data.validation)),
-            score=score_batch,
             log=self.console.log,
             seq_len=plan.config.model.seq_len,
             score=score_batch,

@@ -130,7 +130,8 @@ class PairsFormat(FormatConfig):
         if end < 0:
             raise ConfigError(
                 f"{where}: no prompt: '{self.chosen_field}' and '{self.rejected_field}' begin alike with {common[-80:]!r},"
-                f" without {'a space' if end_text is None else repr(end_text)}. Set data.format.prompt_field or prompt_ends_with"
+                f" without {'a space' if end_text is None else repr(end_text)}. Set data.format.prompt_field, or"
+                " prompt_ends_with"
             )
         size = end + (0 if end_text is None else len(end_text))
         return Pair(chosen[:size], chosen[size:], rejected[size:], is_rendered=False)
