@@ -1,0 +1,74 @@
+"""Measures how often a model prefers the chosen completion of a pair.
+
+Source: the likelihoods in equation 3 of Rafailov et al. 2023, Direct Preference Optimization (arXiv:2305.18290), without a
+reference model.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core.axes import POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import PairBatch
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.models.base import LanguageModel
+
+_MAX_IN_FLIGHT = 4
+
+
+@EvalConfig.register_subclass("preference")
+@dataclass(frozen=True)
+class PreferenceEvalConfig(EvalConfig):
+    """Compares the log-likelihoods of both completions of each validation pair, for `data.type: pairs`. It logs
+    `preference/accuracy` (the fraction of pairs whose chosen completion is more likely), `preference/margin` (the mean
+    difference in nats), and the mean log-likelihoods `logps/chosen` and `logps/rejected`. Log-likelihoods are sums over the
+    tokens of a completion.
+    """
+
+    def open(self, ctx: EvalContext) -> Eval:
+        return PreferenceEval(ctx)
+
+
+class PreferenceEval(Eval):
+    """The metrics of `PreferenceEvalConfig`, over all sources."""
+
+    def __init__(self, ctx: EvalContext):
+        self._ctx = ctx
+        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._totals = jax.jit(self._batch_totals)
+
+    def run(self, model: LanguageModel) -> dict[str, float]:
+        model, pending, sums = self._cast(model), deque(), np.zeros(4)
+        for batch in (batch for source in self._ctx.validation for batch in source.batches()):
+            if not isinstance(batch, PairBatch):
+                raise ConfigError(
+                    "evals: type preference needs pairs to validate on. Set data.type to pairs, or remove it"
+                )
+            pending.append(self._totals(model, batch))
+            if len(pending) >= _MAX_IN_FLIGHT:
+                sums += np.asarray(pending.popleft(), np.float64)
+        sums += sum((np.asarray(totals, np.float64) for totals in pending), np.zeros(4))
+        num_pairs, *totals = sums.tolist()
+        if not num_pairs:
+            return {}
+        accuracy, chosen, rejected = (total / num_pairs for total in totals)
+        return {
+            "preference/accuracy": accuracy,
+            "preference/margin": chosen - rejected,
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+
+    def _batch_totals(self, model: LanguageModel, batch: PairBatch) -> jax.Array:
+        """float32 [4]: pairs, pairs with the chosen completion ahead, and the log-likelihoods of both sides."""
+        scores = [self._ctx.score(model, batch.half(number)) for number in (0, 1)]
+        chosen, rejected = (-hax.sum(s.nats * s.mask, POSITION).array for s in scores)
+        is_pair = hax.any(scores[0].mask > 0, POSITION).array
+        ahead = is_pair & (chosen > rejected)
+        columns = (is_pair, ahead, jnp.where(is_pair, chosen, 0.0), jnp.where(is_pair, rejected, 0.0))
+        return jnp.stack([jnp.sum(column, dtype=jnp.float32) for column in columns])

@@ -1,0 +1,246 @@
+"""Preference pairs: published record layouts, masks, truncation, batches, resuming, and how they are shown."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.axes import BATCH, DATA, PAIR
+from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import PairBatch
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.pairs import PairsFormat
+from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.pairs import PairsConfig
+from tests.data.helpers import small_tokenizer, some_text
+from tests.data.test_loader import layout_of
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+RECORDS = [
+    {"prompt": f"Q{n}: {some_text(n, 3)}", "chosen": f" yes {some_text(50 + n, 2 + n)}", "rejected": f" no {n}"}
+    for n in range(9)
+]
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer(300)
+
+
+@pytest.fixture
+def opened(tokenizer, tmp_path):
+    """Opens pairs made of these records."""
+    tokenizer.save(tmp_path / "tokenizer")
+
+    def open_records(records, seq_len=64, log=lambda _: None, **keys):
+        number = len(list(tmp_path.glob("*.jsonl")))
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        record_format = PairsFormat(**keys)
+        config = PairsConfig(
+            train_urls=[str(path)],
+            validation_urls=[str(path)],
+            cache_dir=f"{tmp_path}/cache{number}",
+            tokenizer=f"{tmp_path}/tokenizer",
+            format=record_format,
+        )
+        config.check()
+        return config.open(config.load_tokenizer(lambda _: None), seq_len, log)
+
+    return open_records
+
+
+def halves(columns, row):
+    """(tokens with the last target, whether each is a target) of both halves of a row."""
+    for half in range(2):
+        size = int(columns["segment_ids"][row, half].sum())
+        ids = [*columns["tokens"][row, half, :size], columns["targets"][row, half, size - 1]]
+        yield ids, [False, *(columns["loss_mask"][row, half, :size] > 0)]
+
+
+def test_both_halves_hold_the_prompt_and_the_loss_is_on_the_completions(opened, tokenizer):
+    examples = opened(RECORDS).train[""]
+    assert len(examples) == len(RECORDS)
+    columns = examples.read(np.arange(len(RECORDS)))
+    for row, record in enumerate(RECORDS):
+        for (ids, is_target), side in zip(halves(columns, row), ("chosen", "rejected"), strict=True):
+            prompt, completion = tokenizer.encode_batch([record["prompt"], record[side]])
+            assert ids == [tokenizer.bos_id, *prompt, *completion, tokenizer.eos_id]
+            assert is_target == [False] * (1 + len(prompt)) + [True] * (len(completion) + 1)
+    sizes = columns["segment_ids"].sum(axis=-1)
+    np.testing.assert_array_equal(
+        columns["positions"], np.where(columns["segment_ids"] > 0, np.arange(64), 0) * np.ones_like(sizes)[..., None]
+    )
+
+
+def test_a_prompt_that_both_completions_repeat(opened, tokenizer):
+    start = "\n\nHuman: hi there\n\nAssistant: hello\n\nHuman: bye\n\nAssistant:"
+    records = [{"chosen": start + " I wish", "rejected": start + " I was"}]
+    marked = opened(records, prompt_field=None, prompt_ends_with="\n\nAssistant:").train[""]
+    (chosen, is_target), (rejected, _) = halves(marked.read(np.arange(1)), 0)
+    text = [
+        tokenizer.decode([i for i, t in zip(chosen, is_target, strict=True) if t is kind]) for kind in (False, True)
+    ]
+    assert text == [start, " I wish"]
+    assert tokenizer.decode(rejected) == start + " I was"
+    at_space = opened(records, prompt_field=None).train[""]
+    ids, is_target = next(halves(at_space.read(np.arange(1)), 0))
+    assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == " wish"
+
+
+@pytest.mark.parametrize("layout", ["messages", "prompt text", "prompt repeated", "no prompt key"])
+def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, layout):
+    user, good, bad = (
+        {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
+    )
+    prompt, before = {
+        "messages": ({"prompt": [user]}, []),
+        "prompt text": ({"prompt": "hi"}, []),
+        "prompt repeated": ({"prompt": "hi"}, [user]),
+        "no prompt key": ({}, [user]),
+    }[layout]
+    keys = {"prompt_field": None} if layout == "no prompt key" else {}
+    record = {**prompt, "chosen": [*before, good], "rejected": [*before, bad]}
+    examples = opened([record], chat_template=CHATML, **keys).train[""]
+    for (ids, is_target), answer in zip(halves(examples.read(np.arange(1)), 0), ("yes", "no"), strict=True):
+        assert tokenizer.decode(ids) == f"<|user|>hi<|end|><|assistant|>{answer}<|end|>"
+        assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == f"{answer}<|end|>"
+
+
+def test_fields_name_the_keys(opened):
+    renamed = [{"q": r["prompt"], "a": r["chosen"], "b": r["rejected"]} for r in RECORDS]
+    one, other = opened(RECORDS), opened(renamed, prompt_field="q", chosen_field="a", rejected_field="b")
+    rows = np.arange(len(RECORDS))
+    for name, column in one.train[""].read(rows).items():
+        np.testing.assert_array_equal(column, other.train[""].read(rows)[name], err_msg=name)
+
+
+def test_long_pairs_are_truncated_and_pairs_without_a_target_are_left_out(opened):
+    lines: list[str] = []
+    records = [*RECORDS, {"prompt": "word " * 200, "chosen": " a", "rejected": " b"}]
+    examples = opened(records, 24, lines.append).train[""]
+    columns = examples.read(np.arange(len(examples)))
+    assert (columns["loss_mask"].sum(axis=-1) > 0).all()
+    assert len(examples) < len(records)
+    summary = next(line for line in lines if line.startswith("train: "))
+    left_out = len(records) - len(examples)
+    assert f"{left_out} pairs left out: their prompt leaves no room for a token of a completion" in summary
+    assert "pairs are longer and were truncated" in summary
+    assert examples.padding == pytest.approx(1 - columns["segment_ids"].sum() / columns["segment_ids"].size)
+
+
+def test_batches_are_equal_on_any_mesh_and_continue_after_a_restart(opened):
+    data = opened(RECORDS, 32)
+    schedule = BatchSchedule((BatchStage(0, 4, 2, 2),))
+
+    def batches(layout):
+        return data.batches(schedule, layout, start=0, first_step=0, seed=3)
+
+    def arrays(batch: PairBatch):
+        return {name: np.asarray(column.array) for name, column in vars(batch.pairs).items()}
+
+    def assert_equal(batch, expected):
+        for name, column in arrays(batch).items():
+            np.testing.assert_array_equal(column, expected[name], err_msg=name)
+
+    one, two = batches(layout_of()), batches(layout_of(data=2))
+    seen = [arrays(next(one)) for _ in range(6)]
+    for expected in seen[:5]:
+        assert_equal(next(two), expected)
+    assert seen[0]["tokens"].shape == (2, 2, 2, 32)
+    resumed = batches(layout_of())
+    resumed.restore(two.state())
+    assert_equal(next(resumed), seen[5])
+    for stream in (one, two, resumed):
+        stream.close()
+
+
+def test_sequences_alternate_and_the_supervised_half_is_the_chosen(opened):
+    data = opened(RECORDS, 32)
+    layout = layout_of(data=2)
+    batch = next(iter(data.validation[0].batches(batch_size=4, layout=layout, max_batches=None)))
+    assert [axis.name for axis in batch.pairs.tokens.axes[:2]] == [BATCH, PAIR]
+    whole = np.asarray(batch.pairs.tokens.array)
+    np.testing.assert_array_equal(np.asarray(batch.sequences().tokens.array), whole.reshape(8, 32))
+    np.testing.assert_array_equal(np.asarray(batch.supervised().tokens.array), whole[:, 0])
+    sharding = jax.jit(lambda b: b.sequences().tokens.array)(batch).sharding
+    assert sharding.spec[0] in (DATA, (DATA,)), "interleaving moves no row between devices"
+
+
+def test_shown_with_both_halves(opened, tokenizer):
+    lines = list(opened(RECORDS).train[""].show(2, tokenizer))
+    assert lines[0].startswith("loss on ")
+    assert lines[1].startswith("--- document 3 of 0.jsonl, chosen ---\n⟦")
+    assert lines[1].endswith(RECORDS[2]["chosen"] + tokenizer.decode([tokenizer.eos_id], special=True))
+    assert lines[2].startswith("--- document 3 of 0.jsonl, rejected ---\n⟦")
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "message"),
+    [
+        (
+            {"prompt": "a", "chosen": "b"},
+            {},
+            "line 1: no text and no list of messages under 'rejected': the record has the keys",
+        ),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, {}, "under 'chosen': it is 3"),
+        ({"chosen": "abc", "rejected": "xyz"}, {"prompt_field": None}, "line 1: no prompt: .* without a space"),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"},
+            {},
+            "must both be lists of messages, or both be texts",
+        ),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant"}]},
+            {},
+            "the tokenizer has no chat template. Set data.format.chat_template",
+        ),
+    ],
+)
+def test_records_that_are_no_pairs(opened, record, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        opened([record], **keys)
+
+
+def test_the_kind_of_data_and_the_format_must_agree():
+    with pytest.raises(
+        ConfigError, match=r"data\.format\.type: text makes documents, but data\.type: pairs reads pairs"
+    ):
+        PairsConfig(train_urls=["x.jsonl"], format=TextFormat()).check_mixture()
+    tokens = decode(DataConfig, ConfigSource({"train_urls": ["x.jsonl"], "format": {"type": "pairs"}}))
+    with pytest.raises(
+        ConfigError, match=r"data\.format\.type: pairs makes pairs, but data\.type: tokens reads documents"
+    ):
+        tokens.check_mixture()
+    with pytest.raises(ConfigError, match=r"data\.format\.prompt_ends_with: 'x' given.*prompt_field: null"):
+        PairsFormat(prompt_ends_with="x")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared")
+def test_published_pairs(tmp_path):
+    path = SHARED / "hh_harmless_pairs_1200.jsonl"
+    config = PairsConfig(
+        train_urls=[str(path)],
+        cache_dir=f"{tmp_path}/cache",
+        tokenizer=str(SHARED / "gpt2_tokenizer"),
+        format=PairsFormat(prompt_field=None, prompt_ends_with="\n\nAssistant:"),
+    )
+    config.check()
+    tokenizer = config.load_tokenizer(lambda _: None)
+    examples = config.open(tokenizer, 512, lambda _: None).train[""]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    columns = examples.read(np.arange(20))
+    for row, record in enumerate(records[:20]):
+        (chosen, is_target), _ = halves(columns, row)
+        answer = tokenizer.decode([i for i, t in zip(chosen, is_target, strict=True) if t])
+        assert record["chosen"].endswith(answer) or len(chosen) == 513
+        assert answer.startswith(" ")

@@ -1,0 +1,88 @@
+"""A run on preference pairs: equal on several devices, killed and resumed to the same bits, learned, and shown by prepare."""
+
+import json
+import random
+import signal
+
+import pytest
+import yaml
+
+from jaxlm.observe.trackers import read_jsonl
+from tests.end_to_end.commands import Workplace
+
+
+def start(place: Workplace) -> Workplace:
+    """Pairs whose chosen completion repeats a word of the prompt, and whose rejected completion is another word."""
+    chooser, words = random.Random(0), ["red", "blue", "green", "tall", "round"]
+    for name, number in {"train": 64, "held_out": 16}.items():
+        records = []
+        for _ in range(number):
+            word, other = chooser.sample(words, 2)
+            records.append({"prompt": f"say {word}:", "chosen": f" {word} {word}", "rejected": f" {other}"})
+        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = place.write()
+    config = yaml.safe_load(path.read_text())
+    config["data"] = {
+        "type": "pairs",
+        "train_urls": ["train.jsonl"],
+        "validation_urls": ["held_out.jsonl"],
+        "cache_dir": "cache",
+        "vocab_size": 270,
+    }
+    config["evals"] = [{"type": "loss"}, {"type": "preference"}]
+    config["trainer"]["compilation_cache_dir"] = str(place.cache / "xla")
+    path.write_text(yaml.safe_dump(config))
+    return place
+
+
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(8, marks=pytest.mark.slow)], ids=["one device", "eight devices"]
+)
+def whole(request, workplace) -> Workplace:
+    place = start(workplace(request.param))
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    return place
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(whole, workplace):
+    place = start(workplace(whole.devices))
+    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    assert place.losses() == whole.losses()
+    assert place.digest("step-24") == whole.digest("step-24")
+
+
+def test_the_chosen_completion_becomes_more_likely(whole):
+    records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
+    margins = [record["eval/preference/margin"] for record in records if "eval/preference/margin" in record]
+    losses = [record["eval/loss"] for record in records if "eval/loss" in record]
+    assert losses[-1] < losses[0]
+    assert margins[-1] != margins[0]
+    assert 0 <= records[-1]["eval/preference/accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_eight_devices_train_like_one(workplace):
+    losses = []
+    for devices in (1, 8):
+        place = start(workplace(devices))
+        finished = place.run("--config_path", "run.yaml")
+        assert finished.code == 0, finished.err
+        losses.append([float.fromhex(loss) for loss in place.losses().values()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
+    shown = whole.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.prepare")
+    assert shown.code == 0, shown.err
+    assert shown.out.count(", chosen ---") == shown.out.count(", rejected ---") == 16
+    measured = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
+    assert measured.code == 0, measured.err
+    records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
+    assert json.loads(measured.out.splitlines()[-1])["tokens"] > 0
+    assert [r["eval/loss"] for r in records if "eval/loss" in r]
