@@ -97,3 +97,19 @@ def test_a_plugin_that_cannot_be_loaded_is_named(installed):
 def test_a_missing_class_is_named(name, message):
     with pytest.raises(ConfigError, match=rf"optimizer\.type: '{name}'.*{message}"):
         load_config(["--optimizer.type", name], "test")
+
+
+@pytest.mark.slow
+def test_a_kind_of_data_with_columns_of_its_own_trains_and_is_evaluated(installed):
+    path = installed.write('objective: {type: "acme_lm.graded:GradedLoss"}\n', name="graded")
+    path.write_text(path.read_text().replace("data:\n", 'data:\n  type: "acme_lm.graded:GradedData"\n'))
+    arguments = ("--config_path", "graded.yaml", "--trainer.id", "graded")
+    result = installed.run(*arguments, **environment(installed))
+    assert result.code == 0, result.err
+    losses = [float.fromhex(loss) for loss in installed.losses("graded").values()]
+    assert losses[-1] < losses[0] - 0.3
+    shown = installed.run(*arguments, "--show_batch", "3", module="jaxlm.prepare", **environment(installed))
+    assert shown.code == 0, shown.err
+    refused = installed.run(*arguments, "--objective.type", "next_token", **environment(installed))
+    assert refused.code == 2
+    assert "objective.type: next_token cannot train on data.type: acme_lm.graded:GradedData" in refused.err

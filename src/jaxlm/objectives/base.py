@@ -9,7 +9,7 @@ import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.types import PairBatch, Sum, TokenBatch
+from jaxlm.core.types import Sum, TokenBatch
 from jaxlm.models.base import AuxLoss, LanguageModel
 
 Metrics = dict[str, Sum]
@@ -40,7 +40,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     split into microbatches or sharded over devices.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, PairBatch)
+    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch,)
     """The kinds of batches that the objective reads."""
 
     @classmethod

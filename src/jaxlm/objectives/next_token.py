@@ -5,7 +5,7 @@ Understanding by Generative Pre-Training", equation 1); z-loss and label smoothi
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import haliax as hax
 import jax
@@ -26,6 +26,8 @@ class NextToken(ObjectiveConfig):
         z_loss_weight: weight z of the z-loss `z * logsumexp(logits)**2`, which keeps the logits from drifting; 0 disables it.
         label_smoothing: fraction of the target distribution that is spread evenly over the vocabulary; 0 disables it.
     """
+
+    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, PairBatch)
 
     z_loss_weight: float = 0.0
     label_smoothing: float = 0.0
