@@ -15,8 +15,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.pairs import PairsFormat
+from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import small_tokenizer, some_text
 from tests.data.test_loader import layout_of
 
@@ -60,11 +62,13 @@ def opened(tokenizer, tmp_path):
 
 
 def halves(columns, row):
-    """(tokens with the last target, whether each is a target) of both halves of a row."""
+    """(tokens, whether each is a target) of both halves of a row."""
     for half in range(2):
         size = int(columns["segment_ids"][row, half].sum())
+        is_target = [False, *(columns["loss_mask"][row, half, :size] > 0).tolist()]
         ids = [*columns["tokens"][row, half, :size], columns["targets"][row, half, size - 1]]
-        yield ids, [False, *(columns["loss_mask"][row, half, :size] > 0)]
+        num_tokens = size + is_target[-1]  # a truncated half ends with a token that is only a target
+        yield ids[:num_tokens], is_target[:num_tokens]
 
 
 def test_both_halves_hold_the_prompt_and_the_loss_is_on_the_completions(opened, tokenizer):
@@ -82,17 +86,30 @@ def test_both_halves_hold_the_prompt_and_the_loss_is_on_the_completions(opened, 
     )
 
 
+def test_the_chosen_half_equals_supervised_fine_tuning(opened, tmp_path):
+    pairs = opened(RECORDS).train[""].read(np.arange(len(RECORDS)))
+    config = TokensConfig(
+        train_urls=[f"{tmp_path}/0.jsonl"],
+        cache_dir=f"{tmp_path}/supervised",
+        tokenizer=f"{tmp_path}/tokenizer",
+        format=SupervisedFormat(output_field="chosen", pack=False),
+    )
+    sequences = config.open(config.load_tokenizer(lambda _: None), 64, lambda _: None).train[""]
+    for name, column in sequences.read(np.arange(len(RECORDS))).items():
+        np.testing.assert_array_equal(pairs[name][:, 0], column, err_msg=name)
+
+
 def test_a_prompt_that_both_completions_repeat(opened, tokenizer):
     start = "\n\nHuman: hi there\n\nAssistant: hello\n\nHuman: bye\n\nAssistant:"
     records = [{"chosen": start + " I wish", "rejected": start + " I was"}]
-    marked = opened(records, prompt_field=None, prompt_ends_with="\n\nAssistant:").train[""]
+    marked = opened(records, 128, prompt_field=None, prompt_ends_with="\n\nAssistant:").train[""]
     (chosen, is_target), (rejected, _) = halves(marked.read(np.arange(1)), 0)
     text = [
         tokenizer.decode([i for i, t in zip(chosen, is_target, strict=True) if t is kind]) for kind in (False, True)
     ]
     assert text == [start, " I wish"]
     assert tokenizer.decode(rejected) == start + " I was"
-    at_space = opened(records, prompt_field=None).train[""]
+    at_space = opened(records, 128, prompt_field=None).train[""]
     ids, is_target = next(halves(at_space.read(np.arange(1)), 0))
     assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == " wish"
 
@@ -131,7 +148,7 @@ def test_long_pairs_are_truncated_and_pairs_without_a_target_are_left_out(opened
     columns = examples.read(np.arange(len(examples)))
     assert (columns["loss_mask"].sum(axis=-1) > 0).all()
     assert len(examples) < len(records)
-    summary = next(line for line in lines if line.startswith("train: "))
+    summary = next(line for line in lines if line.startswith("train: ") and "pairs" in line)
     left_out = len(records) - len(examples)
     assert f"{left_out} pairs left out: their prompt leaves no room for a token of a completion" in summary
     assert "pairs are longer and were truncated" in summary

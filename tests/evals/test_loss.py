@@ -39,7 +39,7 @@ def test_sources_tags_the_total_and_the_means_over_sources():
     cap: dict[str, int | None] = {"max_batches": None}
 
     def batches(name: str):
-        return eval_batches(data[name], TokensConfig().batch_spec(8), batch_size=4, layout=layout, **cap)
+        return eval_batches(data[name], TokensConfig().batch_spec(MODEL.seq_len), batch_size=4, layout=layout, **cap)
 
     sets = tuple(ValidationSet(name, tags[name], functools.partial(batches, name)) for name in data)
     with layout.use():

@@ -67,7 +67,7 @@ class Pairs(Examples):
 
     @property
     def padding(self) -> float:
-        sizes = np.minimum(np.diff(self._bounds, axis=1) - 1, self.seq_len)
+        sizes = np.minimum(np.diff(self._bounds, axis=1), self.seq_len)
         return 1 - float(sizes.sum()) / max(1, sizes.size * self.seq_len)
 
     @property
@@ -91,10 +91,9 @@ class Pairs(Examples):
         inside = columns < (ends - starts)[..., None]
         ids = self.cache.read(starts.ravel(), self.seq_len + 1).reshape(inside.shape) * inside
         is_target = self.cache.read_target_mask(starts.ravel(), self.seq_len + 1).reshape(inside.shape) & inside
-        # The last token of a half is never an input: no target follows it.
-        is_input = inside[..., 1:]
+        is_input = inside[..., :-1]
         return {
-            "tokens": ids[..., :-1] * is_input,
+            "tokens": ids[..., :-1].copy(),
             "targets": ids[..., 1:].copy(),
             "loss_mask": is_target[..., 1:].astype(np.float32),
             "segment_ids": is_input.astype(np.int32),
