@@ -19,6 +19,7 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
 _USER = "user"
+_Half = tuple[np.ndarray, np.ndarray]  # ids, and whether the loss is computed on each of them
 
 
 class Pair(NamedTuple):
@@ -210,26 +211,28 @@ class PairsEncoder(Encoder):
             " data.enforce_eos, or check the records"
         )
 
-    def _plain_halves(self, pairs: Sequence[Pair]) -> Iterator[TokenizedText]:
+    def _plain_halves(self, pairs: Sequence[Pair]) -> Iterator[_Half]:
         ids = iter(self.tokenizer.encode_arrays([text for p in pairs for text in (p.prompt, p.chosen, p.rejected)]))
         for prompt, *completions in zip(ids, ids, ids, strict=True):
             for completion in completions:
-                yield self._half(np.concatenate([self.before, prompt]), np.concatenate([completion, self.after]))
+                yield _half(np.concatenate([self.before, prompt]), np.concatenate([completion, self.after]))
 
-    def _rendered_halves(self, pairs: Sequence[Pair]) -> Iterator[TokenizedText]:
+    def _rendered_halves(self, pairs: Sequence[Pair]) -> Iterator[_Half]:
         texts = [p.prompt + completion for p in pairs for completion in (p.chosen, p.rejected)]
         prompts = [p.prompt for p in pairs for _ in (p.chosen, p.rejected)]
         for prompt, (ids, begins, _) in zip(prompts, self.tokenizer.encode_with_offsets(texts), strict=True):
             size = int(np.searchsorted(begins, len(prompt)))
-            yield self._half(ids[:size], ids[size:])
-
-    def _half(self, prompt: np.ndarray, completion: np.ndarray) -> TokenizedText:
-        is_target = np.arange(len(prompt) + len(completion)) >= len(prompt)
-        return TokenizedText(np.concatenate([prompt, completion]), is_target)
+            yield _half(ids[:size], ids[size:])
 
 
-def _document(chosen: TokenizedText, rejected: TokenizedText) -> TokenizedText | None:
-    masks = [half.target_mask for half in (chosen, rejected)]
-    if not all(mask is not None and mask.any() and not mask.all() for mask in masks):
+def _half(prompt: np.ndarray, completion: np.ndarray) -> _Half:
+    is_target = np.arange(len(prompt) + len(completion)) >= len(prompt)
+    return np.concatenate([prompt, completion]), is_target
+
+
+def _document(chosen: _Half, rejected: _Half) -> TokenizedText | None:
+    """Both halves as one document; None if one of them has no prompt or no completion."""
+    ids, masks = zip(chosen, rejected, strict=True)
+    if not all(mask.any() and not mask.all() for mask in masks):
         return None
-    return TokenizedText(np.concatenate([chosen.ids, rejected.ids]), np.concatenate(masks))
+    return TokenizedText(np.concatenate(ids), np.concatenate(masks))
