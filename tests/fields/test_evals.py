@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.data.data import ValidationData
 from jaxlm.data.packing import PackedSequences
-from jaxlm.data.tokens import TokensConfig, ValidationData
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
