@@ -92,20 +92,22 @@ class Phase:
         return self.optimizer.build(self.groups(model), self.num_steps)
 
 
-@dataclass(frozen=True)
 class StateBuilder:
     """Builds a run's models and states: the initial model, and the state at the start of each phase.
 
     Attributes:
-        seed: random seed of the whole run.
+        model: config of the model.
+        precision: dtypes of storage and computation.
+        phases: all phases of the run.
     """
 
-    model: ModelConfig
-    Vocab: hax.Axis
-    seed: int
-    precision: Precision
-    phases: Sequence[Phase] = field(default_factory=tuple)
-    _abstract: dict[int, RunState] = field(default_factory=dict, init=False, repr=False, compare=False)
+    def __init__(
+        self, model: ModelConfig, Vocab: hax.Axis, seed: int, precision: Precision, phases: Sequence[Phase] = ()
+    ):
+        """Args: seed: random seed of the whole run."""
+        self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
+        self._seed = seed
+        self._abstract: dict[int, RunState] = {}
 
     def initial_model(self) -> LanguageModel:
         """The model before the first phase's surgeries. Traceable."""
@@ -200,7 +202,7 @@ class StateBuilder:
         return self.entry_state(model, initial_leaves=initial_leaves, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
+        return jax.random.fold_in(jax.random.PRNGKey(self._seed), use)
 
 
 @gc_paused()
