@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.trace_options import tracing
 from jaxlm.models.attention.backends.blockwise import blockwise_attention, query_blocks
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
@@ -112,7 +112,7 @@ def test_second_derivatives_match_the_definition():
         moved = (a + h * b for a, b in zip((q, k, v), u, strict=True))
         return definition(*moved, segments, 40, d_out)[1:]
 
-    with twice_differentiable():
+    with tracing(twice_differentiable=True):
         gradient = jax.grad(lambda *qkv: jnp.sum(blocks(*qkv, segments, 40) * d_out), (0, 1, 2))
         found = jax.jit(lambda *qkv: jax.jvp(gradient, qkv, tuple(map(jnp.float32, u))))(q, k, v)
     along = [(ahead - behind) / 2e-5 for ahead, behind in zip(side(1e-5), side(-1e-5), strict=True)]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.core.custom_vjp import is_twice_differentiable
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
+from jaxlm.core.trace_options import trace_options
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, blockwise_attention
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
@@ -69,7 +69,7 @@ def _task(
         same_tokens=same_tokens,
         dropout=dropout,
         rule=rule,
-        twice_differentiable=is_twice_differentiable(),
+        twice_differentiable=trace_options().twice_differentiable,
     )
 
 
