@@ -98,6 +98,54 @@ def test_files_are_short_and_have_no_todos():
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path
 
 
+def test_only_the_layout_and_the_trace_options_are_ambient():
+    ambient = {"contextvars": "core/sharding.py", "make_user_context": "core/trace_options.py"}
+    for word, home in ambient.items():
+        assert [str(p.relative_to(SOURCE)) for p in MODULES if word in p.read_text()] == [home]
+
+
+def classes(path: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def decorated(node: ast.ClassDef | ast.FunctionDef, text: str) -> bool:
+    return any(text in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def test_frozen_dataclasses_hold_no_cache():
+    cached = [
+        f"{path}: {node.name}"
+        for path in MODULES
+        for node in classes(path)
+        if decorated(node, "frozen=True")
+        for part in node.body
+        if (isinstance(part, ast.FunctionDef) and decorated(part, "cache")) or "init=False" in ast.unparse(part)
+    ]
+    assert cached == []
+
+
+def test_only_a_family_asks_for_its_members():
+    """Outside it, `isinstance` of a member means that the family's interface lacks something."""
+    homes = {
+        (".".join(path.relative_to(SOURCE.parent).with_suffix("").parts), node.name): path.parent
+        for path in MODULES
+        for node in classes(path)
+        if decorated(node, "register_subclass")
+    }
+    assert len(homes) > 40
+    found = []
+    for path in MODULES:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imports = [(n.module, name) for n in nodes if isinstance(n, ast.ImportFrom) for name in n.names]
+        members = {
+            n.asname or n.name for module, n in imports if homes.get((module, n.name), path.parent) != path.parent
+        }
+        calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in ("isinstance", "issubclass")]
+        asked = {name.id for call in calls for name in ast.walk(call.args[1]) if isinstance(name, ast.Name)}
+        found += [f"{path}: {name}" for name in asked & members]
+    assert found == []
+
+
 def test_folders_are_small_enough_to_read():
     assert len(list(SOURCE.glob("*.py"))) <= 12
     folders = {path.parent for path in MODULES}

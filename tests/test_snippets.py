@@ -41,6 +41,7 @@ PRELUDES = {
         from jaxlm.config.run import RunConfig
         from jaxlm.data.sources.corpus import CorpusConfig
         from jaxlm.optim.base import OptimizerConfig
+        from jaxlm.surgery.base import SurgeryConfig
         from jaxlm.train import train
         sys.argv = ["program", "--config_path", "mine.yaml"]
     """,

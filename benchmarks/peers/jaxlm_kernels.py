@@ -21,7 +21,7 @@ from haliax import Axis
 
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_platform
-from jaxlm.models.attention.api import AttentionMask, attention
+from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.base import Inputs
 from jaxlm.models.loss import next_token_sums
@@ -57,7 +57,7 @@ def attend(backend, q, k, v, segments):
     attention_mask = AttentionMask.of(Inputs(row(segments), row(position), row(segments)))
     q = hax.named(q, ("batch", "position", "heads", "head_size"))
     k, v = (hax.named(t, ("batch", "key_position", "kv_heads", "head_size")) for t in (k, v))
-    return attention(q, k, v, attention_mask, backend=backend).rearrange(q.axes).array
+    return attention(q, k, v, AttentionSpec(attention_mask, backend=backend)).rearrange(q.axes).array
 
 
 def both(fun, cotangent):

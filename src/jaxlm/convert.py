@@ -12,10 +12,11 @@ import jax
 
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.verify import verify_folder
-from jaxlm.run.adapters import export_adapters, without_adapters
 from jaxlm.run.exit_codes import run_command
 from jaxlm.run.export import export_model
 from jaxlm.run.load_model import add_checkpoint_options, open_checkpoint
+from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.lora import save_peft
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,13 +54,15 @@ def _convert(options: argparse.Namespace) -> int:
     with plan.layout.use():
         model = trained.load_model(options.weights)
         if options.adapters == "only":
-            export_adapters(folder, model, plan, dtype)
+            base = str(plan.config.initialize_from_hf)
+            save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base)
             print(f"wrote the adapters of {trained.checkpoint.location} to {folder}")
             return 0
+        model = merge_surgeries(model, trained.surgeries)
         export_model(folder, model, plan, trained.tokenizer, dtype)
         print(f"wrote {trained.checkpoint.location} to {folder} as {jax.numpy.dtype(dtype).name}")
         if options.verify == "true":
-            print(verify_folder(folder, without_adapters(model), plan.config.model, plan.layout))
+            print(verify_folder(folder, model, plan.config.model, plan.layout))
     return 0
 
 

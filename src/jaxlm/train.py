@@ -27,7 +27,6 @@ from jaxlm.engine.state import RunState
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.report import final_report
-from jaxlm.run.adapters import initial_adapter_leaves
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
@@ -176,7 +175,7 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: Init
     batches = data.batches(sizes, plan.layout, start=phase.start, first_step=first_step, seed=seed)
     enter = None
     if resumed is None:
-        enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights, initial_adapter_leaves(plan, phase))
+        enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)
     # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
     steps = compile_steps(plan, phase, first_step, run.console.log)
     steps.check_fits_memory()

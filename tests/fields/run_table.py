@@ -175,7 +175,7 @@ LORA: dict[str, Entry] = {
     "surgery.alpha": Change(7.0, Constant(3.5)),
     "surgery.dropout": Change(0.5, Constant(0x1BD11BDA)),
     "surgery.rslora": Change(True, Constant(16 / 2**0.5)),
-    "surgery.from_peft": ShownIn("tests/run/test_adapters.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
+    "surgery.from_peft": ShownIn("tests/surgery/test_peft.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
 }
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(

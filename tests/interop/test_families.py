@@ -12,7 +12,7 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
-from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.core.trace_options import tracing
 from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import all_families
 from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
@@ -171,7 +171,7 @@ def test_second_derivatives(name, tmp_path):
     @jax.jit
     def second(model, direction):
         def loss(model):
-            with twice_differentiable():
+            with tracing(twice_differentiable=True):
                 return NextToken().terms(model, batch, None, key=None)[0]["loss"].mean()
 
         return jax.jvp(jax.grad(loss), (model,), (direction,))

@@ -21,7 +21,7 @@ from jaxlm.interop.peft.write import Adapter, save_adapters
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
+from jaxlm.surgery.lora import LoraConfig, LoraLinear
 from tests.engine.helpers import layout, one_device
 
 CONFIG = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -197,11 +197,12 @@ def test_torch_files_and_weight_name_rules(tmp_path):
         open_tensors(tmp_path / "module.pt")
 
 
+LORA = LoraConfig(target="q_proj|down_proj", rank=4)
+
+
 def adapted():
     """A model whose adapters have an effect."""
-    model = LoraConfig(target="q_proj|down_proj", rank=4).apply(
-        built(), refs={}, calibration=None, key=jax.random.key(1)
-    )
+    model = LORA.apply(built(), key=jax.random.key(1))
     return tree.map_leaves(lambda path, leaf: leaf + 0.1 if path.endswith(".b") else leaf, model)
 
 
@@ -220,7 +221,7 @@ def test_peft_adapters(tmp_path):
     assert described["target_modules"] == ["down_proj", "q_proj"]
     file = SafetensorsFile(tmp_path / "peft" / "adapter_model.safetensors")
     before, after = saved(tmp_path / "before"), tmp_path / "after"
-    save_folder(after, merge_lora(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
+    save_folder(after, LORA.merge(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
     base, merged = (SafetensorsFile(folder / "model.safetensors") for folder in (before, after))
     for name in base.tensors:
         stem = "base_model.model." + name.removesuffix(".weight")
@@ -238,7 +239,7 @@ def test_peft_computes_the_same(tmp_path):
     model = adapted()
     base = transformers.AutoModelForCausalLM.from_pretrained(saved(tmp_path / "base"))
     adapted_ = peft.PeftModel.from_pretrained(base, saved_adapters(tmp_path / "peft", model)).eval()
-    save_folder(tmp_path / "m", merge_lora(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
+    save_folder(tmp_path / "m", LORA.merge(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     ids = torch.tensor(np.random.default_rng(0).integers(0, VOCAB, (2, 12)))
     with torch.no_grad():

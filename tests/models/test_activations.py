@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.core.trace_options import tracing
 from jaxlm.models.activations import ACTIVATIONS, activated, gated
 
 FORMULAS = {
@@ -49,7 +49,7 @@ def test_saves_only_the_input(name):
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new"])
 def test_second_derivatives(name):
     x = np.random.default_rng(1).normal(size=(5,)) * 2
-    with twice_differentiable():
+    with tracing(twice_differentiable=True):
         along = jax.jvp(
             jax.grad(lambda x: jnp.sum(activated(name, x))), *[(jnp.asarray(a, jnp.float32),) for a in (x, x)]
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.models.attention.api import AttentionMask, attention
+from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention
 from jaxlm.models.families.gpt2 import Gpt2Config
 
 B, T, S, HEADS, KV_HEADS, SIZE = 2, 7, 9, 4, 2, 8
@@ -32,7 +32,7 @@ def random_case(seed=0):
     return q, k, v, visible
 
 
-def run(q, k, v, visible, **options):
+def run(q, k, v, visible, key=None, **options):
     name = lambda array, *axes: hax.named(jnp.asarray(array), axes)  # noqa: E731
     seen = AttentionMask(
         *(name(a, "batch", p) for a, p in zip(visible, ["position"] * 2 + ["key_position"] * 2, strict=True))
@@ -41,8 +41,8 @@ def run(q, k, v, visible, **options):
         name(q, "batch", "position", "heads", "head_size"),
         name(k, "batch", "key_position", "kv_heads", "head_size"),
         name(v, "batch", "key_position", "kv_heads", "head_size"),
-        seen,
-        **options,
+        AttentionSpec(seen, **options),
+        key=key,
     )
     return out.array
 
@@ -142,4 +142,4 @@ def test_axes_in_any_order():
             for a, p in zip(visible, ["position"] * 2 + ["key_position"] * 2, strict=True)
         )
     )
-    np.testing.assert_array_equal(attention(turned, keys, values, seen).array, run(q, k, v, visible))
+    np.testing.assert_array_equal(attention(turned, keys, values, AttentionSpec(seen)).array, run(q, k, v, visible))

@@ -1,19 +1,21 @@
 """Attention backends against the definition in float64: values, gradients, odd lengths, groups, windows, documents."""
 
+import dataclasses
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.trace_options import tracing
 from jaxlm.models.attention.backends.blockwise import blockwise_attention, query_blocks
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.token_sharding import HeadSharding
+from jaxlm.models.token_sharding import AttentionSharding
 
 B, K, G, H = 2, 2, 2, 8
 SCALE = 0.3
@@ -112,7 +114,7 @@ def test_second_derivatives_match_the_definition():
         moved = (a + h * b for a, b in zip((q, k, v), u, strict=True))
         return definition(*moved, segments, 40, d_out)[1:]
 
-    with twice_differentiable():
+    with tracing(twice_differentiable=True):
         gradient = jax.grad(lambda *qkv: jnp.sum(blocks(*qkv, segments, 40) * d_out), (0, 1, 2))
         found = jax.jit(lambda *qkv: jax.jvp(gradient, qkv, tuple(map(jnp.float32, u))))(q, k, v)
     along = [(ahead - behind) / 2e-5 for ahead, behind in zip(side(1e-5), side(-1e-5), strict=True)]
@@ -183,11 +185,26 @@ def test_kernels_receive_their_own_rows_and_heads():
     for model in (2, 4):
         with layout(model=model).use() as where:
             queries = named(q, "batch", "position", "heads", "head_size")
-            place = HeadSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
+            place = AttentionSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
             assert (place.heads == place.kv_heads) == (model == 2)
             out = jax.jit(place.shard_map(run))(q, k, v, segments, SCALE)
             assert where.mesh.size == 8
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_get_whole_sequences_where_positions_are_sharded():
+    from tests.engine.helpers import layout
+
+    q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))
+    named = lambda a, *axes: hax.named(jnp.asarray(a.reshape(4, 16, -1, H)), axes)  # noqa: E731
+    run = lambda *args: blockwise_attention(*args, window=None)  # noqa: E731
+    compute = {"position": ("data",), "heads": ("model",), "kv_heads": ("model",)}
+    with dataclasses.replace(layout(model=2), compute=compute).use():
+        queries = named(q, "batch", "position", "heads", "head_size")
+        place = AttentionSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
+        assert (place.batch, place.position, place.heads) == ((), ("data",), ("model",))
+        out = jax.jit(place.shard_map(run))(q, k, v, segments, SCALE)
+    np.testing.assert_allclose(out, run(q, k, v, segments, SCALE), rtol=1e-5, atol=1e-6)
 
 
 def test_fully_masked_rows_are_zero_and_have_no_gradient():

@@ -16,7 +16,7 @@ from jaxlm.core import tree
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.models.attention import choose as choice
 from jaxlm.models.attention import selftest
-from jaxlm.models.attention.api import AttentionMask, attention
+from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention
 from jaxlm.models.attention.backends.blockwise import blockwise_attention
 from jaxlm.models.attention.backends.cudnn import (
     DOCUMENTS_PER_CALL,
@@ -38,6 +38,7 @@ from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.stacks import Transformer
+from jaxlm.models.token_sharding import AttentionSharding
 from tests.engine.helpers import layout
 
 fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
@@ -88,8 +89,9 @@ def test_each_device_calls_it_for_its_own_rows_and_heads(for_cuda, monkeypatch):
             rows, rows, *(a.rename({"position": "key_position"}) for a in (rows, rows)), True
         )
         axes = ("batch", "key_position", "kv_heads", "head_size")
-        k = hax.named(k, axes)
-        return attention(hax.named(q, ("batch", "position", "heads", "head_size")), k, k, attention_mask).array
+        q, k = hax.named(q, ("batch", "position", "heads", "head_size")), hax.named(k, axes)
+        spec = AttentionSpec(attention_mask, sharding=AttentionSharding.of(q, k))
+        return attention(q, k, k, spec).array
 
     q, k = jnp.zeros((8, 64, 4, 16), jnp.bfloat16), jnp.zeros((8, 64, 2, 16), jnp.bfloat16)
     with layout(model=2).use():

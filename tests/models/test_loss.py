@@ -11,7 +11,7 @@ from haliax import Axis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.core.trace_options import tracing
 from jaxlm.models.loss import next_token_sums, token_losses
 
 
@@ -109,7 +109,7 @@ def test_second_derivatives_match_the_closed_form(cap, z, smoothing):
         return jax.jvp(gradient, given, u)
 
     given = [tuple(jnp.asarray(a, jnp.float32) for a in pair) for pair in ((x, w), u)]
-    with twice_differentiable():
+    with tracing(twice_differentiable=True):
         program = along.lower(*given).compile()
     gradient, found = program(*given)
     for ours, theirs in zip(gradient, side(0.0), strict=True):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.core.trace_options import tracing
 from jaxlm.models.norms import LayerNorm, RMSNorm
 
 Batch, Pos, Embed = hax.Axis("batch", 3), hax.Axis("position", 5), hax.Axis("embed", 16)
@@ -43,7 +43,7 @@ def test_values_and_gradients_match_the_definition(kind):
 
     u = rng.normal(size=x.shape)
     ahead, behind = (numerical(kind, [x + h * u, weight, bias], 0, d_out) for h in (1e-3, -1e-3))
-    with twice_differentiable():
+    with tracing(twice_differentiable=True):
         gradient = jax.grad(lambda x: jnp.sum(run(x, *given[1:]) * d_out.astype(np.float32)))
         along = jax.jvp(gradient, given[:1], (jnp.asarray(u, jnp.float32),))[1]
     np.testing.assert_allclose(along, (ahead - behind) / 2e-3, rtol=1e-3, atol=1e-4)

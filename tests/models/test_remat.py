@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.trace_options import tracing
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.remat import CANDIDATES, auto_policy, parse_remat
+from jaxlm.models.remat import CANDIDATES, parse_remat
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
 
     def program(remat_policy):
         model = built(tiny_llama)
-        with auto_policy(remat_policy):
+        with tracing(auto_remat=remat_policy):
             gradient = jax.grad(lambda model: model.hidden(inputs).final.array.sum())
             return jax.jit(gradient).lower(model).compile().memory_analysis().temp_size_in_bytes
 

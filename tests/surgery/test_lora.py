@@ -15,7 +15,8 @@ from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
-from jaxlm.surgery.lora import LoraConfig, LoraLinear, merge_lora
+from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.lora import LoraConfig, LoraLinear
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -27,7 +28,7 @@ def model():
 
 
 def adapted(model, **config):
-    return LoraConfig(**config).apply(model, refs={}, calibration=None, key=jax.random.PRNGKey(1))
+    return LoraConfig(**config).apply(model, key=jax.random.PRNGKey(1))
 
 
 def randomised(model):
@@ -57,7 +58,7 @@ def test_adapters_do_not_change_the_model_at_first(model):
 def test_merging_changes_only_the_trees_structure(model):
     busy = randomised(adapted(model, target="attn|mlp", rank=4))
     assert np.abs(logits(busy) - logits(model)).max() > 1e-2
-    merged = merge_lora(busy)
+    merged = LoraConfig(target="attn|mlp").merge(busy)
     np.testing.assert_allclose(logits(merged), logits(busy), atol=1e-5)
     assert jax.tree.structure(merged) == jax.tree.structure(model)
 
@@ -190,8 +191,14 @@ def test_a_layer_has_one_adapter(model, target):
 
 def test_successive_surgeries_adapt_different_layers(model):
     """Dropout is refused only for layers that this surgery adapts, not for the head of an earlier one."""
-    both = randomised(adapted(adapted(model, target="^head$"), target="attn|mlp", dropout=0.1))
-    np.testing.assert_allclose(logits(merge_lora(both)), logits(both), atol=1e-5)
+    surgeries = LoraConfig(target="^head$"), LoraConfig(target="attn|mlp", dropout=0.1)
+    both = model
+    for lora in surgeries:
+        both = lora.apply(both, key=jax.random.key(1))
+    both = randomised(both)
+    merged = merge_surgeries(both, surgeries)
+    np.testing.assert_allclose(logits(merged), logits(both), atol=1e-5)
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
     with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
         adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
 

@@ -16,7 +16,7 @@ from jaxlm.config.yaml import ConfigSource, load_yaml, merge
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
-from jaxlm.interop.peft.section import with_peft_keys
+from jaxlm.surgery.base import SurgeryConfig
 
 R = TypeVar("R", bound=RunConfig)
 
@@ -79,14 +79,27 @@ def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig
     load_installed_plugins()
     tree = with_hf_model(_inherit_sections(source.tree))
     config = decode(kind, ConfigSource(tree, source.marks))
-    filled = with_peft_keys(tree, config.model)
-    if filled is not tree:
-        config = decode(kind, ConfigSource(filled, source.marks))
+    config = _with_surgery_keys(config, tree)
     tracker_ids = (getattr(tracker, "id", None) for tracker in config.trainer.trackers)
     name = os.environ.get("RUN_ID") or next(filter(None, tracker_ids), name)
     if config.trainer.id is None and name is not None:
         config = replace(config, trainer=replace(config.trainer, id=name))
     return config
+
+
+def _with_surgery_keys(config: R, tree: Mapping[str, Any]) -> R:
+    """The configuration with the keys that its surgeries read from files."""
+    if not config.phases:
+        return config
+
+    def filled(surgery: SurgeryConfig, given: Mapping[str, Any]) -> SurgeryConfig:
+        return replace(surgery, **surgery.keys_from_files(given.keys(), config.model))
+
+    phases = [
+        replace(phase, surgery=[filled(*pair) for pair in zip(phase.surgery, given.get("surgery", []), strict=True)])
+        for phase, given in zip(config.phases, tree["phases"], strict=True)
+    ]
+    return replace(config, phases=phases)
 
 
 def _inherit_sections(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.axes import axis_names
-from jaxlm.core.custom_vjp import is_twice_differentiable
+from jaxlm.core.trace_options import trace_options
 
 T = TypeVar("T")
 
@@ -173,7 +173,7 @@ def _gather(arrays, layout: Layout, sum_first: bool):
         summed = _constrained(cotangent, layout, layout.compute) if sum_first else cotangent
         return _constrained(summed, layout, layout.parameter)
 
-    if is_twice_differentiable():
+    if trace_options().twice_differentiable:
         return linear_call(lambda _, tree: gathered(tree), lambda _, cotangent: scattered(cotangent), (), arrays)
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda tree: (gathered(tree), None), lambda _, cotangent: (scattered(cotangent),))

@@ -20,15 +20,15 @@ from jaxlm.core import tree
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.state import RunState, UpdateCounts, build_state
+from jaxlm.engine.state import RunState, UpdateCounts, build_state, shardings
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
-InitialLeaves = Mapping[str, hax.NamedArray]
-"""Leaf path -> values that replace a leaf made by a phase's surgeries, such as adapters that were read from a file."""
+InitialLeaves = Sequence[Mapping[str, hax.NamedArray]]
+"""For each surgery of a phase: leaf path -> the value that replaces the one made by the surgery."""
 # Folded into the run's key first, so that no two uses share randomness.
 _INIT, _SURGERY, _STEPS = 0, 1, 2
 
@@ -92,20 +92,22 @@ class Phase:
         return self.optimizer.build(self.groups(model), self.num_steps)
 
 
-@dataclass(frozen=True)
 class StateBuilder:
     """Builds a run's models and states: the initial model, and the state at the start of each phase.
 
     Attributes:
-        seed: random seed of the whole run.
+        model: config of the model.
+        precision: dtypes of storage and computation.
+        phases: all phases of the run.
     """
 
-    model: ModelConfig
-    Vocab: hax.Axis
-    seed: int
-    precision: Precision
-    phases: Sequence[Phase] = field(default_factory=tuple)
-    _abstract: dict[int, RunState] = field(default_factory=dict, init=False, repr=False, compare=False)
+    def __init__(
+        self, model: ModelConfig, Vocab: hax.Axis, seed: int, precision: Precision, phases: Sequence[Phase] = ()
+    ):
+        """Args: seed: random seed of the whole run."""
+        self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
+        self._seed = seed
+        self._abstract: dict[int, RunState] = {}
 
     def initial_model(self) -> LanguageModel:
         """The model before the first phase's surgeries. Traceable."""
@@ -116,12 +118,37 @@ class StateBuilder:
         """Shapes and dtypes of `initial_model`."""
         return jax.eval_shape(self.initial_model)
 
-    def apply_surgeries(self, model: LanguageModel, phase: Phase) -> LanguageModel:
+    def surgeries_until(self, phase: Phase) -> tuple[SurgeryConfig, ...]:
+        """The surgeries of all phases up to and including this one, in order."""
+        return tuple(surgery for earlier in self.phases[: phase.index + 1] for surgery in earlier.surgeries)
+
+    def apply_surgeries(
+        self, model: LanguageModel, phase: Phase, initial_leaves: InitialLeaves | None = None
+    ) -> LanguageModel:
         """The model after the phase's surgeries. Traceable."""
-        key = jax.random.fold_in(self._key(_SURGERY), phase.index)
-        for number, surgery in enumerate(phase.surgeries):
-            model = surgery.apply(model, refs={}, calibration=None, key=jax.random.fold_in(key, number))
+        for number in range(len(phase.surgeries)):
+            model = self._apply_surgery(model, phase, number)
+            if initial_leaves:
+                model = tree.map_leaves(lambda path, leaf, given=initial_leaves[number]: given.get(path, leaf), model)
         return self.precision.cast_to_params(model)
+
+    def _apply_surgery(self, model: LanguageModel, phase: Phase, number: int) -> LanguageModel:
+        key = jax.random.fold_in(self._key(_SURGERY), phase.index)
+        return phase.surgeries[number].apply(model, key=jax.random.fold_in(key, number))
+
+    def initial_leaves(self, phase: Phase) -> InitialLeaves:
+        """The leaves that the phase's surgeries bring themselves, as host arrays in the dtype of storage.
+
+        Raises:
+            ConfigError: they cannot be read, or do not fit the model.
+        """
+        model, found = self._abstract_model_before(phase), []
+        for number, surgery in enumerate(phase.surgeries):
+            model = jax.eval_shape(functools.partial(self._apply_surgery, phase=phase, number=number), model)
+            stored = dict(tree.leaves(jax.eval_shape(self.precision.cast_to_params, model)))
+            leaves: Mapping[str, Any] = surgery.initial_leaves(model, self.model)
+            found.append({p: hax.NamedArray(a.astype(stored[p].dtype), stored[p].axes) for p, a in leaves.items()})
+        return found
 
     def state(self, model: LanguageModel, phase: Phase, skipped: jax.Array | int = 0) -> RunState:
         """The state at the start of a phase, for a model after the phase's surgeries. Traceable."""
@@ -146,9 +173,15 @@ class StateBuilder:
         """
         index = phase.index
         if index not in self._abstract:
-            previous = self.abstract_state(self.phases[index - 1]).model if index else self.abstract_initial_model
+            previous = self._abstract_model_before(phase)
             self._abstract[index] = jax.eval_shape(functools.partial(self.entry_state, phase=phase), previous)
         return self._abstract[index]
+
+    def _abstract_model_before(self, phase: Phase) -> LanguageModel:
+        """Shapes and dtypes of the model that the phase's surgeries change."""
+        if phase.index == 0:
+            return self.abstract_initial_model
+        return self.abstract_state(self.phases[phase.index - 1]).model
 
     def entry_state(
         self,
@@ -159,10 +192,7 @@ class StateBuilder:
         phase: Phase,
     ) -> RunState:
         """The state at the start of a phase, for the model at the end of the previous one. Traceable."""
-        model = self.apply_surgeries(model, phase)
-        if initial_leaves:
-            model = tree.map_leaves(lambda path, leaf: initial_leaves.get(path, leaf), model)
-        return self.state(model, phase, skipped)
+        return self.state(self.apply_surgeries(model, phase, initial_leaves), phase, skipped)
 
     def initial_state(self, phase: Phase, initial_leaves: InitialLeaves | None = None) -> RunState:
         """The state at the start of a phase as if the previous phases had not trained. Traceable."""
@@ -172,7 +202,7 @@ class StateBuilder:
         return self.entry_state(model, initial_leaves=initial_leaves, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
+        return jax.random.fold_in(jax.random.PRNGKey(self._seed), use)
 
 
 @gc_paused()
@@ -182,17 +212,17 @@ def enter_phase(
     layout: Layout,
     previous: RunState | None,
     weights: LanguageModel | None = None,
-    initial_leaves: InitialLeaves | None = None,
 ) -> Callable[[], RunState]:
     """Returns a function that builds the state at the start of a phase. Until it is called, its program compiles in a thread.
 
-    The buffers of `previous`, `weights` and `initial_leaves` are donated.
+    The buffers of `previous` and `weights` are donated.
 
     Args:
         previous: the state at the end of the previous phase; None builds the model from the run's seed.
         weights: the model to start the first phase with, instead of one built from the seed.
     """
-    abstract, leaves = state_builder.abstract_state(phase), dict(initial_leaves or {})
+    abstract, leaves = state_builder.abstract_state(phase), state_builder.initial_leaves(phase)
+    leaves = jax.device_put(leaves, shardings(leaves, layout))
     if previous is None and weights is None:
         return build_state(lambda leaves: state_builder.initial_state(phase, leaves), abstract, layout, leaves)
     entry_state = functools.partial(state_builder.entry_state, phase=phase)

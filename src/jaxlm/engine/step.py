@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.custom_vjp import twice_differentiable
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
+from jaxlm.core.trace_options import tracing
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import Sum
 from jaxlm.engine.phases import Phase
@@ -178,7 +178,7 @@ def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunSta
         _, frozen = phase.split(state.model)
         first = jax.tree.map(lambda column: column[MICROBATCH, 0], batch, is_leaf=is_named)
         key = jax.random.fold_in(step_key(state), 0)
-        with twice_differentiable():
+        with tracing(twice_differentiable=True):
             model = eqx.combine(wide.cast_to_compute(trainable), wide.cast_to_compute(frozen), is_leaf=is_named)
             terms, _, _ = objective.terms(model, first, state.slots.get("objective"), key=key)
         return _total(terms, _denominators(objective, first))

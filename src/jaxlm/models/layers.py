@@ -19,7 +19,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
 from jaxlm.models.activations import activated, gated
-from jaxlm.models.attention.api import AttentionMask, as_keys, attention
+from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AUTO, AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
@@ -30,6 +30,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Rotation
+from jaxlm.models.token_sharding import AttentionSharding
 
 
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
@@ -180,15 +181,19 @@ class SelfAttention(eqx.Module):
             new = layer_cache = layer_cache.write(new)
         if self.upcast:
             q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        scale, mask = self.scale if scale is None else scale, context.attention_mask
+        spec = AttentionSpec(
+            context.attention_mask,
+            scale=self.scale if scale is None else scale,
+            window=context.window,
+            rule=self.rule,
+            dropout=self.dropout,
+            backend=context.attn_backend,
+            sharding=AttentionSharding.of(q, k),
+        )
         if layer_cache is None:
-            options = {"dropout": self.dropout, "key": key, "backend": context.attn_backend}
-            out = attention(
-                q, as_keys(k), as_keys(v), mask, scale=scale, window=context.window, rule=self.rule, **options
-            )
+            out = attention(q, as_keys(k), as_keys(v), spec, key=key)
         else:
-            cached = layer_cache.keys, layer_cache.values
-            out = cached_attention(q, k, v, *cached, mask, scale=scale, window=context.window, rule=self.rule)
+            out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
 
 

@@ -28,8 +28,9 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
-from jaxlm.core.custom_vjp import CustomVjp, is_twice_differentiable
+from jaxlm.core.custom_vjp import CustomVjp
 from jaxlm.core.sharding import current_platform
+from jaxlm.core.trace_options import trace_options
 from jaxlm.models.token_sharding import TokenSharding
 
 
@@ -295,7 +296,7 @@ def _scan_chunks(spec: _LossSpec, needed: _Needed, x_BSD, w_VD, y_BS, m_BS):
             dw_VD += jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
         return (sums + chunk_sums, dw_VD), dx_CD
 
-    if is_twice_differentiable():  # this loop itself is then differentiated, and must not save the logits of all chunks
+    if trace_options().twice_differentiable:  # the loop itself is differentiated, and must not save all logits
         one_chunk = jax.checkpoint(one_chunk)
     start = (jnp.zeros(4, jnp.float32), jnp.zeros(w_VD.shape, jnp.float32) if needed.head else None)
     (sums, dw_VD), dx_NCD = jax.lax.scan(one_chunk, start, chunks)

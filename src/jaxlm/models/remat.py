@@ -11,9 +11,7 @@ Parameters are never saved a second time. Second derivatives always use `full`: 
 [T, T] weights of each head would be saved for all layers.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -21,8 +19,8 @@ import jax
 from haliax import NamedArray
 from jax import ad_checkpoint
 
-from jaxlm.core.custom_vjp import is_twice_differentiable
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.trace_options import trace_options
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.norms import NORM
 
@@ -36,8 +34,6 @@ _POLICIES = (AUTO, NONE, CHEAP, FULL)
 # Least recomputation first. On CPUs it is faster to recompute an activation than to read it from memory
 # (docs/benchmarks.md), so `auto` does not try `none` there.
 CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CHEAP, FULL)}
-
-_auto: contextvars.ContextVar[str] = contextvars.ContextVar("jaxlm_auto_remat", default=CHEAP)
 
 
 def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
@@ -62,16 +58,6 @@ def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
     return tuple(value)
 
 
-@contextlib.contextmanager
-def auto_policy(policy: str) -> Iterator[None]:
-    """Sets the policy that `auto` stands for while tracing inside."""
-    token = _auto.set(policy)
-    try:
-        yield
-    finally:
-        _auto.reset(token)
-
-
 def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
     """Tags an activation with the name by which policies can save it."""
     return NamedArray(ad_checkpoint.checkpoint_name(x.array, name), x.axes)
@@ -79,7 +65,8 @@ def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
 
 def remat(remat_policy: RematPolicy, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:
     """Wraps a layer so that the backward pass reads what the policy saves and recomputes the rest."""
-    remat_policy = FULL if is_twice_differentiable() else _auto.get() if remat_policy == AUTO else remat_policy
+    remat_policy = trace_options().auto_remat if remat_policy == AUTO else remat_policy
+    remat_policy = FULL if trace_options().twice_differentiable else remat_policy
     # Outside a scan, XLA would merge the recomputation with the forward computation.
     return eqx.filter_checkpoint(layer, policy=_policy(remat_policy), prevent_cse=not scan)
 

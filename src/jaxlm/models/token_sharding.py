@@ -103,30 +103,34 @@ class TokenSharding:
 
 
 @dataclass(frozen=True)
-class HeadSharding:
+class AttentionSharding:
     """Sharding of attention, for kernels that the partitioner cannot shard.
 
     Attributes:
         mesh: None for a single device.
-        batch, heads, kv_heads: mesh axes that shard these axes.
+        batch, position, heads, kv_heads: mesh axes that shard these axes.
     """
 
-    mesh: Mesh | None
+    mesh: Mesh | None = None
     batch: tuple[str, ...] = ()
+    position: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()
 
     @staticmethod
-    def of(q: NamedArray, k: NamedArray) -> "HeadSharding":
-        """The sharding of queries {batch, heads, ...} and keys {kv_heads, ...} under the current layout."""
+    def of(q: NamedArray, k: NamedArray) -> "AttentionSharding":
+        """The sharding of queries {batch, position, heads, ...} and keys {kv_heads, ...} under the current layout."""
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
-            return HeadSharding(None)
-        batch, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
-        return HeadSharding(layout.mesh, batch, heads, mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
+            return AttentionSharding()
+        of_queries = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, POSITION, HEADS))
+        return AttentionSharding(layout.mesh, *of_queries, mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
 
     def shard_map(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on each device's rows and heads."""
+        """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on each device's rows and heads.
+
+        The kernel gets whole sequences: if positions are sharded, they are gathered first.
+        """
         if self.mesh is None:
             return kernel
         keys = PartitionSpec(self.batch or None, None, self.heads or None)

@@ -15,13 +15,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.runtime import all_processes
 from jaxlm.core.sharding import Layout
+from jaxlm.core.trace_options import tracing
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.forecast.hlo import has_compiler_remat
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, auto_policy, parse_remat
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, parse_remat
 from jaxlm.run.plan import Plan
 
 USABLE = 0.92
@@ -102,7 +103,7 @@ def trace_step(
     """
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
-    with auto_policy(remat_policy):
+    with tracing(auto_remat=remat_policy):
         return step.trace(
             _sharded(abstract, plan.layout), abstract_batch(plan, phase, stage), FlagSync.abstract(plan.layout)
         )

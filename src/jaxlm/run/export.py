@@ -11,16 +11,20 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import LanguageModel
-from jaxlm.run.adapters import without_adapters
 from jaxlm.run.plan import Plan
+from jaxlm.surgery.base import merge_surgeries
 
 
 def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any) -> None:
-    """Writes a complete new folder with configuration, weights and tokenizer. All processes must call this."""
+    """Writes a complete new folder with configuration, weights and tokenizer. All processes must call this.
+
+    Args:
+        model: a plain model, with all surgeries merged.
+    """
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    merged, config = without_adapters(model), plan.config.model
+    config = plan.config.model
     files = tokenizer.files(max_length=config.seq_len)
-    save_folder(folder, merged, config, plan.layout, dtype=dtype, files=files, special_ids=special)
+    save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=special)
 
 
 @dataclass(frozen=True)
@@ -42,5 +46,6 @@ class ExportHook:
         """Exports the model, unless this step's folder exists: a resumed run may repeat steps."""
         folder = self.folder / f"step-{step}"
         if not is_taken(folder):
-            export_model(folder, state.model, self.plan, self.tokenizer, self.dtype)
+            model = merge_surgeries(state.model, self.plan.state_builder.surgeries_until(self.phase))
+            export_model(folder, model, self.plan, self.tokenizer, self.dtype)
             self.log(f"step {step}: exported to {folder}")

@@ -19,7 +19,6 @@ from jaxlm.interop.hf.folder import load_model
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
-from jaxlm.run.adapters import check_adapters
 from jaxlm.run.plan import Plan
 
 Log = Callable[[str], None]
@@ -113,7 +112,8 @@ def check_init_from(plan: Plan) -> None:
             " Starting from scratch would mix new checkpoints with them. Set another trainer.id, or move them away"
         )
     if not own:
-        check_adapters(plan)
+        for phase in plan.phases:
+            plan.state_builder.initial_leaves(phase)  # raises for files that a surgery cannot use
     other = trainer.load_checkpoint_path
     if trainer.load_checkpoint and not own and (other is None or not _checkpoints_at(other, trainer)):
         raise ConfigError(

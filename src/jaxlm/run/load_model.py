@@ -4,7 +4,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.models.base import LanguageModel
-from jaxlm.run.adapters import with_adapters, without_adapters
 from jaxlm.run.plan import Plan, make_plan
+from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
+from jaxlm.surgery.lora import add_adapters, lora_for_inference
 
 AS_TRAINED = "trained"
 # Keys outside the `model` section that control sharding and dtypes. The batch size must divide over the devices.
@@ -52,6 +53,11 @@ class LoadedCheckpoint:
     def data(self) -> DataConfig:
         """The data section of the checkpoint's phase."""
         return self.plan.data[self.checkpoint.cursor.phase]
+
+    @property
+    def surgeries(self) -> tuple[SurgeryConfig, ...]:
+        """The surgeries that the model has been through, in order."""
+        return self.plan.state_builder.surgeries_until(self.plan.phases[self.checkpoint.cursor.phase])
 
     def load_model(self, weights: str = AS_TRAINED) -> LanguageModel:
         """Loads the model in its parameters' dtype. Call it inside `plan.layout.use()`.
@@ -176,6 +182,7 @@ class LoadedModel:
     Attributes:
         location: its path or URL.
         stop_ids: token ids that end generation.
+        surgeries: the surgeries that the model has been through, in order.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
     """
 
@@ -183,11 +190,13 @@ class LoadedModel:
     tokenizer: Tokenizer
     plan: Plan
     stop_ids: tuple[int, ...]
+    surgeries: tuple[SurgeryConfig, ...]
     load: Callable[[], LanguageModel]
 
     def for_inference(self) -> LanguageModel:
-        """Loads the model in its compute dtype with adapters merged. Call it inside `plan.layout.use()`."""
-        return jax.jit(lambda model: self.plan.precision.cast_to_compute(without_adapters(model)))(self.load())
+        """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`."""
+        cast = self.plan.precision.cast_to_compute
+        return jax.jit(lambda model: cast(merge_surgeries(model, self.surgeries)))(self.load())
 
 
 def open_model(
@@ -203,12 +212,13 @@ def open_model(
     opened = _open_hf_model(name, keys, weights) if _is_hugging_face(name) else _open_checkpoint(name, keys, weights)
     if adapter is None:
         return opened
-    plan = opened.plan
+    config, layout, folder = opened.plan.config.model, opened.plan.layout, Path(adapter)
+    lora = lora_for_inference(folder, config)
 
     def load() -> LanguageModel:
-        return with_adapters(opened.load(), Path(adapter), plan.config.model, plan.layout)
+        return add_adapters(opened.load(), folder, config, layout)
 
-    return LoadedModel(opened.location, opened.tokenizer, plan, opened.stop_ids, load)
+    return replace(opened, surgeries=(*opened.surgeries, lora), load=load)
 
 
 def _is_hugging_face(name: str) -> bool:
@@ -232,7 +242,12 @@ def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> Loaded
     eos = trained.tokenizer.eos_id
     stop_ids = () if eos is None else (eos,)
     return LoadedModel(
-        trained.checkpoint.location, trained.tokenizer, trained.plan, stop_ids, lambda: trained.load_model(weights)
+        trained.checkpoint.location,
+        trained.tokenizer,
+        trained.plan,
+        stop_ids,
+        trained.surgeries,
+        load=lambda: trained.load_model(weights),
     )
 
 
@@ -259,7 +274,7 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
     def load() -> LanguageModel:
         return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout)
 
-    return LoadedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), load)
+    return LoadedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), (), load)
 
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

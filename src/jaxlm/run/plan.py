@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        return tuple(self.state_builder.phases)
+        return self.state_builder.phases
 
     @property
     def num_steps(self) -> int:

@@ -10,22 +10,30 @@ Dropout on the input of A in training, as in the released code (microsoft/LoRA, 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError, check_probability
-from jaxlm.models.base import LanguageModel
+from jaxlm.core.runtime import main_first
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.weights import axis_sizes
+from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
+from jaxlm.interop.peft.write import Adapter, save_adapters
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.base import SurgeryConfig
@@ -103,10 +111,7 @@ class LoraConfig(SurgeryConfig):
     rslora: bool = False
     from_peft: str | None = None
 
-    def apply(
-        self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
-    ) -> LanguageModel:
-        """Adds a new adapter to every matching layer. The weights of `from_peft` are loaded into them later."""
+    def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         if self.rank < 1:
             raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
         check_probability("surgery lora: dropout", self.dropout)
@@ -121,6 +126,24 @@ class LoraConfig(SurgeryConfig):
         self._check_no_adapters(model)
         self._check_dropout_applies(adapted)
         return adapted
+
+    def merge(self, model: LanguageModel) -> LanguageModel:
+        return tree.map_modules(model, LoraLinear, self.target, LoraLinear.merged)
+
+    def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray | jax.Array]:
+        if self.from_peft is None:
+            return {}
+        folder = main_first(functools.partial(peft_folder, self.from_peft))
+        read = _read(folder, model, config)
+        paths = [path for path, _ in tree.modules_by_path(model, LoraLinear)]
+        self._check_agreement(read, [path for path in paths if re.search(self.target, path)])
+        return read.leaves(model)
+
+    def keys_from_files(self, given: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
+        missing = {field.name for field in dataclasses.fields(self)}.difference(given)
+        if self.from_peft is None or not missing:
+            return {}
+        return {key: value for key, value in lora_keys(peft_folder(self.from_peft), config).items() if key in missing}
 
     def _check_no_adapters(self, model: LanguageModel) -> None:
         """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
@@ -143,7 +166,64 @@ class LoraConfig(SurgeryConfig):
                 " body ('attn|mlp'), or remove dropout"
             )
 
+    def _check_agreement(self, read: ReadAdapters, matched: Sequence[str]) -> None:
+        """Raises `ConfigError` if this surgery's keys, or the paths that its target matches, differ from the folder's."""
+        problems = [
+            f"{key}: {getattr(self, key)} given, but the folder has {value}"
+            for key, value in read.keys.items()
+            if key != "target" and getattr(self, key) != value
+        ]
+        problems += [
+            f"target: matches {path}, which has no adapter in the folder" for path in matched if path not in read.a
+        ]
+        problems += [
+            f"target: '{self.target}' does not match {path}, which has an adapter in the folder"
+            for path in read.a
+            if path not in matched
+        ]
+        if problems:
+            raise ConfigError(
+                f"surgery lora: from_peft: the adapters in {read.folder} do not match the surgery's other keys:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+                + "\nRemove these keys: they are read from adapter_config.json"
+            )
 
-def merge_lora(model: LanguageModel) -> LanguageModel:
-    """Merges every adapter into its layer."""
-    return tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)
+
+def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapters:
+    return read_adapters(folder, config, axis_sizes(tree.leaves(model)).get(LAYERS, 0))
+
+
+def lora_for_inference(folder: Path, config: ModelConfig) -> LoraConfig:
+    """The surgery that adds the adapters of a PEFT folder, without dropout. Reads no weights."""
+    return LoraConfig(**{**lora_keys(folder, config), "dropout": 0.0})
+
+
+def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout: Layout) -> LanguageModel:
+    """The model with the adapters of a PEFT folder, in its dtype, for inference only. Call it inside `layout.use()`."""
+    leaves = tree.leaves(model)
+    read = _read(folder, model, config)
+    lora = lora_for_inference(folder, config)
+    abstract = jax.eval_shape(lambda m: lora.apply(m, key=jax.random.key(0)), model)
+    dtype = next(leaf.dtype for _, leaf in leaves if tree.is_inexact(leaf))
+    values = dict(leaves)
+    for path, array in read.leaves(abstract).items():
+        axes = dict(tree.leaves(abstract))[path].axes
+        values[path] = NamedArray(jax.device_put(array.astype(dtype), layout.parameter_sharding(axes)), axes)
+    return tree.map_leaves(lambda path, _: values[path if path in values else path.replace(".base.", ".")], abstract)
+
+
+def save_peft(
+    folder: Path, model: LanguageModel, config: ModelConfig, layout: Layout, *, dtype: Any, base: str
+) -> None:
+    """Writes only the adapters of a model, in PEFT's format. Every process must call this.
+
+    Args:
+        base: name of the base model, for adapter_config.json.
+    """
+    adapters = [
+        Adapter(path, layer.a, layer.b, layer.base.In, layer.base.Out, layer.scale, layer.dropout)
+        for path, layer in tree.modules_by_path(model, LoraLinear)
+    ]
+    if not adapters:
+        raise ConfigError("the checkpoint has no adapters. Remove --adapters")
+    save_adapters(folder, adapters, config, layout, dtype=dtype, base=base)

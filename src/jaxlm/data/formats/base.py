@@ -86,6 +86,14 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     def can_read(self, name: str) -> bool:
         """Whether a file with this name may hold records of this format."""
 
+    def key_of_text(self, source_key: str) -> str | None:
+        """The key, or column, that this format reads text from; None if it reads none.
+
+        Args:
+            source_key: the `text_key` of the source.
+        """
+        return None
+
     @abc.abstractmethod
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         """Binds the format to a tokenizer.

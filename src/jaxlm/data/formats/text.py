@@ -30,6 +30,9 @@ class TextFormat(FormatConfig):
     def can_read(self, name: str) -> bool:
         return format_of(name) is not None
 
+    def key_of_text(self, source_key: str) -> str | None:
+        return self.text_key or source_key
+
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         del key
         return TextEncoder(tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))

@@ -14,7 +14,6 @@ from jaxlm.data.cache.cache_key import cache_key, check_cache_key, file_digests
 from jaxlm.data.cache.token_cache import Provenance, TokenCache, make_provenance, read_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
-from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, TRAIN, VALIDATION, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
@@ -135,8 +134,7 @@ class NamedSource:
 
     @property
     def _text_key(self) -> str:
-        format_key = self.config.format.text_key if isinstance(self.config.format, TextFormat) else None
-        return format_key or self.config.text_key
+        return self.config.format.key_of_text(self.config.text_key) or self.config.text_key
 
     def _check_records(self, sources: list[DataSource]) -> None:
         record_format = self.config.format
@@ -150,7 +148,8 @@ class NamedSource:
                 )
         if self._text_key == DEFAULT_TEXT_KEY:
             return
-        if not isinstance(record_format, TextFormat) or self._text_key != self.config.text_key != DEFAULT_TEXT_KEY:
+        key = record_format.key_of_text(self.config.text_key)
+        if key is None or key != self.config.text_key != DEFAULT_TEXT_KEY:
             raise ConfigError(
                 f"{self.key}.text_key: '{self.config.text_key}' has no effect with this format. Remove it"
             )

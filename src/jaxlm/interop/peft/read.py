@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.interop.peft.write import PREFIX
-from jaxlm.models.base import ModelConfig
+from jaxlm.models.base import LanguageModel, ModelConfig
 
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options that change anything other than adding scale * B A to a linear layer are not supported. They must have the value
@@ -37,14 +39,40 @@ class ReadAdapters:
     """Adapters of a folder, by path of the adapted module.
 
     Attributes:
+        folder: where they were read from.
         keys: keys of the `lora` surgery that adds these adapters.
         a: path -> [layers, rank, in], without `layers` if the module is not in a layer.
         b: path -> [layers, out, rank], without `layers` if the module is not in a layer.
     """
 
+    folder: Path
     keys: Mapping[str, Any]
     a: Mapping[str, np.ndarray]
     b: Mapping[str, np.ndarray]
+
+    def leaves(self, model: LanguageModel) -> dict[str, np.ndarray]:
+        """Leaf path -> value, for a concrete or abstract model that has these adapters.
+
+        Raises:
+            ConfigError: an array does not have the shape of its leaf.
+        """
+        leaves, values = dict(tree.leaves(model)), {}
+        for side, arrays in (("a", self.a), ("b", self.b)):
+            for module, array in arrays.items():
+                axes = leaves[f"{module}.{side}"].axes
+                shape = tuple(axis.size for axis in axes)
+                if array.size != np.prod(shape) or array.shape[-1 if side == "b" else -2] != self.keys["rank"]:
+                    raise ConfigError(
+                        f"{self.folder}: lora_{side.upper()} of {module}: shape {list(array.shape)} in the file (layers"
+                        f" first) does not match {dict(zip([axis.name for axis in axes], shape, strict=True))}"
+                    )
+                values[f"{module}.{side}"] = array.reshape(shape)
+        return values
+
+
+def peft_folder(name: str) -> Path:
+    """Resolves `from_peft`, a path or a Hub name, to a local folder."""
+    return local_folder(name, "surgery lora: from_peft", weights=True)
 
 
 def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAdapters:
@@ -79,7 +107,7 @@ def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAda
     if unread or not adapters["A"]:
         listed = ", ".join(sorted(unread)[:_MAX_LISTED])
         raise _wrong_model(folder, f"{listed} belong to no layer of this model" if unread else "no adapters")
-    return ReadAdapters(_lora_keys(settings, adapters["A"]), a=adapters["A"], b=adapters["B"])
+    return ReadAdapters(folder, _lora_keys(settings, adapters["A"]), a=adapters["A"], b=adapters["B"])
 
 
 def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:

@@ -5,16 +5,10 @@ attached GPU, so its query functions are replaced while tracing.
 """
 
 import contextlib
-import contextvars
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxlm_compiling_for_cuda", default=False)
-
-
-def is_compiling_for_cuda() -> bool:
-    """Whether the current trace is inside `compiling_for_cuda`."""
-    return _compiling.get()
+from jaxlm.core.trace_options import tracing
 
 
 @contextlib.contextmanager
@@ -30,13 +24,12 @@ def compiling_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
         "is_cuda_compute_capability_equal": lambda other: capability == parse(other),
     }
     originals = {name: getattr(fused, name) for name in replacements}
-    token = _compiling.set(True)
     _set_attributes(fused, replacements)
     try:
-        yield
+        with tracing(assume_kernels=True):
+            yield
     finally:
         _set_attributes(fused, originals)
-        _compiling.reset(token)
 
 
 def _set_attributes(module: ModuleType, values: Mapping[str, object]) -> None:

@@ -4,6 +4,7 @@ Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped-query attent
 (arXiv:2305.13245); sliding windows: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1, causal.
 """
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.core.custom_vjp import is_twice_differentiable
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
+from jaxlm.core.trace_options import trace_options
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, blockwise_attention
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
@@ -22,7 +23,7 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import Inputs
-from jaxlm.models.token_sharding import HeadSharding
+from jaxlm.models.token_sharding import AttentionSharding
 
 
 def as_keys(x: NamedArray) -> NamedArray:
@@ -54,38 +55,52 @@ class AttentionMask(eqx.Module):
         return AttentionMask(inputs.positions, inputs.segment_ids, *keys, same_tokens=True)
 
 
-def _task(
-    q: NamedArray, group: int, window: int | None, same_tokens: bool, dropout: float, rule: ScoreRule
-) -> AttentionTask:
-    """The task of these queries on the devices of the current layout."""
-    return AttentionTask(
-        current_platform(),
-        q.dtype,
-        q.axis_size(POSITION),
-        head_size=q.axis_size(HEAD_SIZE),
-        group=group,
-        window=window,
-        capability=cuda_capability(current_device()),
-        same_tokens=same_tokens,
-        dropout=dropout,
-        rule=rule,
-        twice_differentiable=is_twice_differentiable(),
-    )
+class AttentionSpec(eqx.Module):
+    """How queries attend to keys and values, apart from these three.
+
+    Attributes:
+        mask: which queries attend to which keys, apart from the window.
+        scale: factor of the scores; None means 1 / sqrt(head_size).
+        window: number of tokens that a query attends to, including itself; None means all previous tokens.
+        rule: modifies the scaled scores before the softmax: soft cap, ALiBi.
+        dropout: dropout probability of the attention weights; ignored without a key.
+        backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
+            the same tokens, and for second derivatives.
+        sharding: of queries, keys and values on the mesh. The default is a single device.
+    """
+
+    mask: AttentionMask
+    scale: float | jax.Array | None = None
+    window: int | None = eqx.field(static=True, default=None)
+    rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
+    dropout: float = eqx.field(static=True, default=0.0)
+    backend: str = eqx.field(static=True, default=AUTO)
+    sharding: AttentionSharding = eqx.field(static=True, default=AttentionSharding())
+
+    def factor(self, head_size: int) -> float | jax.Array:
+        """The factor of the scores."""
+        return head_size**-0.5 if self.scale is None else self.scale
+
+    def task(self, q: NamedArray, num_kv_heads: int) -> AttentionTask:
+        """What a backend must support for these queries, on the devices of the current layout."""
+        return AttentionTask(
+            current_platform(),
+            q.dtype,
+            q.axis_size(POSITION),
+            head_size=q.axis_size(HEAD_SIZE),
+            group=q.axis_size(HEADS) // num_kv_heads,
+            window=self.window,
+            capability=cuda_capability(current_device()),
+            same_tokens=self.mask.same_tokens,
+            dropout=self.dropout,
+            rule=self.rule,
+            twice_differentiable=trace_options().twice_differentiable,
+        )
 
 
 @jax.named_scope("attention")  # profile summaries match this name
 def attention(
-    q: NamedArray,
-    k: NamedArray,
-    v: NamedArray,
-    attention_mask: AttentionMask,
-    *,
-    scale: float | jax.Array | None = None,
-    window: int | None = None,
-    dropout: float = 0.0,
-    key: jax.Array | None = None,
-    backend: str = AUTO,
-    rule: ScoreRule = UNMODIFIED_SCORES,
+    q: NamedArray, k: NamedArray, v: NamedArray, spec: AttentionSpec, *, key: jax.Array | None = None
 ) -> NamedArray:
     """Softmax attention. A query that attends to no key returns 0.
 
@@ -94,12 +109,7 @@ def attention(
     Args:
         q: {batch, position, heads, head_size}. Query head h reads key/value head h // (heads / kv_heads).
         k, v: {batch, key_position, kv_heads, head_size}.
-        scale: factor of the scores; None means 1 / sqrt(head_size).
-        window: number of tokens that a query attends to, including itself; None means all previous tokens.
-        dropout: dropout probability of the attention weights; ignored without `key`.
-        backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
-            the same tokens, and for second derivatives.
-        rule: modifies the scaled scores before the softmax.
+        key: for dropout; None means no dropout.
 
     Returns:
         {batch, position, heads, head_size} in the dtype of `v`.
@@ -108,28 +118,27 @@ def attention(
     k, v = (a.rearrange((BATCH, KEY_POSITION, KV_HEADS, HEAD_SIZE)) for a in (k, v))
     num_heads, num_kv_heads = q.axis_size(HEADS), k.axis_size(KV_HEADS)
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    factor = q.axis_size(HEAD_SIZE) ** -0.5 if scale is None else scale
+    spec = spec if key is not None else dataclasses.replace(spec, dropout=0.0)
+    factor = spec.factor(q.axis_size(HEAD_SIZE))
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
-    dropout = 0.0 if key is None else dropout
-    task = _task(q, num_heads // num_kv_heads, window, attention_mask.same_tokens, dropout, rule)
-    ignores_backend = task.twice_differentiable or not attention_mask.same_tokens
-    choice = choose_attention(task, AUTO if ignores_backend else backend)
-    segments = attention_mask.segment_ids.rearrange((BATCH, POSITION)).array
+    task = spec.task(q, num_kv_heads)
+    ignores_backend = task.twice_differentiable or not task.same_tokens
+    choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
+    segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blockwise":
-        out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, window, rule)
+        out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule)
     elif choice.name == "splash":
-        kernel = functools.partial(splash_attention, window=window)
-        out = HeadSharding.of(q, k).shard_map(kernel)(
-            q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32)
-        )
+        kernel = spec.sharding.shard_map(functools.partial(splash_attention, window=spec.window))
+        out = kernel(q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32))
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
-        kernel = functools.partial(cudnn_attention, scale=constant, window=window, packed=choice.name == "cudnn")
-        out = HeadSharding.of(q, k).shard_map(kernel)(q_BTKGH, k.array, v.array, segments)
+        packed = choice.name == "cudnn"
+        kernel = functools.partial(cudnn_attention, scale=constant, window=spec.window, packed=packed)
+        out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments)
     else:
-        mask_BTS, distance_BTS = mask_and_distance(attention_mask, window)
-        score_fn = functools.partial(rule, distance_BTS=distance_BTS)
-        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, dropout, key, score_fn)
+        mask_BTS, distance_BTS = mask_and_distance(spec)
+        score_fn = functools.partial(spec.rule, distance_BTS=distance_BTS)
+        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, spec.dropout, key, score_fn)
     return NamedArray(out.reshape(q.array.shape), q.axes)
 
 
@@ -140,13 +149,12 @@ def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple
     return (q_BTKGH.astype(jnp.float32) * factor).astype(q_BTKGH.dtype), 1.0
 
 
-def mask_and_distance(attention_mask: AttentionMask, window: int | None) -> tuple[jax.Array, jax.Array]:
+def mask_and_distance(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """Boolean and int32 [B, T, S]: whether each query attends to each key, and how many positions back the key is."""
+    mask, window = spec.mask, spec.window
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
-    t_BT, t_segment_BT = (a.rearrange(queries).array for a in (attention_mask.positions, attention_mask.segment_ids))
-    s_BS, s_segment_BS = (
-        a.rearrange(keys).array for a in (attention_mask.key_positions, attention_mask.key_segment_ids)
-    )
+    t_BT, t_segment_BT = (a.rearrange(queries).array for a in (mask.positions, mask.segment_ids))
+    s_BS, s_segment_BS = (a.rearrange(keys).array for a in (mask.key_positions, mask.key_segment_ids))
     same = (t_segment_BT[:, :, None] == s_segment_BS[:, None, :]) & (t_segment_BT != 0)[:, :, None]
     distance_BTS = t_BT[:, :, None] - s_BS[:, None, :]
     near = distance_BTS >= 0 if window is None else (distance_BTS >= 0) & (distance_BTS < window)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.models.attention.api import AttentionMask, mask_and_distance
-from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.attention.api import AttentionSpec, mask_and_distance
 from jaxlm.models.base import KVArray
 
 
@@ -24,11 +23,7 @@ def cached_attention(
     v: NamedArray,
     cached_keys: KVArray,
     cached_values: KVArray,
-    attention_mask: AttentionMask,
-    *,
-    scale: float | jax.Array | None,
-    window: int | None,
-    rule: ScoreRule,
+    spec: AttentionSpec,
 ) -> NamedArray:
     """`attention` over the cached slots followed by the new tokens; returns {batch, position, heads, head_size}.
 
@@ -36,7 +31,8 @@ def cached_attention(
         q: {batch, position, heads, head_size}.
         k, v: {batch, position, kv_heads, head_size}.
         cached_keys, cached_values: of one layer.
-        attention_mask: its keys are the cached slots followed by the new tokens.
+        spec: the keys of its mask are the cached slots followed by the new tokens. Dropout, backend and sharding do not
+            apply.
     """
     q = q.rearrange((BATCH, POSITION, HEADS, HEAD_SIZE))
     k_BTKH, v_BTKH = (a.rearrange((BATCH, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
@@ -46,9 +42,9 @@ def cached_attention(
     q_RQH = q_BKGTH.reshape(*rows, -1, head_size)
     cached_BKGTS = _scores(q_RQH, cached_keys).reshape(*q_BKGTH.shape[:-1], num_slots)
     new_BKGTS = jnp.einsum("bkgth,bskh->bkgts", q_BKGTH, k_BTKH, preferred_element_type=jnp.float32)
-    mask_BTS, distance_BTS = mask_and_distance(attention_mask, window)
-    factor = head_size**-0.5 if scale is None else scale
-    scores = rule(jnp.concatenate([cached_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
+    mask_BTS, distance_BTS = mask_and_distance(spec)
+    factor = spec.factor(head_size)
+    scores = spec.rule(jnp.concatenate([cached_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
     weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, rope_to_json, size_keys
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, embeddings_and_head, pre_norms
 from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.phi3 import Phi3Config
-from jaxlm.models.rope import LongRotary
 
 _LAYER = "model.layers.{layer}."
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def _tensors(config: Phi3Config) -> Iterator[Tensor]:
@@ -25,9 +25,8 @@ def _tensors(config: Phi3Config) -> Iterator[Tensor]:
 
 
 def _original_to_theirs(config: Any) -> Json:
-    if not isinstance(config.rope, LongRotary):
-        return {}
-    return {"original_max_position_embeddings": config.rope.original_max_position_embeddings}
+    written = rope_to_json(config.rope)
+    return {key: written[key] for key in (_ORIGINAL,) if written["rope_type"] == "longrope"}
 
 
 FAMILY = Family(
@@ -38,7 +37,7 @@ FAMILY = Family(
         *size_keys(length=4096, eps_default=1e-5),
         kv_heads(),
         rope(),
-        KeyGroup(("original_max_position_embeddings",), lambda _: {}, _original_to_theirs),  # `rope` reads it
+        KeyGroup((_ORIGINAL,), lambda _: {}, _original_to_theirs),  # `rope` reads it
         activation("hidden_act", "silu"),
         JsonKey("sliding_window", "sliding_window", None),
         FixedKey("attention_dropout", 0.0),

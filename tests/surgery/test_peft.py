@@ -23,9 +23,10 @@ from jaxlm.models.base import Inputs
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
-from jaxlm.run.adapters import check_adapters, export_adapters, initial_adapter_leaves, with_adapters, without_adapters
 from jaxlm.run.load_model import open_checkpoint, open_model
 from jaxlm.run.plan import make_plan
+from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.lora import add_adapters, save_peft
 from jaxlm.train import train
 from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
 
@@ -54,9 +55,9 @@ def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     with plan.layout.use():
         plain = place_state(plan.state_builder.initial_model, plan.state_builder.abstract_initial_model, plan.layout)
-        change = lambda model: busy(lora_of(plan).apply(model, refs={}, calibration=None, key=jax.random.key(1)))  # noqa: E731
+        change = lambda model: busy(lora_of(plan).apply(model, key=jax.random.key(1)))  # noqa: E731
         model = jax.jit(change)(plain)
-        export_adapters(folder, model, plan, jnp.float32)
+        save_adapters_of(model, folder, plan)
     return plan, plain, model, folder
 
 
@@ -64,10 +65,14 @@ def lora_of(plan):
     return plan.phases[0].surgeries[0]
 
 
+def save_adapters_of(model, folder, plan):
+    save_peft(folder, model, plan.config.model, plan.layout, dtype=jnp.float32, base="base")
+
+
 def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     plan, plain, model, folder = adapted
     with plan.layout.use():
-        again = with_adapters(plain, folder, plan.config.model, plan.layout)
+        again = add_adapters(plain, folder, plan.config.model, plan.layout)
     for (path, ours), (same_path, expected) in zip(tree.leaves(again), tree.leaves(model), strict=True):
         assert path == same_path
         np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
@@ -95,7 +100,7 @@ def test_unsupported_lora_variants_are_refused(adapted, tmp_path, settings, mess
     (tmp_path / "adapter_config.json").write_text(json.dumps(written | settings))
     (tmp_path / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
     with plan.layout.use(), pytest.raises(ConfigError, match=message):
-        with_adapters(plain, tmp_path, plan.config.model, plan.layout)
+        add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
 
 @pytest.mark.slow
@@ -109,7 +114,7 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
         with pytest.raises(ConfigError, match=message):
             read_adapters(folder, config, config.num_layers)
     with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found"):
-        with_adapters(plain, tmp_path, plan.config.model, plan.layout)
+        add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
 
 def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, np.ndarray]:
@@ -183,14 +188,13 @@ def test_a_run_starts_from_peft_adapters_bit_for_bit(adapted, tmp_path):
     plan = begun_from(moved, rank=4)
     lora = lora_of(plan)
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (4, 8.0, 0.1, False)
-    check_adapters(plan)
+    assert len(plan.state_builder.initial_leaves(plan.phases[0])) == 1
     with plan.layout.use():
         weights = place_state(plan.state_builder.initial_model, plan.state_builder.abstract_initial_model, plan.layout)
-        given = initial_adapter_leaves(plan, plan.phases[0])
-        state = enter_phase(plan.state_builder, plan.phases[0], plan.layout, None, weights, given)()
+        state = enter_phase(plan.state_builder, plan.phases[0], plan.layout, None, weights)()
         for (path, ours), (_, expected) in zip(tree.leaves(state.model), tree.leaves(model), strict=True):
             np.testing.assert_array_equal(ours.array, expected.array, err_msg=path)
-        export_adapters(tmp_path / "again", state.model, plan, jnp.float32)
+        save_adapters_of(state.model, tmp_path / "again", plan)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
     shutil.rmtree(moved)
@@ -212,8 +216,9 @@ def test_a_run_starts_from_peft_adapters_bit_for_bit(adapted, tmp_path):
     ids=str,
 )
 def test_keys_beside_from_peft_must_agree_with_the_folder(adapted, keys, message):
+    plan = begun_from(adapted[3], **keys)
     with pytest.raises(ConfigError, match=f"(?s){message}.*Remove these keys"):
-        check_adapters(begun_from(adapted[3], **keys))
+        plan.state_builder.initial_leaves(plan.phases[0])
 
 
 @pytest.mark.slow
@@ -311,15 +316,15 @@ def test_lora_on_instructions(tmp_path, real):
                 np.testing.assert_array_equal(leaf.array, expected, err_msg=path)
         ids = np.random.default_rng(0).integers(0, plan.state_builder.Vocab.size, size=(8, 24))
         ours = logits_of(model, ids)
-        np.testing.assert_allclose(logits_of(without_adapters(model), ids), ours, atol=1e-5)
-        export_adapters(tmp_path / "adapter", model, plan, jnp.float32)
+        np.testing.assert_allclose(logits_of(merge_surgeries(model, trained.surgeries), ids), ours, atol=1e-5)
+        save_adapters_of(model, tmp_path / "adapter", plan)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         np.testing.assert_allclose(ours, theirs(torch.tensor(ids)).logits.numpy(), rtol=1e-4, atol=1e-4)
     theirs.save_pretrained(tmp_path / "resaved")
     with plan.layout.use():
-        again = with_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
+        again = add_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
         np.testing.assert_array_equal(logits_of(again, ids), ours)
 
 

@@ -1,0 +1,44 @@
+"""What tracing a model depends on, besides its arguments and the layout: one value."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How a program is traced.
+
+    Attributes:
+        auto_remat: the remat policy that `auto` stands for (`jaxlm.models.remat`).
+        twice_differentiable: kernels with a custom backward pass are replaced by their plain definitions, which can be
+            differentiated more than once. Values and first derivatives are the same up to floating-point rounding; run
+            time and memory use differ.
+        assume_kernels: fused attention kernels are assumed to be correct, because the GPU that the program is compiled
+            for is not attached and cannot self-test them.
+    """
+
+    auto_remat: str = "cheap"
+    twice_differentiable: bool = False
+    assume_kernels: bool = False
+
+
+# A jax user context rather than a context variable: it is part of the keys of jax's tracing caches. Otherwise a function
+# that was traced once would not be traced again with other options.
+_current = jax.make_user_context(TraceOptions())
+
+
+def trace_options() -> TraceOptions:
+    """The options of the current trace."""
+    return _current.value
+
+
+@contextlib.contextmanager
+def tracing(**changes: Any) -> Iterator[None]:
+    """Changes fields of the trace options while tracing inside. They hold in traced functions and nested traces too."""
+    with _current(dataclasses.replace(trace_options(), **changes)):
+        yield
