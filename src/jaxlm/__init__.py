@@ -1,3 +1,34 @@
 """jaxlm: one YAML trains a language model in JAX, sharded, resumable bit for bit."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxlm.run.inference_model import InferenceModel
+
 __version__ = "0.1.0"
+
+
+def load(
+    name: "str | Path",
+    *,
+    weights: str = "trained",
+    adapter: str | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> "InferenceModel":
+    """Loads a model onto this process's devices, for use in Python.
+
+    Args:
+        name: a checkpoint, a run's checkpoint folder (the newest is used), a Hugging Face folder, or a Hub `name` or
+            `name@revision`.
+        weights: `trained`, or `ema` for the average of `trainer.model_averaging`.
+        adapter: a PEFT folder with adapters to merge into the model.
+        keys: dotted key -> value, such as `{"trainer.mp": "f32"}`, which override the saved configuration.
+
+    Raises:
+        ConfigError: there is no such model, or a key does not apply to it.
+    """
+    from jaxlm.run import inference_model  # imports jax, which `import jaxlm` does not
+
+    return inference_model.load(name, weights=weights, adapter=adapter, keys=keys)

@@ -177,6 +177,11 @@ LORA: dict[str, Entry] = {
     "surgery.rslora": Change(True, Constant(16 / 2**0.5)),
     "surgery.from_peft": ShownIn("tests/surgery/test_peft.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
 }
+SPLIT_AT: dict[str, Entry] = {
+    "surgery.layer": Change(
+        2, Shapes({r"^model\.body\.0\..*q_proj": (2, 4, 8, 32), r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})
+    ),
+}
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
@@ -199,5 +204,6 @@ TABLE: Table = {
         "trainer.train_batch_size.1.value": Change(48, Program(gains=r"tensor<1x48x16xi32>")),
     },
     "lora": LORA,
+    "split_at": SPLIT_AT,
     "phases": PHASES,
 }

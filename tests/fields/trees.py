@@ -74,6 +74,9 @@ BASES: dict[str, Tree] = {
     "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
+    "split_at": merged(
+        tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
+    ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
 }
 
@@ -116,6 +119,6 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
     for kind in ObjectiveConfig.get_known_choices().values():
         found += _fields("llama", "objective", kind)
-    for kind in SurgeryConfig.get_known_choices().values():
-        found += _fields("lora", "surgery", kind)
+    for name, kind in SurgeryConfig.get_known_choices().items():
+        found += _fields(name, "surgery", kind)
     return found + _fields("phases", "phases.0", PhaseConfig)

@@ -37,7 +37,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.stacks import Transformer
+from jaxlm.models.stacks import Stack
 from jaxlm.models.token_sharding import AttentionSharding
 from tests.engine.helpers import layout
 
@@ -337,7 +337,7 @@ def test_without_a_gpu_the_choice_falls_back_to_blockwise():
 )
 def test_a_layer_describes_its_attention_task(config, expected):
     built = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
-    (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Transformer)
+    (layer,), (body,) = tree.modules(built, SelfAttention), tree.modules(built, Stack)
     (kind,) = body.kinds
     task = layer.task("gpu", (9, 0), jnp.dtype(jnp.bfloat16), 1024, kind.window)
     assert (task.platform, task.capability, task.seq_len, task.same_tokens) == ("gpu", (9, 0), 1024, True)

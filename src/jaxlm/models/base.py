@@ -1,6 +1,7 @@
 """The interface of language models: inputs, outputs, cache, model and config."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Sum
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.loss import soft_capped
@@ -48,15 +50,15 @@ class KVCache(eqx.Module):
     """A KV cache, for decoding token by token.
 
     Attributes:
-        keys, values: of all layers.
+        keys, values: one per stack of layers.
         positions, segment_ids: int32 {batch, key_position}; segment 0 marks an empty slot.
         length: scalar int32, the number of slots in use (the same for all rows, because prompts are padded on the
             left).
         fresh: the cache is empty, so the first inputs attend only to each other, as in training.
     """
 
-    keys: KVArray
-    values: KVArray
+    keys: tuple[KVArray, ...]
+    values: tuple[KVArray, ...]
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
@@ -83,11 +85,33 @@ class Hidden(eqx.Module):
             vocab}.
         cache: the given cache, extended by these inputs; None if none was given.
         aux: auxiliary losses of the layers by metric name (such as a router's load balance).
+        taps: {batch, position, embed}, the residual stream at each requested tap.
     """
 
     final: NamedArray
     cache: Any = None
     aux: dict[str, AuxLoss] = eqx.field(default_factory=dict)
+    taps: dict[str, NamedArray] = eqx.field(default_factory=dict)
+
+
+EMBEDDING, FINAL = "embedding", "final"
+
+
+def layer_tap(layer: int) -> str:
+    """The name of the residual stream after a layer, counted from 0."""
+    return f"layer_{layer}"
+
+
+def tap_names(num_layers: int) -> tuple[str, ...]:
+    """The taps of a body: the input of the first layer, the output of every layer, and the output of the final norm."""
+    return (EMBEDDING, *map(layer_tap, range(num_layers)), FINAL)
+
+
+def check_taps(taps: Sequence[str], known: Sequence[str]) -> None:
+    """Raises `ConfigError` for a tap that the model does not have."""
+    unknown = [name for name in taps if name not in known]
+    if unknown:
+        raise ConfigError(f"taps: '{unknown[0]}' given, but this model has: {', '.join(known) or 'no taps'}")
 
 
 class LanguageModel(eqx.Module):
@@ -112,12 +136,19 @@ class LanguageModel(eqx.Module):
         """The position axis. Its size is the maximum sequence length."""
 
     @abc.abstractmethod
-    def hidden(self, inputs: Inputs, *, cache: Any = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(
+        self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
+    ) -> Hidden:
         """Runs everything except the head.
 
         Args:
             cache: from `init_cache`, or from the previous call's `Hidden.cache`. None uses no cache.
+            taps: names of the hidden states to return in `Hidden.taps`: `embedding` is the input of the first layer,
+                `layer_N` the output of layer N (from 0), and `final` the output of the final norm.
             key: for dropout. None means no dropout.
+
+        Raises:
+            ConfigError: the model has no tap of that name.
         """
 
     @abc.abstractmethod

@@ -4,6 +4,7 @@ Each family is a config that assembles its own blocks. The model class is the sa
 """
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, Ml
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import parse_remat
-from jaxlm.models.stacks import Block, LayerKind, Transformer, shortest_period
+from jaxlm.models.stacks import Block, Body, LayerKind, Stack, shortest_period
 
 Norm = LayerNorm | RMSNorm
 
@@ -122,9 +123,9 @@ class TransformerConfig(ModelConfig):
     def block(self, *, key: jax.Array) -> Block:
         """Initializes one block."""
 
-    def transformer(self, final_norm: Norm, *, key: jax.Array) -> Transformer:
+    def transformer(self, final_norm: Norm, *, key: jax.Array) -> Stack:
         """Initializes all blocks."""
-        return Transformer(
+        return Stack(
             hnn.Stacked.init(self.Layers, DecoderBlock)(self, key=jax.random.split(key, self.num_layers)),
             final_norm,
             kinds=shortest_period(self.kinds),
@@ -191,7 +192,7 @@ class Decoder(LanguageModel):
     """
 
     tokens: hnn.Embedding
-    body: Transformer
+    body: Body
     head: Linear | None
     config: DecoderConfig = eqx.field(static=True)
     embed_scale: float | None = eqx.field(static=True, default=None)
@@ -221,18 +222,20 @@ class Decoder(LanguageModel):
     def Pos(self) -> Axis:
         return self.config.Pos
 
-    def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(
+        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
+    ) -> Hidden:
         x = for_lookup(self.tokens)(inputs.tokens)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
-        return self.body(x, inputs, cache, key)
+        return self.body(x, inputs, cache, key, taps)
 
     def lm_head(self) -> NamedArray:
         return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        c = self.config
-        return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)
+        layers = [stack.Layers for stack in self.body.stacks]
+        return empty_cache(layers, Batch, capacity, self.config.KVHeads, self.config.HeadSize, dtype)
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:

@@ -1,12 +1,12 @@
-"""A stack of layers of the same structure, run as a scan or unrolled.
+"""The body of a decoder: layers of the same structure, in one stack or in several that run one after the other.
 
-`haliax.scan` attaches axis names to each layer's slice of the parameters before the layer runs. The backward pass then
-saves the named copy instead of the slice, so the loop stores all parameters a second time, gathered from all devices
-under FSDP. This module passes plain slices, and the backward pass reads them again from the stacked parameters.
+A stack has an axis `layers` of its own. One stack is the usual case; the paths of its parameters contain no number.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+import abc
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -14,116 +14,22 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core.axes import LAYERS
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.base import AuxLoss, Hidden, Inputs, KVCache
+from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache, check_taps, layer_tap, tap_names
 from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import RematPolicy, remat
 from jaxlm.models.rope import RotaryConfig
+from jaxlm.models.scan import runs_as_scan, scan_layers
 
-Carry = TypeVar("Carry")
-_MAX_UNROLLED = 32
-
-
-def runs_as_scan(scan: bool | str, num_layers: int, *, platform: str, num_devices: int) -> tuple[bool, str]:
-    """Whether to run the layers as a scan instead of unrolled, and why.
-
-    A scan compiles in constant time and needs the least memory. Unrolled on one GPU, XLA overlaps and fuses across
-    layers, at the cost of compiling each layer.
-    """
-    if scan != "auto":
-        return bool(scan), f"model.scan_layers: {str(scan).lower()}"
-    if platform == "gpu" and num_devices == 1 and num_layers <= _MAX_UNROLLED:
-        return False, f"one GPU, {num_layers} layers"
-    return True, "compiles once for all layers"
-
-
-def scan_layers(
-    body: Callable[..., tuple[Carry, Any]],
-    carry: Carry,
-    per_layer: tuple,
-    Layers: Axis,
-    *,
-    unroll: bool,
-    period: int = 1,
-) -> tuple[Carry, Any]:
-    """Runs `carry, out = body(kind_index, carry, *slices)` for one layer after the other.
-
-    Args:
-        per_layer: pytrees. Named arrays with the axis `Layers` and plain arrays (along their first axis) are sliced;
-            everything else is passed to each layer unchanged.
-        unroll: compile every layer separately instead of a loop.
-        period: number of layers after which the kinds of layers repeat; `kind_index` is a layer's index within the
-            period. The loop body is one period. Layers left over at the end are compiled separately.
-
-    Returns:
-        The last carry, and the named arrays of every `out`, stacked along `Layers`.
-    """
-    leaves, structure = jax.tree.flatten(per_layer, is_leaf=is_named)
-    stacked = [leaf if _is_stacked(leaf, Layers) else None for leaf in leaves]
-    out_structure, out_axes = jax.tree.structure(None), []
-
-    def one_layer(kind_index: int, carry, arrays):
-        nonlocal out_structure, out_axes
-        slices = [
-            leaf if whole is None else _slice(whole, array, Layers)
-            for leaf, whole, array in zip(leaves, stacked, arrays, strict=True)
-        ]
-        carry, out = body(kind_index, carry, *jax.tree.unflatten(structure, slices))
-        named, out_structure = jax.tree.flatten(out, is_leaf=is_named)
-        out_axes = [leaf.axes for leaf in named]
-        return carry, [leaf.array for leaf in named]
-
-    xs = [None if leaf is None else _layers_first(leaf, Layers) for leaf in stacked]
-    carry, arrays = _scan_periods(one_layer, carry, xs, Layers.size, period, unroll)
-    out = [NamedArray(array, (Layers, *axes)) for array, axes in zip(arrays, out_axes, strict=True)]
-    return carry, jax.tree.unflatten(out_structure, out)
-
-
-def _scan_periods(
-    one_layer: Callable, carry: Any, xs: list, num_layers: int, period: int, unroll: bool
-) -> tuple[Any, list]:
-    if period == 1:
-        return jax.lax.scan(functools.partial(one_layer, 0), carry, xs, length=num_layers, unroll=unroll or 1)
-
-    def several_layers(carry, arrays, count: int):
-        outs = []
-        for kind_index in range(count):
-            carry, out = one_layer(kind_index, carry, jax.tree.map(lambda x, i=kind_index: x[i], arrays))
-            outs.append(out)
-        return carry, [jnp.stack(parts) for parts in zip(*outs, strict=True)]
-
-    num_periods, num_rest = divmod(num_layers, period)
-    num_scanned = num_layers - num_rest
-    grouped = jax.tree.map(lambda x: x[:num_scanned].reshape(num_periods, period, *x.shape[1:]), xs)
-    one_period = functools.partial(several_layers, count=period)
-    carry, outs = jax.lax.scan(one_period, carry, grouped, length=num_periods, unroll=unroll or 1)
-    outs = [x.reshape(num_scanned, *x.shape[2:]) for x in outs]
-    if num_rest:
-        carry, rest = several_layers(carry, jax.tree.map(lambda x: x[num_scanned:], xs), num_rest)
-        outs = [jnp.concatenate(parts) for parts in zip(outs, rest, strict=True)]
-    return carry, outs
-
-
-def _is_stacked(leaf: Any, Layers: Axis) -> bool:
-    return leaf.has_axis(Layers) if is_named(leaf) else eqx.is_array(leaf)
-
-
-def _layers_first(leaf: Any, Layers: Axis) -> jax.Array:
-    return leaf.rearrange((Layers, ...)).array if is_named(leaf) else leaf
-
-
-def _slice(whole: Any, array: jax.Array, Layers: Axis) -> Any:
-    if not is_named(whole):
-        return array
-    return NamedArray(array, tuple(axis for axis in whole.axes if axis.name != Layers.name))
+T = TypeVar("T")
 
 
 class LayerAux(Protocol):
@@ -193,12 +99,102 @@ def layer_contexts(
     return [LayerContext(attention_mask, rotations[kind.rope], kind.window, backend) for kind in kinds]
 
 
-class Transformer(eqx.Module):
-    """The body of a decoder: layers, then a norm.
+class Body(abc.ABC):
+    """The layers of a decoder: one stack, or several that run one after the other, then a norm."""
+
+    @property
+    @abc.abstractmethod
+    def stacks(self) -> tuple["Stack", ...]:
+        """The stacks, from first to last. The last one has the final norm."""
+
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        """The number of each stack's first layer, counted from 0 over all stacks."""
+        return tuple(itertools.accumulate((stack.Layers.size for stack in self.stacks[:-1]), initial=0))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of all stacks."""
+        return self.first_layers[-1] + self.stacks[-1].Layers.size
+
+    @property
+    def kinds_by_layer(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, from first to last."""
+        return tuple(kind for stack in self.stacks for kind in stack.kinds_between(0, stack.Layers.size))
+
+    def split_at(self, layer: int) -> "Stacks":
+        """The same layers, with a stack that ends before `layer` (counted from 0 over all stacks)."""
+        parts: list[Stack] = []
+        for first, stack in zip(self.first_layers, self.stacks, strict=True):
+            cut, size = layer - first, stack.Layers.size
+            parts += [stack.between(0, cut), stack.between(cut, size)] if 0 < cut < size else [stack]
+        return Stacks(tuple(parts))
+
+    def __call__(
+        self,
+        x: NamedArray,
+        inputs: Inputs,
+        cache: KVCache | None,
+        key: jax.Array | None,
+        taps: Sequence[str] = (),
+    ) -> Hidden:
+        """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`."""
+        check_taps(taps, tap_names(self.num_layers))
+        filled = None if cache is None or cache.fresh else cache
+        attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
+        shared = ForwardPass(inputs, attention_mask, key, self.num_layers, stores=cache is not None)
+        residuals, outputs = {EMBEDDING: x}, []
+        for number, (first, stack) in enumerate(zip(self.first_layers, self.stacks, strict=True)):
+            cached = None if filled is None else LayerCache(filled.keys[number], filled.values[number])
+            stop_layers = [at + 1 for at in range(stack.Layers.size - 1) if layer_tap(first + at) in taps]
+            segments = []
+            for start, stop in itertools.pairwise((0, *stop_layers, stack.Layers.size)):
+                x, out = stack.run(x, shared, cached, start, stop, first_layer=first)
+                residuals[layer_tap(first + stop - 1)] = x
+                segments.append(out)
+            outputs.append(_concatenated(segments))
+        final_norm = self.stacks[-1].final_norm
+        assert final_norm is not None
+        final = for_compute(final_norm)(x)
+        new, aux = zip(*outputs, strict=True)
+        extended = None
+        if cache is not None:
+            extended = extend_cache(cache, inputs, tuple(kv.keys for kv in new), tuple(kv.values for kv in new))
+        aux = _concatenated(aux)
+        tapped = {name: (residuals | {FINAL: final})[name] for name in taps}
+        return Hidden(final, extended, {} if aux is None else aux.aux_losses(), tapped)
+
+
+def _concatenated(parts: Sequence[T]) -> T:
+    """Outputs of consecutive layers, as if one scan had returned them."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: hax.concatenate(LAYERS, leaves), *parts, is_leaf=is_named)
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What all stacks share in one forward pass.
+
+    Attributes:
+        key: for dropout; None means no dropout.
+        num_layers: number of layers of all stacks.
+        stores: whether there is a cache to write, so that layers return their keys and values.
+    """
+
+    inputs: Inputs
+    attention_mask: AttentionMask
+    key: jax.Array | None
+    num_layers: int
+    stores: bool
+
+
+class Stack(Body, eqx.Module):
+    """Layers of the same structure, with an axis `layers` of their own.
 
     Attributes:
         layers: the blocks; every parameter has the leading axis `layers`.
-        final_norm: the norm before the head.
+        final_norm: the norm before the head; None unless this is the last stack.
         kinds: the kinds of the layers, repeated as often as needed.
         HeadSize: features per head.
         seq_len: the model's maximum sequence length.
@@ -208,7 +204,7 @@ class Transformer(eqx.Module):
     """
 
     layers: hnn.Stacked
-    final_norm: LayerNorm | RMSNorm
+    final_norm: LayerNorm | RMSNorm | None
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
@@ -216,31 +212,96 @@ class Transformer(eqx.Module):
     remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, inputs: Inputs, cache: KVCache | None, key: jax.Array | None) -> Hidden:
-        """Maps embedded tokens {batch, position, embed} to final hidden states."""
-        Layers = self.layers.Block
-        filled = None if cache is None or cache.fresh else cache
-        attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
-        backend = self.attn_backend if cache is None else AUTO  # prompt lengths vary, and the backend may not allow all
-        contexts = layer_contexts(self.kinds, inputs, attention_mask, backend, self.HeadSize, self.seq_len)
+    @property
+    def stacks(self) -> tuple["Stack", ...]:
+        return (self,)
+
+    @property
+    def Layers(self) -> Axis:
+        """The axis that stacks the parameters of the blocks."""
+        return self.layers.Block
+
+    def kinds_between(self, start: int, stop: int) -> list[LayerKind]:
+        """The kinds of layers `start` to `stop`."""
+        return [self.kinds[at % len(self.kinds)] for at in range(start, stop)]
+
+    def between(self, start: int, stop: int) -> "Stack":
+        """Layers `start` to `stop` as a stack of their own. It has the final norm only if it has the last layer."""
+        if (start, stop) == (0, self.Layers.size):
+            return self
+        stacked = _layers_between(self.layers.stacked, start, stop)
+        return dataclasses.replace(
+            self,
+            layers=dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(stop - start)),
+            final_norm=self.final_norm if stop == self.Layers.size else None,
+            kinds=shortest_period(self.kinds_between(start, stop)),
+        )
+
+    def run(
+        self, x: NamedArray, shared: ForwardPass, cached: LayerCache | None, start: int, stop: int, *, first_layer: int
+    ) -> tuple[NamedArray, Any]:
+        """Runs layers `start` to `stop` on {batch, position, embed}.
+
+        Args:
+            cached: the filled cache of this stack's layers; None if there is none.
+            first_layer: number of layers in the stacks before this one.
+
+        Returns:
+            The residual stream after the last of these layers, and (keys and values, auxiliary outputs) of all of them.
+        """
+        if (start, stop) != (0, self.Layers.size):
+            part, cached = self.between(start, stop), _layers_between(cached, start, stop)
+            return part.run(x, shared, cached, 0, stop - start, first_layer=first_layer + start)
+        # Prompts have any length, which the configured backend may not allow.
+        backend = AUTO if shared.stores else self.attn_backend
+        contexts = layer_contexts(
+            self.kinds, shared.inputs, shared.attention_mask, backend, self.HeadSize, self.seq_len
+        )
 
         def layer(kind_index: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key):
             block = with_dropout_keys(for_compute(block), key)
             x, new, aux = block(x, contexts[kind_index], layer_cache, index=index, key=key)
-            return hax.auto_sharded(x), (None if cache is None else new, aux)
+            return hax.auto_sharded(x), (new if shared.stores else None, aux)
 
         per_layer = (
             self.layers.stacked,
-            hax.arange(Layers),
-            None if filled is None else LayerCache(filled.keys, filled.values),
-            None if key is None else jax.random.split(key, Layers.size),
+            hax.arange(self.Layers, start=first_layer),
+            cached,
+            None if shared.key is None else _layer_keys(shared.key, shared.num_layers, first_layer, self.Layers.size),
         )
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = runs_as_scan(self.scan, Layers.size, platform=current_platform(), num_devices=num_devices)
+        scan, _ = runs_as_scan(self.scan, self.Layers.size, platform=current_platform(), num_devices=num_devices)
         layer = remat(self.remat_policy, layer, scan=scan)
-        x, out = scan_layers(layer, hax.auto_sharded(x), per_layer, Layers, unroll=not scan, period=len(self.kinds))
-        new, aux = out
-        final = for_compute(self.final_norm)(x)
-        extended = None if cache is None else extend_cache(cache, inputs, new.keys, new.values)
-        return Hidden(final, extended, {} if aux is None else aux.aux_losses())
+        period = len(self.kinds)
+        return scan_layers(layer, hax.auto_sharded(x), per_layer, self.Layers, unroll=not scan, period=period)
+
+
+def _layers_between(tree: T, start: int, stop: int) -> T:
+    """Layers `start` to `stop` of every array."""
+    return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
+
+
+def _layer_keys(key: jax.Array, num_layers: int, first: int, count: int) -> jax.Array:
+    """One key per layer. They do not depend on how the layers are divided into stacks."""
+    keys = jax.random.split(key, num_layers)
+    return keys if count == num_layers else keys[first : first + count]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class Stacks(Body):
+    """Several stacks. Their numbers are part of the paths of parameters: `body.0.layers...`, `body.1.layers...`."""
+
+    parts: tuple[Stack, ...]
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        return self.parts
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], None]:
+        return [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, stacks: Sequence[Stack]) -> "Stacks":
+        return cls(tuple(stacks))

@@ -14,7 +14,8 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.loss import default_chunk_tokens
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
-from jaxlm.models.stacks import Transformer, runs_as_scan
+from jaxlm.models.scan import runs_as_scan
+from jaxlm.models.stacks import Stack
 from jaxlm.observe.console import duration
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
@@ -94,10 +95,10 @@ def _remat(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
-    bodies = tree.modules(plan.state_builder.abstract_initial_model, Transformer)
-    if not bodies:
+    stacks = tree.modules(plan.state_builder.abstract_initial_model, Stack)
+    if not stacks:
         return "defined by the model"
-    num_layers = bodies[0].layers.Block.size
+    num_layers = stacks[0].Layers.size
     loop, reason = runs_as_scan(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
@@ -108,9 +109,9 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
-        for body in tree.modules(plan.state_builder.abstract_initial_model, Transformer)
-        for layer in tree.modules(body, SelfAttention)
-        for kind in body.kinds
+        for stack in tree.modules(plan.state_builder.abstract_initial_model, Stack)
+        for layer in tree.modules(stack, SelfAttention)
+        for kind in stack.kinds
     )
     return [choose_attention(task, model.attn_backend) for task in dict.fromkeys(tasks)]
 

@@ -5,6 +5,7 @@ with it (openai/gpt-2, `src/model.py`).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -22,7 +23,7 @@ from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention, dropout, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm
-from jaxlm.models.stacks import LayerKind, Transformer
+from jaxlm.models.stacks import Body, LayerKind
 
 
 @ModelConfig.register_subclass("gpt2")
@@ -147,7 +148,7 @@ class Gpt2(LanguageModel):
 
     tokens: hnn.Embedding
     positions: hnn.Embedding
-    body: Transformer
+    body: Body
     config: Gpt2Config = eqx.field(static=True)
 
     @property
@@ -158,15 +159,17 @@ class Gpt2(LanguageModel):
     def Pos(self) -> Axis:
         return self.config.Pos
 
-    def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(
+        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
+    ) -> Hidden:
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
         tokens, positions = for_lookup((self.tokens, self.positions))
         x = tokens(inputs.tokens) + positions(inputs.positions)
-        return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body)
+        return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
 
     def lm_head(self) -> NamedArray:
         return for_compute(self.tokens).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        c = self.config
-        return empty_cache(c.Layers, Batch, capacity, c.KVHeads, c.HeadSize, dtype)
+        layers = [stack.Layers for stack in self.body.stacks]
+        return empty_cache(layers, Batch, capacity, self.config.KVHeads, self.config.HeadSize, dtype)

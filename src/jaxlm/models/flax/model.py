@@ -23,7 +23,7 @@ from jaxlm.config.plugins import import_name
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import for_compute
-from jaxlm.models.base import Hidden, Inputs, LanguageModel, vocab_axis
+from jaxlm.models.base import Hidden, Inputs, LanguageModel, check_taps, vocab_axis
 from jaxlm.models.flax.modules import AxisNames, FlaxInputs, FlaxModule, flax_module
 from jaxlm.models.remat import RematPolicy, remat
 
@@ -175,8 +175,16 @@ class FlaxModel(LanguageModel):
     def Pos(self) -> Axis:
         return Axis(POSITION, self.definition.seq_len)
 
-    def hidden(self, inputs: Inputs, *, cache: TokenHistory | None = None, key: jax.Array | None = None) -> Hidden:
-        """Returns logits, {batch, position, vocab}, in `Hidden.final`."""
+    def hidden(
+        self,
+        inputs: Inputs,
+        *,
+        cache: TokenHistory | None = None,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        """Returns logits, {batch, position, vocab}, in `Hidden.final`. A Flax module has no taps."""
+        check_taps(taps, ())
         if cache is None:
             return Hidden(self._logits(inputs, key))
         history = _append_to_history(cache, inputs)

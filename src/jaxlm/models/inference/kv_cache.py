@@ -1,5 +1,7 @@
 """Creates and updates KV caches."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -14,25 +16,33 @@ _INT8_MAX = 127.0  # symmetric: -128 is not used
 
 
 class UnstackedCache(eqx.Module):
-    """A `KVCache` with separate arrays per layer, in which batch and heads are one axis (`by_cache_row`)."""
+    """A `KVCache` with separate arrays per layer, in which batch and heads are one axis (`by_cache_row`).
 
-    keys: tuple[KVArray, ...]
-    values: tuple[KVArray, ...]
+    Attributes:
+        keys, values: the layers of each stack.
+    """
+
+    keys: tuple[tuple[KVArray, ...], ...]
+    values: tuple[tuple[KVArray, ...], ...]
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
 
 
-def empty_cache(Layers: Axis, Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> KVCache:
-    """Creates an empty cache with `capacity` slots per row."""
+def empty_cache(layers: Sequence[Axis], Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> KVCache:
+    """Creates an empty cache with `capacity` slots per row. `layers` has the axis of each stack."""
     KeyPos = Axis(KEY_POSITION, capacity)
-    values = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, HeadSize), dtype=dtype))
-    scale = None
-    if jnp.dtype(dtype) == jnp.int8:
-        scale = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos), dtype=jnp.float32))
-    kv_array = KVArray(values, scale)
+
+    def empty(Layers: Axis) -> KVArray:
+        values = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, HeadSize), dtype=dtype))
+        scale = None
+        if jnp.dtype(dtype) == jnp.int8:
+            scale = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos), dtype=jnp.float32))
+        return KVArray(values, scale)
+
+    kv_arrays = tuple(map(empty, layers))
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
-    return KVCache(kv_array, kv_array, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
+    return KVCache(kv_arrays, kv_arrays, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
 
 
 def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:
@@ -48,13 +58,13 @@ def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> Attentio
     return AttentionMask(positions, segment_ids, key_positions, concatenated(cache.segment_ids, segment_ids))
 
 
-def extend_cache(cache: KVCache, inputs: Inputs, keys: NamedArray, values: NamedArray) -> KVCache:
-    """Writes the inputs' keys and values, {layers, batch, position, kv_heads, head_size}, to the cache."""
-    return KVCache(
-        write_kv_array(cache.keys, keys, cache.length),
-        write_kv_array(cache.values, values, cache.length),
-        *extend_slots(cache, inputs),
-    )
+def extend_cache(cache: KVCache, inputs: Inputs, keys: Sequence[NamedArray], values: Sequence[NamedArray]) -> KVCache:
+    """Writes the inputs' keys and values, {layers, batch, position, kv_heads, head_size} per stack, to the cache."""
+
+    def written(kv_arrays: Sequence[KVArray], new: Sequence[NamedArray]) -> tuple[KVArray, ...]:
+        return tuple(write_kv_array(kv_array, one, cache.length) for kv_array, one in zip(kv_arrays, new, strict=True))
+
+    return KVCache(written(cache.keys, keys), written(cache.values, values), *extend_slots(cache, inputs))
 
 
 def extend_slots(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:

@@ -108,7 +108,7 @@ def _grow(cache: KVCache, capacity: int) -> KVCache:
         return KVArray(grow(kv_array.values), None if kv_array.scale is None else grow(kv_array.scale))
 
     slots = grow(cache.positions), grow(cache.segment_ids)
-    return KVCache(grow_array(cache.keys), grow_array(cache.values), *slots, cache.length)
+    return KVCache(tuple(map(grow_array, cache.keys)), tuple(map(grow_array, cache.values)), *slots, cache.length)
 
 
 @functools.partial(jax.jit, donate_argnums=1)

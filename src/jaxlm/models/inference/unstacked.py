@@ -4,6 +4,7 @@ XLA on CPUs copies a slice of an array before it reads it. With stacked layers, 
 slot for each token, which takes longer than reading them. Separate arrays per layer are read and updated in place.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,13 +23,13 @@ from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.stacks import Block, LayerKind, Transformer, layer_contexts
+from jaxlm.models.stacks import Block, Body, LayerKind, layer_contexts, shortest_period
 
 T = TypeVar("T")
 
 
-class UnstackedTransformer(eqx.Module):
-    """A `Transformer` with unstacked layers, for decoding with an `UnstackedCache` only."""
+class UnstackedBody(eqx.Module):
+    """A `Body` with unstacked layers, for decoding with an `UnstackedCache` only."""
 
     layers: tuple[Block, ...]
     final_norm: LayerNorm | RMSNorm
@@ -36,17 +37,21 @@ class UnstackedTransformer(eqx.Module):
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None) -> Hidden:
+    def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
         reads it."""
         contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize, self.seq_len)
         layer_caches = []
-        for number, block in enumerate(self.layers):
-            layer_cache = LayerCache(cache.keys[number], cache.values[number], cache.length)
+        keys, values = (itertools.chain.from_iterable(stacks) for stacks in (cache.keys, cache.values))
+        for number, (block, k, v) in enumerate(zip(self.layers, keys, values, strict=True)):
+            layer_cache = LayerCache(k, v, cache.length)
             context = contexts[number % len(contexts)]
             x, layer_cache, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
             layer_caches.append(layer_cache)
-        keys, values = tuple(c.keys for c in layer_caches), tuple(c.values for c in layer_caches)
+        written = iter(layer_caches)
+        stacks = [[next(written) for _ in stack] for stack in cache.keys]
+        keys = tuple(tuple(layer.keys for layer in stack) for stack in stacks)
+        values = tuple(tuple(layer.values for layer in stack) for stack in stacks)
         return Hidden(self.final_norm(x), UnstackedCache(keys, values, *extend_slots(cache, inputs)))
 
 
@@ -76,8 +81,8 @@ class Generator:
 
 
 def unstack(tree: T) -> T:
-    """A copy in which every `Transformer` and `KVCache` has separate arrays per layer."""
-    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Transformer | KVCache))
+    """A copy in which every `Body` and `KVCache` has separate arrays per layer."""
+    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | KVCache))
 
 
 _unstacked_copy = jax.jit(unstack)
@@ -93,16 +98,22 @@ def stack(cache: UnstackedCache) -> KVCache:
         array = array.reshape(len(layers), Batch.size, -1, *(axis.size for axis in trailing))
         return NamedArray(array, (Axis(LAYERS, len(layers)), Batch, Axis(KV_HEADS, array.shape[2]), *trailing))
 
-    keys, values = (jax.tree.map(joined, *layers, is_leaf=is_named) for layers in (cache.keys, cache.values))
+    def of_stacks(stacks: tuple[tuple[KVArray, ...], ...]) -> tuple[KVArray, ...]:
+        return tuple(jax.tree.map(joined, *layers, is_leaf=is_named) for layers in stacks)
+
+    keys, values = of_stacks(cache.keys), of_stacks(cache.values)
     return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length)
 
 
 def _unstack_node(node: Any) -> Any:
-    if isinstance(node, Transformer):
-        blocks = jax.tree.map(_as_matrix, tuple(node.layers.unstacked()), is_leaf=lambda x: isinstance(x, Linear))
-        return UnstackedTransformer(blocks, node.final_norm, node.kinds, node.HeadSize, node.seq_len)
+    if isinstance(node, Body):
+        blocks = tuple(block for stack in node.stacks for block in stack.layers.unstacked())
+        blocks, last = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear)), node.stacks[-1]
+        assert last.final_norm is not None
+        kinds = shortest_period(node.kinds_by_layer)
+        return UnstackedBody(blocks, last.final_norm, kinds, last.HeadSize, last.seq_len)
     if isinstance(node, KVCache):
-        keys, values = _unstack_kv_array(node.keys), _unstack_kv_array(node.values)
+        keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
         return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length)
     return node
 

@@ -1,0 +1,53 @@
+"""Cuts the layers into two stacks, so that `trainable` can freeze the lower one.
+
+Source: training only the upper layers of a pretrained network (Yosinski et al. 2014, arXiv:1411.1792, section 3). The
+lower stack has no optimizer state, and the compiled step does not compute its weights' gradients. If the embedding is
+frozen too, the backward pass ends above the lower stack.
+
+    embedding -> body.0: layers 0 .. k-1 -> body.1: layers k .. and the final norm -> head
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.stacks import Body
+from jaxlm.surgery.base import SurgeryConfig
+
+
+@SurgeryConfig.register_subclass("split_at")
+@dataclass(frozen=True)
+class SplitAtConfig(SurgeryConfig):
+    """Cuts the layers into two stacks without changing a number. Parameter paths then begin with `body.0.` and `body.1.`
+    instead of `body.`, so that `trainable: ['body\\\\.1']` freezes the lower layers. Apply it again for more stacks.
+
+    Attributes:
+        layer: the first layer of the upper stack, counted from 0 over the whole model; from 1 to the number of layers
+            minus 1.
+    """
+
+    layer: int
+
+    def apply(
+        self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
+    ) -> LanguageModel:
+        """Returns the model with one more stack."""
+        body = next(iter(tree.modules(model, Body)), None)
+        if body is None or body.num_layers == 1:
+            what = "no stack of layers" if body is None else "only one layer"
+            raise ConfigError(
+                f"surgery split_at: this model has {what}, so there is nothing to cut. Remove the surgery"
+            )
+        if not 0 < self.layer < body.num_layers:
+            raise ConfigError(
+                f"surgery split_at: layer: {self.layer} given, but the model has {body.num_layers} layers. Expected 1 to"
+                f" {body.num_layers - 1}, the first layer of the upper stack"
+            )
+        if self.layer in body.first_layers:
+            raise ConfigError(f"surgery split_at: layer: {self.layer} given, but a stack already begins there")
+        return tree.map_modules(model, Body, ".*", lambda body: body.split_at(self.layer))

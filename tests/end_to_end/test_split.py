@@ -1,0 +1,78 @@
+"""A second phase that trains only the upper of two stacks: frozen bit for bit, killed, resumed, exported and sampled."""
+
+import signal
+
+import pytest
+
+from tests.end_to_end.commands import Workplace
+
+pytestmark = pytest.mark.slow
+
+PHASES = """
+phases:
+  - name: whole
+    num_train_steps: 12
+  - name: upper
+    num_train_steps: 12
+    surgery: [{type: split_at, layer: 1}]
+    trainable: ['^body\\.1\\.', '^head']
+"""
+
+
+def start(workplace, devices: int) -> Workplace:
+    place = workplace(devices)
+    place.write(PHASES)
+    return place
+
+
+@pytest.fixture(scope="session", params=[1, 8], ids=["one device", "eight devices"])
+def whole(request, workplace):
+    """The uninterrupted run: (its place, losses, hashes before and after the second phase)."""
+    place = start(workplace, request.param)
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    return place, place.losses(), place.digest("step-12"), place.digest("step-24")
+
+
+def test_the_lower_stack_and_the_embedding_do_not_change(whole):
+    _, losses, before, after = whole
+    assert len(losses) == 24
+    assert after["model.tokens.weight"] == before["model.tokens.weight"]
+    moments = [path for path in after if ".mu." in path or ".nu." in path]
+    assert any(".body.1." in path for path in moments)
+    assert not [path for path in moments if ".body.0." in path or ".tokens." in path]
+    # One of two layers, so the bytes of a stack are not those of the whole array; `step-15` has them too.
+    lower = {path: value for path, value in after.items() if path.startswith("model.body.0.")}
+    assert lower
+    earlier = whole[0].digest("step-15")
+    assert {path: earlier[path] for path in lower} == lower
+    assert earlier["model.head.weight"] != after["model.head.weight"]
+
+
+@pytest.mark.parametrize("fault", ["after surgery", "second phase"])
+def test_killed(whole, workplace, fault):
+    place = start(workplace, whole[0].devices)
+    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
+    process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL
+    finished = place.run("--config_path", "run.yaml")
+    assert finished.code == 0, finished.err
+    assert place.losses() == whole[1]
+    assert place.digest("step-24") == whole[3]
+
+
+def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
+    """`--verify` reads the exported folder with transformers if it is installed; sampling it gives the same text."""
+    place = whole[0]
+    exported = place.run(
+        *("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "exported", "--verify", "true"),
+        module="jaxlm.convert",
+    )
+    assert exported.code == 0, exported.err
+    assert "logits within" in exported.out
+    texts = [
+        place.run("--checkpoint", name, "--prompt", "def ", "--temperature", "0", module="jaxlm.sample")
+        for name in ("checkpoints/run", "exported")
+    ]
+    assert [text.code for text in texts] == [0, 0], texts
+    assert texts[0].out == texts[1].out

@@ -1,0 +1,112 @@
+"""`jaxlm.load(...).hidden(...)` against transformers' hidden states, and its refusals."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jaxlm
+from jaxlm.core.errors import ConfigError
+from tests.answers import write_model, write_tokenizer
+from tests.interop.cases import FIRST, reference, tokens
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+QUICK = ("gpt2", "llama-3", "gemma2")
+
+
+def opened(name, folder):
+    reference(name).save_pretrained(folder)
+    write_tokenizer(folder)
+    return jaxlm.load(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return opened("llama-3", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FIRST.values()]
+)
+def test_taps_are_transformers_hidden_states(name, tmp_path):
+    """transformers returns the embedding, every layer's output but the last, and the final norm's output."""
+    model = opened(name, tmp_path)
+    rows = [row[:length] for row, length in zip(tokens(rows=3).tolist(), (48, 20, 3), strict=True)]
+    num_layers = model.loaded.plan.config.model.num_layers
+    taps = ["embedding", *(f"layer_{i}" for i in range(num_layers - 1)), "final"]
+    found = model.hidden(rows, taps, batch_size=2)
+    assert list(found) == taps
+    for number, row in enumerate(rows):
+        with torch.no_grad():
+            states = reference(name)(torch.tensor([row]), output_hidden_states=True).hidden_states
+        for tap, expected in zip(taps, states, strict=True):
+            ours = found[tap][number]
+            assert (ours.dtype, ours.shape) == (np.float32, tuple(expected[0].shape))
+            np.testing.assert_allclose(
+                ours, expected[0].numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{tap} of row {number}"
+            )
+
+
+def test_the_last_layers_tap_is_the_final_norms_input(llama):
+    """Llama's norm, in NumPy: x / rms(x) * weight."""
+    states = llama.hidden([[5, 6, 7]], ["layer_1", "final"])
+    x, norm = states["layer_1"][0].astype(np.float64), llama.model.body.final_norm
+    rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
+    np.testing.assert_allclose(states["final"][0], x / rms * np.asarray(norm.weight.array), rtol=1e-5, atol=1e-5)
+
+
+def test_texts_are_tokenized_as_by_transformers_and_do_not_depend_on_their_batch(tmp_path):
+    text, model = "The capital of France is Paris.", jaxlm.load(write_model(tmp_path / "model"))
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")(text)["input_ids"]
+    alone = model.hidden([text])["final"]
+    assert len(alone) == 1
+    np.testing.assert_allclose(alone[0], model.hidden([ids])["final"][0], rtol=1e-5, atol=1e-5)
+    together = model.hidden(["What?", text, "a" * 90], batch_size=3)["final"]
+    np.testing.assert_allclose(together[1], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_dtype_of_the_computation_is_a_key(tmp_path):
+    reference("llama-3").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    exact, rounded = (jaxlm.load(tmp_path, keys={"trainer.mp": mp}) for mp in ("f32", "p=f32,c=bfloat16"))
+    states = [model.hidden([[1, 2, 3]])["final"][0] for model in (exact, rounded)]
+    assert [state.dtype for state in states] == [np.float32, np.float32]
+    assert 1e-4 < np.abs(states[0] - states[1]).max() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "problem"),
+    [
+        ([[1], []], {}, r"text 1 has 0 tokens\. Expected 1 to 48"),
+        ([[1] * 49], {}, r"text 0 has 49 tokens\. Expected 1 to 48"),
+        ([[1, 61]], {}, r"text 0 has ids from 1 to 61, but the vocabulary has 61 tokens"),
+        (
+            [[1]],
+            {"taps": ["layer_9"]},
+            r"taps: 'layer_9' given, but this model has: embedding, layer_0, layer_1, final",
+        ),
+        ([[1]], {"batch_size": 0}, r"batch_size: 0 given"),
+        ("text", {}, r"a string given for texts or taps, but a list expected"),
+        ([[1]], {"taps": "final"}, r"a string given for texts or taps, but a list expected"),
+    ],
+)
+def test_impossible_requests_are_refused(llama, texts, options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        llama.hidden(texts, **options)
+
+
+def test_no_texts_give_no_arrays(llama):
+    assert llama.hidden([]) == {"final": []}
+
+
+def test_importing_jaxlm_does_not_import_jax():
+    code = "import sys, jaxlm; jaxlm.load; assert not {'jax', 'numpy', 'equinox'} & sys.modules.keys(), sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no checkpoint found"):
+        jaxlm.load(tmp_path / "missing")
