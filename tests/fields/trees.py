@@ -8,6 +8,7 @@ from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.mesh import MeshConfig
+from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
@@ -75,6 +76,7 @@ BASES: dict[str, Tree] = {
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
+    "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
 
 
@@ -110,6 +112,8 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("llama", "trainer", TrainerConfig)
     found += _fields("llama", "trainer.checkpointer", CheckpointerConfig)
     found += _fields("keep", "trainer.checkpointer.keep.0", KeepRule)
+    found += _fields("precision", "trainer.mp", PrecisionConfig)
+    found += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
     found += _fields("llama", "trainer.mesh", MeshConfig)
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)

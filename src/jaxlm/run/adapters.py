@@ -58,7 +58,7 @@ def initial_adapter_leaves(plan: Plan, phase: Phase) -> dict[str, hax.NamedArray
     """Leaf path -> value of the adapters that a phase's surgeries load from PEFT folders; empty if they load none."""
     abstract, leaves = plan.state_builder.abstract_state(phase).model, {}
     for folder, read in _read_for(plan, phase):
-        leaves |= _place_leaves(read, abstract, plan.layout, folder, plan.precision.params)
+        leaves |= _place_leaves(read, abstract, plan.layout, folder)
     return leaves
 
 
@@ -106,19 +106,25 @@ def _check_agreement(lora: LoraConfig, read: ReadAdapters, matched: Sequence[str
 
 
 def _place_leaves(
-    read: ReadAdapters, abstract: LanguageModel, layout: Layout, folder: Path, dtype: Any
+    read: ReadAdapters, abstract: LanguageModel, layout: Layout, folder: Path, dtype: Any = None
 ) -> dict[str, hax.NamedArray]:
-    """The adapters as leaves of a model that has them, with the layout's parameter sharding."""
+    """The adapters as leaves of a model that has them, with the layout's parameter sharding.
+
+    Args:
+        dtype: dtype of the leaves; None means those of `abstract`.
+    """
     leaves, values = dict(tree.leaves(abstract)), {}
     for side, arrays in (("a", read.a), ("b", read.b)):
         for module, array in arrays.items():
-            axes = leaves[f"{module}.{side}"].axes
+            leaf = leaves[f"{module}.{side}"]
+            axes = leaf.axes
             shape = tuple(axis.size for axis in axes)
             if array.size != np.prod(shape) or array.shape[-1 if side == "b" else -2] != read.keys["rank"]:
                 raise ConfigError(
                     f"{folder}: lora_{side.upper()} of {module}: shape {list(array.shape)} in the file (layers first) does"
                     f" not match {dict(zip([axis.name for axis in axes], shape, strict=True))}"
                 )
-            placed = jax.device_put(array.reshape(shape).astype(dtype), layout.parameter_sharding(axes))
+            cast = array.reshape(shape).astype(leaf.dtype if dtype is None else dtype)
+            placed = jax.device_put(cast, layout.parameter_sharding(axes))
             values[f"{module}.{side}"] = hax.NamedArray(placed, axes)
     return values

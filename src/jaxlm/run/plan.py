@@ -124,9 +124,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         data=data,
         batches=plan_batches(trainer, layout.num_shards(BATCH)),
     )
-    for phase in phases:
-        # Raises for surgeries that do not apply and patterns that match nothing.
-        plan.state_builder.abstract_state(phase)
+    # Raises for surgeries that do not apply and patterns that match nothing.
+    states = [plan.state_builder.abstract_state(phase) for phase in phases]
+    precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     return plan
 
 
