@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.adapters import with_adapters, without_adapters
 from jaxlm.run.plan import Plan, make_plan
 
@@ -185,9 +187,26 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     load: Callable[[], LanguageModel]
 
-    def for_inference(self) -> LanguageModel:
-        """Loads the model in its compute dtype with adapters merged. Call it inside `plan.layout.use()`."""
-        return jax.jit(lambda model: self.plan.precision.cast_to_compute(without_adapters(model)))(self.load())
+    def for_inference(self, quantize: str | None = None) -> LanguageModel:
+        """Loads the model in its compute dtype with adapters merged. Call it inside `plan.layout.use()`.
+
+        Args:
+            quantize: one of `quantized.FORMATS`; None keeps floating-point weights.
+        """
+        return inference_form(self.load(), self.plan, quantize)
+
+
+def inference_form(model: LanguageModel, plan: Plan, quantize: str | None) -> LanguageModel:
+    """A loaded model with adapters merged, then quantized if asked, and everything else in its compute dtype."""
+
+    def prepare(model: LanguageModel) -> LanguageModel:
+        merged = without_adapters(model)
+        return plan.precision.cast_to_compute(merged if quantize is None else quantized(merged))
+
+    model = jax.jit(prepare)(model)
+    if quantize is not None:
+        print(describe_weights(model), file=sys.stderr)
+    return model
 
 
 def open_model(
