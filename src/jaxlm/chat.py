@@ -55,7 +55,7 @@ def _chat(arguments: Sequence[str]) -> int:
     template = ChatTemplate.load(options.chat_template, loaded.tokenizer, "--chat_template")
     stop_ids = tuple(dict.fromkeys((*loaded.stop_ids, *turn_ends(template, loaded.tokenizer))))
     with loaded.plan.layout.use():
-        model = loaded.for_inference()
+        model = loaded.for_inference(options.quantize)
         config = generation_config_of(options, stop_ids)
         conversation = Conversation(model, loaded.tokenizer, template, config, options.system)
         for line in _input_lines(sys.stdin.isatty()):

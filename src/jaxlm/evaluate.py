@@ -33,8 +33,16 @@ from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.exit_codes import run_command
+from jaxlm.run.generation_options import add_quantize_option
 from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks
-from jaxlm.run.load_model import AS_TRAINED, LoadedCheckpoint, checkpoint_parser, open_checkpoint, parse_with_keys
+from jaxlm.run.load_model import (
+    AS_TRAINED,
+    LoadedCheckpoint,
+    checkpoint_parser,
+    inference_form,
+    open_checkpoint,
+    parse_with_keys,
+)
 from jaxlm.run.plan import Plan
 
 _DATA = "data."
@@ -72,8 +80,8 @@ def _main(arguments: Sequence[str]) -> int:
     enable_compilation_cache(trained.plan.config.trainer.compilation_cache_dir)
     data = data_with(trained, for_data)
     max_batches = _max_batches(trained.plan, options.max_batches)
-    sums = evaluate(trained, data, options.batch_size, max_batches, options.weights)
-    _print_results(trained, sums, {source.name: source.config.tags for source in data.sources()})
+    sums = evaluate(trained, data, options.batch_size, max_batches, options.weights, options.quantize)
+    _print_results(trained, sums, {source.name: source.config.tags for source in data.sources()}, options.quantize)
     return 0
 
 
@@ -94,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max_batches", default=None, help="maximum number of batches per source, or `all` (default: as in training)"
     )
     add_task_options(parser)
+    add_quantize_option(parser)
     return parser
 
 
@@ -127,6 +136,7 @@ def evaluate(
     batch_size: int | None = None,
     max_batches: int | None = None,
     weights: str = AS_TRAINED,
+    quantize: str | None = None,
 ) -> dict[str, EvalLoss]:
     """Measures losses over one pass of the data: by source, or by `data.validation_urls` if there is only one source.
 
@@ -134,6 +144,7 @@ def evaluate(
         batch_size: sequences per batch; None uses the run's.
         max_batches: maximum number of batches per source; None means all.
         weights: which of the checkpoint's weights to use, as in `LoadedCheckpoint.load_model`.
+        quantize: how to store them, as in `LoadedModel.for_inference`.
     """
     plan = trained.plan
     size = plan.batches.eval if batch_size is None else batch_size
@@ -148,6 +159,7 @@ def evaluate(
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
+        model = model if quantize is None else inference_form(model, trained.surgeries, plan, quantize)
         for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=differs):
             groups = _groups(data_set)
             options = {"batch_size": size, "layout": plan.layout, "max_batches": max_batches}
@@ -165,7 +177,9 @@ def _groups(data_set: ValidationData) -> Provenance:
     return Provenance((source.name,), np.array([cache.num_tokens], np.int64))
 
 
-def _print_results(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> None:
+def _print_results(
+    trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]], quantize: str | None
+) -> None:
     total = sum(sums.values(), NOTHING)
     tagged = {name: part for name, part in by_group(sums, tags).items() if name not in sums}
     rows = {**sums, **{f"tag {tag}": part for tag, part in tagged.items()}, "total": total}
@@ -176,6 +190,7 @@ def _print_results(trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags
         print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
     checkpoint = trained.checkpoint
     about = {"checkpoint": str(checkpoint.location), "step": checkpoint.cursor.step, **_numbers(total)}
+    about |= {} if quantize is None else {"quantize": quantize}
     parts = {"sources": sums, "tags": tagged}
     by_name = {kind: {name: _numbers(part) for name, part in group.items()} for kind, group in parts.items()}
     print(json.dumps({**about, **_null_for_nan(macro(sums.values())), **by_name}))

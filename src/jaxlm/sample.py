@@ -46,7 +46,7 @@ def _sample(arguments: Sequence[str]) -> int:
     stops = StopStrings(stop_strings, tokenizer.decode)
 
     with loaded.plan.layout.use():
-        model = loaded.for_inference()
+        model = loaded.for_inference(options.quantize)
         started = time.perf_counter()
         config = generation_config_of(options, loaded.stop_ids)
         ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.evaluate import main
 from jaxlm.sample import main as sample
+from jaxlm.train import main as train
 from tests.end_to_end.commands import Finished, Workplace
 
 
@@ -126,6 +128,37 @@ def test_sample_applies_its_keys(finished, monkeypatch, capsys):
     for keys in ((), ("--trainer.mp", "p=f32,c=bfloat16")):
         assert sample(["--checkpoint", "checkpoints/run", *keys]) == 0
     assert seen == [{"float32"}, {"bfloat16"}]
+
+
+def test_sample_quantizes_on_request(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished.folder)
+    seen = []
+
+    def generate(writer, *_, **__):
+        seen.append({path: leaf.dtype.name for path, leaf in tree.leaves(writer.model)})
+        return [[]]
+
+    monkeypatch.setattr("jaxlm.sample.generate_tokens", generate)
+    assert sample(["--checkpoint", "checkpoints/run", "--quantize", "int8", "--trainer.mp", "p=f32,c=bfloat16"]) == 0
+    assert re.search(r"int8 weights: 0\.\d MB instead of 0\.\d MB", capsys.readouterr().err)
+    assert {dtype for path, dtype in seen[0].items() if path.endswith("_proj.weight.values")} == {"int8"}
+    assert {dtype for path, dtype in seen[0].items() if "norm" in path or "tokens" in path} == {"bfloat16"}
+
+
+def test_training_refuses_quantized_weights(finished, in_process):
+    refused = in_process(train, finished, "--config_path", "run.yaml", "--quantize", "int8")
+    assert refused.code == 2
+    assert "--quantize: quantized weights cannot be trained" in refused.err
+    assert "jaxlm sample, chat or evaluate" in refused.err
+
+
+@pytest.mark.slow
+def test_int8_weights_cost_little_of_the_loss(finished):
+    found, exact = numbers(evaluate(finished, "--quantize", "int8")), numbers(evaluate(finished))
+    assert found["loss"] != exact["loss"]
+    np.testing.assert_allclose(found["loss"], exact["loss"], rtol=2e-3)
+    assert found["quantize"] == "int8"
+    assert "quantize" not in exact
 
 
 def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):

@@ -17,8 +17,16 @@ MESHES = {
     "tp 2 x fsdp 4": (8, ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")),
 }
 # Two microbatches on every mesh.
-PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2", "kron, fsdp 8": "1"}
-SETTINGS = MESHES | {"kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3"))}
+FLOAT32_ROUTER = (
+    *("--model.type", "mixtral", "--model.num_experts", "4"),
+    *("--trainer.mp", r"{default: 'p=f32,c=bfloat16', rules: [{match: '\.router\.', compute: f32}]}"),
+)
+SETTINGS = MESHES | {
+    "kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")),
+    "float32 router, one device": (1, FLOAT32_ROUTER),
+    "float32 router, fsdp 8": (8, FLOAT32_ROUTER),
+}
+PARALLELISM = {name: {1: "8", 8: "1"}[devices] for name, (devices, _) in SETTINGS.items()} | {"tp 2 x fsdp 4": "2"}
 
 
 # Guards and averages have their own state, which must be saved and restored like weights and optimizer.
@@ -79,8 +87,9 @@ def test_killed_once(workplace, uninterrupted):
 
 
 @pytest.mark.slow
-def test_killed_once_with_kron(workplace, uninterrupted):
-    check(workplace, uninterrupted, "kron, fsdp 8", seed=3, kills=1)
+@pytest.mark.parametrize("setting", sorted(SETTINGS.keys() - MESHES.keys()))
+def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupted, setting):
+    check(workplace, uninterrupted, setting, seed=3, kills=1)
 
 
 @pytest.mark.slow

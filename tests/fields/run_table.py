@@ -1,5 +1,7 @@
 """The fields of everything except models: trainer, optimizer, objective, surgery, phases, and the top level."""
 
+from jaxlm.core import tree
+from jaxlm.run.plan import Plan
 from tests.fields.proofs import (
     Allowed,
     Change,
@@ -195,6 +197,14 @@ PHASES: dict[str, Entry] = {
     ),
     "phases.0.optimizer": Change({"type": "adam", "learning_rate": 3e-4}, Rates({1: 3e-4})),
 }
+
+
+def _stored_mlp(plan: Plan) -> set[str]:
+    """The dtypes in which the parameters of MLPs are stored."""
+    model = plan.state_builder.abstract_initial_model
+    return {leaf.dtype.name for path, leaf in tree.leaves(model) if "mlp." in path}
+
+
 TABLE: Table = {
     "llama": {**TOP_LEVEL, **TRAINER, **OPTIMIZER},
     "keep": KEEP,
@@ -206,4 +216,13 @@ TABLE: Table = {
     "lora": LORA,
     "split_at": SPLIT_AT,
     "phases": PHASES,
+    "precision": {
+        "trainer.mp.default": Change("f32", Program(loses=r"bf16")),
+        "trainer.mp.rules": Section(),
+        "trainer.mp.rules.0.match": Change(
+            "experts", Refused(r"mp\.rules\.0\.match: 'experts' matches no parameter\. Closest names: \w+")
+        ),
+        "trainer.mp.rules.0.params": Change("bf16", Value(_stored_mlp, {"bfloat16"})),
+        "trainer.mp.rules.0.compute": Change("bf16", Program(loses=r"dot_general [^\n]*xf32>, [^\n]*xf32>\)")),
+    },
 }

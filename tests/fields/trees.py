@@ -8,6 +8,7 @@ from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.mesh import MeshConfig
+from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
@@ -78,6 +79,7 @@ BASES: dict[str, Tree] = {
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
     ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
+    "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
 
 
@@ -113,6 +115,8 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("llama", "trainer", TrainerConfig)
     found += _fields("llama", "trainer.checkpointer", CheckpointerConfig)
     found += _fields("keep", "trainer.checkpointer.keep.0", KeepRule)
+    found += _fields("precision", "trainer.mp", PrecisionConfig)
+    found += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
     found += _fields("llama", "trainer.mesh", MeshConfig)
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.core.axes import HEAD_SIZE
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.matmul import quantize
 from jaxlm.models.base import Inputs
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate, generate_tokens, stream_tokens
-from jaxlm.models.inference.kv_cache import quantize
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from tests.engine.helpers import layout
@@ -155,7 +156,7 @@ def test_int8_rounds_to_the_nearest_of_255_steps():
     values = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32) * np.logspace(-3, 3, 5)[None, :, None]
     values[1, 2] = 0.0
     axes = (Axis("batch", 3), Axis("key_position", 5), Axis("head_size", 16))
-    numbers, scale = quantize(hax.named(jnp.asarray(values, jnp.float32), axes))
+    numbers, scale = quantize(hax.named(jnp.asarray(values, jnp.float32), axes), HEAD_SIZE)
     steps = np.abs(values).max(axis=-1) / 127
     np.testing.assert_allclose(scale.array, steps, rtol=1e-6)
     assert numbers.array.dtype == jnp.int8

@@ -1,6 +1,7 @@
 """Mixtures of experts: grouped products, router losses, and experts sharded over devices."""
 
 import dataclasses
+import re
 
 import haliax as hax
 import jax
@@ -9,13 +10,18 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.config.decode import encode
 from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.moe import Grouping, RouterStats, num_active
+from jaxlm.models.moe import Experts, Grouping, RouterStats, num_active
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
+from tests.fields.proofs import Outcome
+from tests.fields.trees import MODELS
+from tests.fields.trees import tree as tree_of_run
 
 CONFIG = MixtralConfig(
     seq_len=16,
@@ -133,3 +139,68 @@ def test_flops_count_only_the_chosen_experts():
     assert config.flops_per_token(32000).palm == 6 * matrices + 12 * 32 * 4096 * 4096
     more = dataclasses.replace(config, num_experts=16).flops_per_token(32000).palm
     assert more - config.flops_per_token(32000).palm == 6 * 32 * 8 * 4096  # only the routers grow
+
+
+BF16 = "p=f32,c=bfloat16"
+FLOAT32_ROUTER = PrecisionConfig(BF16, [PrecisionRuleConfig(r"\.router\.", compute="float32")])
+
+
+def experts_of(mp) -> Experts:
+    """One layer's experts, cast as the step casts them."""
+    return parse_precision(mp).cast_to_compute({"mlp": CONFIG.block(key=jax.random.key(0)).mlp})["mlp"]
+
+
+def routed(experts: Experts, x: np.ndarray):
+    """(logits, output) of the experts for [batch, position, embed] in bfloat16."""
+    axes = (Axis("batch", x.shape[0]), Axis("position", x.shape[1]), Axis("embed", x.shape[2]))
+    x_named = hax.named(jnp.asarray(x, jnp.bfloat16), axes)
+    logits = experts.router(experts.router.operand(x_named))
+    return logits, experts(x_named, hax.ones(axes[:2], jnp.int32))[0]
+
+
+def test_a_float32_router_in_a_bfloat16_model_equals_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    x = np.asarray(np.random.default_rng(0).normal(size=(2, 16, 32)).astype(jnp.bfloat16), np.float32)
+    experts = experts_of(FLOAT32_ROUTER)
+    theirs = mixtral.MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, experts_implementation="eager"
+    )
+    block = mixtral.MixtralSparseMoeBlock(theirs).to(torch.bfloat16)
+    block.gate.float()
+    block.gate.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    weights = [np.asarray(layer.weight.array, np.float32) for layer in (experts.gate_proj, experts.up_proj)]
+    with torch.no_grad():
+        block.gate.weight.copy_(torch.tensor(np.asarray(experts.router.weight.array)))
+        gate_up = np.concatenate([weight.transpose(0, 2, 1) for weight in weights], axis=1)
+        block.experts.gate_up_proj.copy_(torch.tensor(gate_up))
+        down = np.asarray(experts.down_proj.weight.array, np.float32).transpose(0, 2, 1)
+        block.experts.down_proj.copy_(torch.tensor(down))
+        hidden = torch.tensor(x).bfloat16()
+        expected, out = block.gate(hidden)[0].numpy(), block(hidden).float().numpy()
+    logits, found = routed(experts, x)
+    assert (logits.dtype, found.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(logits.array.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.array.astype(jnp.float32), out, rtol=0, atol=2e-2 * np.abs(out).max())
+    rounded, _ = routed(experts_of(BF16), x)
+    assert rounded.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(rounded.array, np.float32).reshape(expected.shape) - expected).max() > 1e-3
+
+
+def test_only_the_router_of_the_compiled_step_is_in_float32():
+    """The step of a bfloat16 Mixtral: products with the 5 routes, forward and backward, against all others."""
+
+    def products(mp) -> tuple[set[str], set[str]]:
+        """The dtypes of the operands of the router's products, and of all others."""
+        config = tree_of_run() | {"model": {**MODELS["mixtral"], "num_experts": 5}}
+        config["trainer"]["mp"] = encode(mp) if isinstance(mp, PrecisionConfig) else mp
+        found: dict[bool, set[str]] = {True: set(), False: set()}
+        for line in Outcome(config).program.splitlines():
+            if "stablehlo.dot_general" in line:
+                types = line.rpartition(" : ")[2]
+                operands = re.findall(r"x(bf16|f32)>", types.partition("->")[0])
+                found[re.search(r"<(\d+x)*5x", types) is not None].update(operands)
+        return found[True], found[False]
+
+    assert products(BF16) == ({"bf16"}, {"bf16"})
+    assert products(FLOAT32_ROUTER) == ({"f32"}, {"bf16"})

@@ -46,6 +46,11 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
             "no configuration given. Pass --config_path run.yaml to read a file (jaxlm:quickstart.yaml ships with jaxlm and"
             " trains on text included with Python), or --section.key value to set one key. --help lists all keys"
         )
+    if "quantize" in parsed.options:
+        raise ConfigError(
+            "command line: --quantize: quantized weights cannot be trained. Remove it here, and use it with jaxlm sample,"
+            " chat or evaluate"
+        )
     source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
     dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
     if dropped:

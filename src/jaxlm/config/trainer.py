@@ -6,6 +6,7 @@ from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.mesh import MeshConfig
+from jaxlm.core.precision import PrecisionConfig
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.watch import WatchConfig
@@ -36,7 +37,8 @@ class TrainerConfig:
         max_eval_batches: maximum batches per source in each evaluation; null evaluates all of them.
         mp: mixed-precision policy: `f32`, or dtypes of parameters and compute, as in `p=f32,c=bfloat16` (like PyTorch's
             autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
-            scaling.
+            scaling. A section gives some parameters other dtypes:
+            `{default: 'p=f32,c=bfloat16', rules: [{match: '\\.router\\.', compute: float32}]}`.
         log_dir: logs are written to `<log_dir>/<id>/`.
         compilation_cache_dir: folder for the persistent compilation cache; null disables it.
         strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
@@ -91,7 +93,7 @@ class TrainerConfig:
     per_device_eval_parallelism: int = -1
     steps_per_eval: int = 1000
     max_eval_batches: int | None = None
-    mp: str = "f32"
+    mp: str | PrecisionConfig = "f32"
     log_dir: str = "logs/"
     compilation_cache_dir: str | None = "cache/xla"
     strict_performance: bool = False

@@ -1,11 +1,13 @@
-"""Mixed precision: storage and compute dtypes (`trainer.mp`), and loss scaling for float16.
+"""Mixed precision: storage and compute dtypes by parameter path (`trainer.mp`), and loss scaling for float16.
 
 Source of loss scaling: Micikevicius et al. 2018, Mixed Precision Training (arXiv:1710.03740), section 3.2; the scale is
 adjusted as in the same group's later libraries. It is a power of two, so scaling is exact unless it overflows or underflows.
 """
 
 import abc
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.core.matmul import StoredWeight
+from jaxlm.core.tree import compile_pattern, dotted, is_inexact, is_named, leaves, suggestions
 
 T = TypeVar("T")
 
@@ -122,6 +126,48 @@ _PARTS = {"p": "params", "params": "params", "c": "compute", "compute": "compute
 
 
 @dataclass(frozen=True)
+class PrecisionRuleConfig:
+    """The dtypes of the parameters whose path matches.
+
+    Attributes:
+        match: regular expression searched for in the paths of parameters.
+        params: dtype in which these parameters are stored; null uses that of `default`.
+        compute: dtype in which these parameters are used; null uses that of `default`. Matrix products with them are
+            computed in this dtype, and their results cast to that of the activations. Activations have the compute
+            dtype of the token embedding. The results of a router are not cast.
+    """
+
+    match: str
+    params: str | None = None
+    compute: str | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtypes by parameter path.
+
+    Attributes:
+        default: dtypes of the parameters that no rule matches, as `mp` without a section.
+        rules: dtypes of other parameters. Each parameter follows the first rule that matches its path.
+    """
+
+    default: str = "f32"
+    rules: list[PrecisionRuleConfig] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PathPrecision:
+    """The dtypes of the parameters whose path matches a pattern, as in `Precision`."""
+
+    pattern: re.Pattern[str]
+    params: jnp.dtype
+    compute: jnp.dtype
+
+    def __str__(self) -> str:
+        return f"{self.pattern.pattern}: params {self.params.name}, compute {self.compute.name}"
+
+
+@dataclass(frozen=True)
 class Precision:
     """The dtypes of a run.
 
@@ -129,76 +175,127 @@ class Precision:
         params: dtype of stored parameters, gradients and optimizer state.
         compute: dtype of matrix products and activations. Norms, softmax and the loss are always float32.
         loss_scale: loss scaling, which float16 needs to keep small gradients from underflowing.
+        rules: other dtypes of some parameters; the first one that matches a path decides.
     """
 
     params: jnp.dtype
     compute: jnp.dtype
     loss_scale: LossScale = field(default_factory=Unscaled)
+    rules: tuple[PathPrecision, ...] = ()
+
+    def at(self, path: str) -> "PathPrecision | Precision":
+        """What holds the dtypes of the parameter at a path: the first rule that matches, or this."""
+        return next((rule for rule in self.rules if rule.pattern.search(path)), self)
 
     def cast_to_params(self, tree: T) -> T:
-        """Casts floating-point leaves to the parameter dtype."""
-        return _cast(tree, self.params)
+        """Casts floating-point leaves to their parameter dtype. A `StoredWeight` stays as it is."""
+        return _cast(tree, lambda path: self.at(path).params)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts floating-point leaves to the compute dtype."""
-        return _cast(tree, self.compute)
+        """Casts floating-point leaves to their compute dtype. A `StoredWeight` stays as it is."""
+        return _cast(tree, lambda path: self.at(path).compute)
 
     @property
     def for_second_derivatives(self) -> "Precision":
-        """The same precision, but with float32 compute if the compute dtype needs loss scaling.
+        """The same precision, but with float32 instead of the compute dtypes that need loss scaling.
 
         The random directions of second derivatives have a norm of about the square root of the number of
         parameters, and float16 overflows at 65,504.
         """
-        if isinstance(self.loss_scale, Unscaled):
-            return self
-        return Precision(self.params, jnp.dtype(jnp.float32))
+        rules = tuple(replace(rule, compute=_without_float16(rule.compute)) for rule in self.rules)
+        return Precision(self.params, _without_float16(self.compute), rules=rules)
+
+    def check(self, models: Sequence[Any]) -> None:
+        """Raises `ConfigError` for a rule that decides about no parameter of these models."""
+        paths = list(dict.fromkeys(path for model in models for path, leaf in leaves(model) if is_inexact(leaf)))
+        for number, rule in enumerate(self.rules):
+            key, pattern = f"trainer.mp.rules.{number}.match", rule.pattern.pattern
+            matching = [path for path in paths if rule.pattern.search(path)]
+            if not matching:
+                raise ConfigError(f"{key}: '{pattern}' matches no parameter. {suggestions(pattern, paths)}")
+            if all(self.at(path) is not rule for path in matching):
+                raise ConfigError(
+                    f"{key}: '{pattern}' has no effect, because earlier rules match everything that it matches"
+                    f" ({', '.join(matching[:3])}). Put it before them, or remove it"
+                )
 
     def __str__(self) -> str:
         scaled = "" if isinstance(self.loss_scale, Unscaled) else ", dynamic loss scale"
         return f"params {self.params.name}, compute {self.compute.name}{scaled}"
 
 
-def _cast(tree: T, dtype) -> T:
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+def _cast(tree: T, dtype_at: Callable[[str], jnp.dtype]) -> T:
+    def cast(path: Any, leaf: Any) -> Any:
+        return leaf.astype(dtype_at(dotted(path))) if is_inexact(leaf) else leaf
+
+    is_leaf = lambda node: is_named(node) or isinstance(node, StoredWeight)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_leaf)
 
 
-def parse_precision(text: str) -> Precision:
-    """Parses `f32`, `bf16` or `p=f32,c=bfloat16[,o=bfloat16]`. The long names `params`, `compute`, `output` work too.
+def _without_float16(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
-    Compute defaults to params. A float16 compute dtype turns on dynamic loss scaling. The output dtype is accepted for
-    compatibility with other programs, but must equal the compute dtype: the loss reads hidden states in the compute dtype
-    and computes in float32. Float16 parameters are an error.
+
+def parse_precision(mp: str | PrecisionConfig) -> Precision:
+    """Parses `f32`, `bf16`, `p=f32,c=bfloat16[,o=bfloat16]`, or a section whose default is one of these.
+
+    Compute defaults to params; the long names `params`, `compute`, `output` work too. A float16 compute dtype turns on
+    dynamic loss scaling. The output dtype is accepted for compatibility with other programs, but must equal the compute
+    dtype: the loss reads hidden states in the compute dtype and computes in float32. Float16 parameters are an error.
     """
+    if isinstance(mp, str):
+        return _with_loss_scale(_parse_dtypes(mp, "trainer.mp"))
+    default = _parse_dtypes(mp.default, "trainer.mp.default")
+    rules = tuple(_parse_rule(rule, default, f"trainer.mp.rules.{n}") for n, rule in enumerate(mp.rules))
+    return _with_loss_scale(replace(default, rules=rules))
+
+
+def _with_loss_scale(precision: Precision) -> Precision:
+    needed = jnp.float16 in (precision.compute, *(rule.compute for rule in precision.rules))
+    return replace(precision, loss_scale=DynamicLossScale()) if needed else precision
+
+
+def _parse_dtypes(text: str, key: str) -> Precision:
     parts = text.split(",") if "=" in text else [f"params={text}", f"compute={text}"]
     dtypes: dict[str, jnp.dtype] = {}
     for part in parts:
         name, _, value = part.strip().partition("=")
         if name not in _PARTS:
-            raise ConfigError(
-                f"trainer.mp: '{text}' has the part '{name}'. Allowed: p=, c=, o= (params, compute, output)"
-            )
-        dtypes[_PARTS[name]] = _dtype(value.strip(), text)
+            raise ConfigError(f"{key}: '{text}' has the part '{name}'. Allowed: p=, c=, o= (params, compute, output)")
+        dtypes[_PARTS[name]] = _dtype(value.strip(), text, key)
     params = dtypes.get("params", jnp.dtype(jnp.float32))
     compute = dtypes.get("compute", params)
     if dtypes.get("output", compute) != compute:
         raise ConfigError(
-            f"trainer.mp: '{text}' sets an output dtype that differs from the compute dtype, which would have no effect:"
+            f"{key}: '{text}' sets an output dtype that differs from the compute dtype, which would have no effect:"
             " hidden states stay in the compute dtype and the loss is computed in float32. Remove `o=` or set it to"
             f" {compute.name}"
         )
+    _check_storage(params, text, key, "Use 'p=f32,c=float16'")
+    return Precision(params, compute)
+
+
+def _parse_rule(rule: PrecisionRuleConfig, default: Precision, key: str) -> PathPrecision:
+    if rule.params is None and rule.compute is None:
+        raise ConfigError(f"{key}: neither params nor compute given, so '{rule.match}' has no effect. Set one of them")
+    params = default.params if rule.params is None else _dtype(rule.params, rule.params, f"{key}.params")
+    compute = default.compute if rule.compute is None else _dtype(rule.compute, rule.compute, f"{key}.compute")
+    _check_storage(params, rule.params or "", f"{key}.params", "Use float32 or bfloat16")
+    return PathPrecision(compile_pattern(rule.match, f"{key}.match"), params, compute)
+
+
+def _check_storage(params: jnp.dtype, text: str, key: str, fix: str) -> None:
     if params == jnp.float16:
         raise ConfigError(
-            f"trainer.mp: '{text}' stores parameters in float16, where small updates and the optimizer's epsilon"
-            " underflow. Use 'p=f32,c=float16'"
+            f"{key}: '{text}' stores parameters in float16, where small updates and the optimizer's epsilon underflow."
+            f" {fix}"
         )
-    return Precision(params, compute, DynamicLossScale() if compute == jnp.float16 else Unscaled())
 
 
-def _dtype(name: str, text: str) -> jnp.dtype:
+def _dtype(name: str, text: str, key: str) -> jnp.dtype:
     if name not in _DTYPES:
-        raise ConfigError(f"trainer.mp: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
+        raise ConfigError(f"{key}: '{text}' has the dtype '{name}'. Allowed: {', '.join(_DTYPES)}")
     dtype = jnp.dtype(_DTYPES[name])
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
-        raise ConfigError(f"trainer.mp: '{text}' needs 64-bit arrays. Set JAX_ENABLE_X64=1 in the environment")
+        raise ConfigError(f"{key}: '{text}' needs 64-bit arrays. Set JAX_ENABLE_X64=1 in the environment")
     return dtype

@@ -146,7 +146,7 @@ def for_compute(tree: T, *, sum_first: bool = False) -> T:
     if layout is None or layout.mesh.size == 1:
         return tree
     arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(_gather(arrays, layout, sum_first), rest)
+    return eqx.combine(_gather(arrays, layout, sum_first), _constrained(rest, layout, layout.compute))
 
 
 def at_rest(tree: T, layout: Layout) -> T:
@@ -156,7 +156,7 @@ def at_rest(tree: T, layout: Layout) -> T:
 
 def _constrained(tree, layout: Layout, mapping: ResourceMapping):
     def constrain(leaf):
-        if not isinstance(leaf, hax.NamedArray):
+        if not isinstance(leaf, hax.NamedArray) or leaf.array is None:
             return leaf
         sharding = NamedSharding(layout.mesh, spec_of(leaf.axes, mapping))
         array = jax.lax.with_sharding_constraint(leaf.array, sharding)

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard
+from jaxlm.core.matmul import StoredWeight
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import RunState, UpdateCounts, build_state, shardings
@@ -62,8 +64,15 @@ class Phase:
         return self.end - self.start
 
     def mask(self, model: LanguageModel) -> Any:
-        """A tree that is True at every trainable leaf."""
-        return tree.select(model, self.trainable)
+        """A tree that is True at every trainable leaf. Raises `ConfigError` if one of them is part of a stored weight."""
+        mask = tree.select(model, self.trainable)
+        for path, selected in tree.modules_by_path(mask, StoredWeight):
+            if any(jax.tree.leaves(selected)):
+                raise ConfigError(
+                    f"phase '{self.name}': trainable matches {path}, which is stored as {type(selected).__name__} and cannot"
+                    " be trained. Train a model with floating-point weights, or change trainable to leave this one out"
+                )
+        return mask
 
     def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): two copies of the tree; each has None where the other has the leaf."""

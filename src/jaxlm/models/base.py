@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import draccus
 import equinox as eqx
-import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.types import Sum
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.loss import soft_capped
@@ -152,7 +152,7 @@ class LanguageModel(eqx.Module):
         """
 
     @abc.abstractmethod
-    def lm_head(self) -> NamedArray | None:
+    def lm_head(self) -> Weight | None:
         """The weight of the head, {vocab, embed}; the token embedding if the two are tied.
 
         None if `hidden` already returns logits.
@@ -161,7 +161,7 @@ class LanguageModel(eqx.Module):
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps {..., embed} to {..., vocab} and applies the soft cap."""
         head = self.lm_head()
-        logits = hidden if head is None else hax.dot(hidden, head, axis=EMBED)
+        logits = hidden if head is None else dot(hidden, head, EMBED)
         return NamedArray(soft_capped(logits.array, self.logit_soft_cap), logits.axes)
 
     @abc.abstractmethod

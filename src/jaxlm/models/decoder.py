@@ -15,6 +15,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import check_at_least, check_choice, check_divides
+from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
@@ -230,7 +231,7 @@ class Decoder(LanguageModel):
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         return self.body(x, inputs, cache, key, taps)
 
-    def lm_head(self) -> NamedArray:
+    def lm_head(self) -> Weight:
         return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:

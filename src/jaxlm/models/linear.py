@@ -6,6 +6,8 @@ import equinox as eqx
 import jax
 from haliax import Axis, AxisSpec, NamedArray
 
+from jaxlm.core.matmul import Weight, dot, operand
+
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
 
 
@@ -20,7 +22,7 @@ class Linear(eqx.Module):
         bias: {*Out}.
     """
 
-    weight: NamedArray
+    weight: Weight
     bias: NamedArray | None
     In: AxisSpec = eqx.field(static=True)
     Out: AxisSpec = eqx.field(static=True)
@@ -32,8 +34,12 @@ class Linear(eqx.Module):
         return Linear(weight, hax.zeros(Out) if use_bias else None, In, Out)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        out = hax.auto_sharded(hax.dot(x, self.weight, axis=self.In))
-        return out if self.bias is None else out + self.bias
+        out = hax.auto_sharded(dot(x, self.weight, self.In))
+        return (out if self.bias is None else out + self.bias).astype(x.dtype)
+
+    def operand(self, x: NamedArray) -> NamedArray:
+        """x in the dtype of this layer's product. Given this, the layer does not round its output to the dtype of x."""
+        return operand(x, self.weight)
 
 
 class MatrixLinear(eqx.Module):
@@ -44,7 +50,7 @@ class MatrixLinear(eqx.Module):
         bias: {*Out}.
     """
 
-    matrix: NamedArray
+    matrix: Weight
     bias: NamedArray | None
     In: AxisSpec = eqx.field(static=True)
     Out: AxisSpec = eqx.field(static=True)
@@ -55,14 +61,18 @@ class MatrixLinear(eqx.Module):
         return MatrixLinear(matrix, linear.bias, linear.In, linear.Out)
 
     @property
-    def weight(self) -> NamedArray:
+    def weight(self) -> Weight:
         """{*Out, *In}."""
         return self.matrix.unflatten_axis(_FLAT_IN, self.In).unflatten_axis(_FLAT_OUT, self.Out)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        flat = hax.dot(x.flatten_axes(self.In, _FLAT_IN), self.matrix, axis=_FLAT_IN)
+        flat = dot(x.flatten_axes(self.In, _FLAT_IN), self.matrix, _FLAT_IN)
         out = flat.unflatten_axis(_FLAT_OUT, self.Out)
-        return out if self.bias is None else out + self.bias
+        return (out if self.bias is None else out + self.bias).astype(x.dtype)
+
+    def operand(self, x: NamedArray) -> NamedArray:
+        """As `Linear.operand`."""
+        return operand(x, self.matrix)
 
 
 class ExpertLinear(eqx.Module):
@@ -72,7 +82,7 @@ class ExpertLinear(eqx.Module):
         weight: {experts, In, Out}, the order that grouped matrix products read.
     """
 
-    weight: NamedArray
+    weight: Weight
     In: Axis = eqx.field(static=True)
     Out: Axis = eqx.field(static=True)
 

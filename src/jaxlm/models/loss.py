@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
 from jaxlm.core.custom_vjp import CustomVjp
+from jaxlm.core.matmul import StoredArray, StoredWeight, Weight, arranged, einsum
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.trace_options import trace_options
 from jaxlm.models.token_sharding import TokenSharding
@@ -60,7 +61,7 @@ def default_chunk_tokens(platform: str) -> int:
 
 def next_token_sums(
     hidden: NamedArray,
-    head: NamedArray | None,
+    head: Weight | None,
     targets: NamedArray,
     loss_mask: NamedArray,
     *,
@@ -75,8 +76,9 @@ def next_token_sums(
     gradient is needed: none in evaluation, not that of a frozen head.
 
     Args:
-        hidden: {batch, position, embed}, in the compute dtype.
-        head: {vocab, embed}, in the same dtype; None if `hidden` contains logits, {batch, position, vocab}.
+        hidden: {batch, position, embed}.
+        head: {vocab, embed}; its products are computed in its dtype. None if `hidden` contains logits, {batch,
+            position, vocab}.
         targets: int {batch, position}. A target outside the vocabulary makes the loss NaN if its mask is not 0.
         loss_mask: float {batch, position}, the weight of each token.
         soft_cap: soft cap of the logits; None applies no cap.
@@ -84,6 +86,8 @@ def next_token_sums(
         label_smoothing: fraction of the target distribution that is spread uniformly over the vocabulary.
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`.
     """
+    if isinstance(head, StoredWeight):
+        head = head.floats(hidden.dtype)  # the backward pass is for arrays
     spec = _LossSpec(
         TokenSharding.of(hidden, head),
         _checked_cap(soft_cap),
@@ -101,7 +105,7 @@ def next_token_sums(
 
 def token_losses(
     hidden: NamedArray,
-    head: NamedArray | None,
+    head: Weight | None,
     targets: NamedArray,
     *,
     soft_cap: float | None = None,
@@ -133,11 +137,11 @@ def token_losses(
     return NamedArray(run(x_BSD, w_VD, y_BS.array), y_BS.axes)
 
 
-def _arrays(hidden: NamedArray, head: NamedArray | None) -> tuple[jax.Array, jax.Array | None]:
+def _arrays(hidden: NamedArray, head: Weight | None) -> tuple[jax.Array, jax.Array | StoredArray | None]:
     """x_BSD and w_VD; without a head, the logits and None."""
     if head is None:
         return hidden.rearrange((BATCH, POSITION, VOCAB)).array, None
-    return hidden.rearrange((BATCH, POSITION, EMBED)).array, head.rearrange((VOCAB, EMBED)).array
+    return hidden.rearrange((BATCH, POSITION, EMBED)).array, arranged(head, (VOCAB, EMBED))
 
 
 def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -176,10 +180,10 @@ def _chunked(arrays: tuple[jax.Array, ...], chunk_tokens: int) -> tuple[tuple[ja
     return tuple(map(to_chunks, arrays)), num_tokens
 
 
-def _logits(x_CD: jax.Array, w_VD: jax.Array | None, soft_cap: float | None) -> jax.Array:
+def _logits(x_CD: jax.Array, w_VD: jax.Array | StoredArray | None, soft_cap: float | None) -> jax.Array:
     if w_VD is None:
         return soft_capped(x_CD.astype(jnp.float32), soft_cap)
-    return soft_capped(jnp.einsum("cd,vd->cv", x_CD, w_VD, preferred_element_type=jnp.float32), soft_cap)
+    return soft_capped(einsum("cd,vd->cv", x_CD, w_VD, jnp.float32), soft_cap)
 
 
 def _local_ids(y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
@@ -286,13 +290,15 @@ def _scan_chunks(spec: _LossSpec, needed: _Needed, x_BSD, w_VD, y_BS, m_BS):
         chunk_sums, logits_CV, lse_C = _chunk_loss(spec, x_CD, w_VD, y_C, m_C)
         dx_CD = None
         if needed.hidden or needed.head:
-            dlogits_CV = _chunk_logit_gradient(spec, logits_CV, lse_C, y_C, m_C, x_CD.dtype)
-        if needed.hidden and w_VD is None:
-            dx_CD = dlogits_CV
-        elif needed.hidden:
-            dx_CD = jnp.einsum("cv,vd->cd", dlogits_CV, w_VD, preferred_element_type=jnp.float32)
+            dtype = x_CD.dtype if w_VD is None else w_VD.dtype
+            dlogits_CV = _chunk_logit_gradient(spec, logits_CV, lse_C, y_C, m_C, dtype)
+        if needed.hidden and w_VD is not None:
+            dx_CD = einsum("cv,vd->cd", dlogits_CV, w_VD, jnp.float32)
             dx_CD = spec.sharding.sum_vocab(dx_CD).astype(x_CD.dtype)
+        elif needed.hidden:
+            dx_CD = dlogits_CV
         if needed.head:
+            x_CD = x_CD.astype(dtype)
             dw_VD += jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
         return (sums + chunk_sums, dw_VD), dx_CD
 

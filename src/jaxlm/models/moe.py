@@ -20,6 +20,7 @@ features.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES
 from jaxlm.core.custom_vjp import CustomVjp
+from jaxlm.core.matmul import StoredArray, Weight, arranged, array_specs, einsum, operand
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.core.types import Sum
 from jaxlm.models.activations import gated
@@ -108,7 +110,7 @@ class Experts(eqx.Module):
         Args:
             segment_ids: of the tokens; 0 is padding, which the statistics ignore.
         """
-        logits = self.router(x).astype(jnp.float32)
+        logits = self.router(self.router.operand(x)).astype(jnp.float32)
         Route = logits.resolve_axis(ROUTES)
         probabilities = hax.nn.softmax(logits, axis=Route)
         order = (BATCH, POSITION, ROUTES)
@@ -136,29 +138,30 @@ class Experts(eqx.Module):
         x = x.rearrange((BATCH, POSITION, EMBED))
         into_mlp, out_of_mlp = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
         weights = [
-            layer.weight.rearrange(order).array
+            arranged(layer.weight, order)
             for layer, order in ((self.gate_proj, into_mlp), (self.up_proj, into_mlp), (self.down_proj, out_of_mlp))
         ]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
         def local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD):
             x_BSD, chosen_BSK, share_BSK = (sharding.gather_tokens(a) for a in (x_BSD, chosen_BSK, share_BSK))
-            first = sharding.first_expert(len(gate_EDM))
+            first = sharding.first_expert(gate_EDM.shape[0])
             return sharding.scatter_tokens(
                 self._local_experts(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD, first=first)
             )
 
-        return hax.auto_sharded(NamedArray(sharding.shard_map(local)(x.array, chosen_BSK, share_BSK, *weights), x.axes))
+        run = sharding.shard_map(local, weights)
+        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *weights), x.axes))
 
     def _local_experts(self, x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD, *, first) -> jax.Array:
         """The weighted sum of the outputs of this device's experts, which start at number `first`."""
         num_tokens, width = math.prod(x_BSD.shape[:2]), x_BSD.shape[-1]
-        grouping = Grouping.of(chosen_BSK.reshape(-1) - first, len(gate_EDM))
+        grouping = Grouping.of(chosen_BSK.reshape(-1) - first, gate_EDM.shape[0])
         x_PD = grouping.sorted(jnp.repeat(x_BSD.reshape(num_tokens, width), self.num_chosen, axis=0))
         gate_PM, up_PM = (checkpoint_name(grouping.dot(x_PD, w_EDM), EXPERT) for w_EDM in (gate_EDM, up_EDM))
         out_PD = checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
         out_NKD = grouping.unsorted(out_PD).reshape(num_tokens, self.num_chosen, width)
-        return jnp.sum(out_NKD * share_BSK.reshape(num_tokens, -1, 1), axis=1).reshape(x_BSD.shape)
+        return jnp.sum(out_NKD * share_BSK.reshape(num_tokens, -1, 1), axis=1).reshape(x_BSD.shape).astype(x_BSD.dtype)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class ExpertSharding:
     mlp: tuple[str, ...] = ()
 
     @staticmethod
-    def of(x: NamedArray, weight: NamedArray) -> "ExpertSharding":
+    def of(x: NamedArray, weight: Weight) -> "ExpertSharding":
         """The sharding of x {batch, position, ..} and a weight {experts, mlp, ..} under the current layout."""
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
@@ -187,15 +190,20 @@ class ExpertSharding:
         experts, mlp = (mesh_axes(weight.resolve_axis(axis), layout.compute) for axis in (EXPERTS, MLP))
         return ExpertSharding(layout.mesh, batch, position, experts, mlp)
 
-    def shard_map(self, local: Any) -> Any:
-        """Runs `local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD)` on each device's shard."""
+    def shard_map(self, local: Any, weights: Sequence[Any]) -> Any:
+        """Runs `local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD)` on each device's shard.
+
+        Args:
+            weights: the last three arguments.
+        """
         if self.mesh is None:
             return local
         tokens = PartitionSpec(self.batch or None, self.position or None, None)
         into = PartitionSpec(self.experts or None, None, self.mlp or None)
         out = PartitionSpec(self.experts or None, self.mlp or None, None)
         # The collectives inside establish replication, which the check cannot infer.
-        specs = (tokens, tokens, tokens, into, into, out)
+        weight_specs = (array_specs(*pair) for pair in zip(weights, (into, into, out), strict=True))
+        specs = (tokens, tokens, tokens, *weight_specs)
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
 
     def first_expert(self, num_local: int) -> jax.Array | int:
@@ -283,15 +291,19 @@ class Grouping(eqx.Module):
         """Rows in the original order, [N, D]; rows of no group are 0."""
         return _permute(x_PD, self.place_N, self.source_P)
 
-    def dot(self, x_PI: jax.Array, w_GIO: jax.Array) -> jax.Array:
-        """Multiplies each row by its group's matrix; returns [P, O]."""
+    def dot(self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray) -> jax.Array:
+        """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`."""
+        x_PI = operand(x_PI, w_GIO)
         if current_platform() == "tpu":
-            return jax.lax.ragged_dot(x_PI, w_GIO, self.sizes_G)
+            floats_GIO = w_GIO.floats(x_PI.dtype) if isinstance(w_GIO, StoredArray) else w_GIO
+            return jax.lax.ragged_dot(x_PI, floats_GIO, self.sizes_G)
         num_blocks = x_PI.shape[0] // self.block
         ends_G = jnp.cumsum(self.sizes_G) // self.block
         # Blocks after the last group are 0, so any matrix will do.
         group_B = jnp.minimum(jnp.searchsorted(ends_G, jnp.arange(num_blocks), side="right"), len(ends_G) - 1)
-        out_BRO = _block_products(x_PI.reshape(num_blocks, self.block, -1), w_GIO, group_B)
+        # The backward pass of the kernel is for arrays.
+        products = _define_block_products if isinstance(w_GIO, StoredArray) else _block_products
+        out_BRO = products(x_PI.reshape(num_blocks, self.block, -1), w_GIO, group_B)
         return out_BRO.reshape(x_PI.shape[0], -1)
 
 
@@ -321,13 +333,16 @@ def _permute_backward(residuals, d_out):
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-@CustomVjp
-def _block_products(x_BRI: jax.Array, w_GIO: jax.Array, group_B: jax.Array) -> jax.Array:
+def _define_block_products(x_BRI: jax.Array, w_GIO: jax.Array | StoredArray, group_B: jax.Array) -> jax.Array:
     def one_block(_, block):
         x_RI, group = block
-        return None, x_RI @ jax.lax.dynamic_index_in_dim(w_GIO, group, keepdims=False)
+        w_IO = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, keepdims=False), w_GIO)
+        return None, einsum("ri,io->ro", x_RI, w_IO)
 
     return jax.lax.scan(one_block, None, (x_BRI, group_B))[1]
+
+
+_block_products = CustomVjp(_define_block_products)
 
 
 def _block_products_forward(x_BRI, w_GIO, group_B):

@@ -13,6 +13,7 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, HEADS, KV_HEADS, POSITION, VOCAB
+from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import Layout, current_layout, spec_of
 
 
@@ -35,7 +36,7 @@ class TokenSharding:
     head_at_rest: PartitionSpec
 
     @staticmethod
-    def of(hidden: NamedArray, head: NamedArray | None) -> "TokenSharding":
+    def of(hidden: NamedArray, head: Weight | None) -> "TokenSharding":
         """The sharding of hidden states {batch, position, embed} and a head {vocab, embed} under the current layout."""
         layout: Layout | None = current_layout()
         if layout is None or layout.mesh.size == 1:

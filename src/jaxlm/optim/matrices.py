@@ -96,6 +96,7 @@ def size_of(axes: tuple[Axis, ...]) -> int:
 
 
 def _view(layer: Linear | ExpertLinear) -> MatrixView:
+    assert isinstance(layer.weight, NamedArray)
     outputs, inputs = axes_of(layer.Out), axes_of(layer.In)
     stacked = tuple(axis for axis in layer.weight.axes if axis not in (*outputs, *inputs))
     return MatrixView(layer.weight, stacked, outputs, inputs)

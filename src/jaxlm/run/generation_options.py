@@ -1,8 +1,9 @@
-"""Command-line options for text generation and adapters."""
+"""Command-line options for text generation, adapters and quantization."""
 
 import argparse
 
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
+from jaxlm.models.inference.quantized import FORMATS
 
 
 def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
@@ -38,6 +39,17 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
         help="dtype of the KV cache; int8 uses the least memory (default: the parameters' dtype)",
     )
     add_adapter_option(parser)
+    add_quantize_option(parser)
+
+
+def add_quantize_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--quantize`, the value for `LoadedModel.for_inference`."""
+    parser.add_argument(
+        "--quantize",
+        choices=FORMATS,
+        default=None,
+        help="store the weights of linear layers and experts as int8, with a scale per output channel (default: no)",
+    )
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:

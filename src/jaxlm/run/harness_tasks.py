@@ -49,7 +49,7 @@ def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None
     )
     tasks = open_tasks(config, loaded.plan.config.model.seq_len)
     with loaded.plan.layout.use():
-        results = tasks.run(loaded.for_inference(), loaded.tokenizer)
+        results = tasks.run(loaded.for_inference(options.quantize), loaded.tokenizer)
     numbers = {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in results.items()

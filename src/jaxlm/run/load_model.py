@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
 from jaxlm.surgery.lora import add_adapters, lora_for_inference
@@ -193,10 +195,28 @@ class LoadedModel:
     surgeries: tuple[SurgeryConfig, ...]
     load: Callable[[], LanguageModel]
 
-    def for_inference(self) -> LanguageModel:
-        """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`."""
-        cast = self.plan.precision.cast_to_compute
-        return jax.jit(lambda model: cast(merge_surgeries(model, self.surgeries)))(self.load())
+    def for_inference(self, quantize: str | None = None) -> LanguageModel:
+        """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`.
+
+        Args:
+            quantize: one of `quantized.FORMATS`; None keeps floating-point weights.
+        """
+        return inference_form(self.load(), self.surgeries, self.plan, quantize)
+
+
+def inference_form(
+    model: LanguageModel, surgeries: Sequence[SurgeryConfig], plan: Plan, quantize: str | None
+) -> LanguageModel:
+    """A loaded model with surgeries merged, then quantized if requested, and everything else in its compute dtype."""
+
+    def prepare(model: LanguageModel) -> LanguageModel:
+        merged = merge_surgeries(model, surgeries)
+        return plan.precision.cast_to_compute(merged if quantize is None else quantized(merged))
+
+    model = jax.jit(prepare)(model)
+    if quantize is not None:
+        print(describe_weights(model), file=sys.stderr)
+    return model
 
 
 def open_model(

@@ -127,8 +127,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     )
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config.model.seq_len)
-        # Raises for surgeries that do not apply and patterns that match nothing.
-        plan.state_builder.abstract_state(phase)
+    # Raises for surgeries that do not apply and patterns that match nothing.
+    states = [plan.state_builder.abstract_state(phase) for phase in phases]
+    precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     return plan
 
 

@@ -1,11 +1,14 @@
 """The start-up table: what will run, on which devices, and why each choice was made."""
 
+import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.lr_shapes import lr_shape_name
+from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
@@ -37,7 +40,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         *[("warning", text) for text in (*plan.warnings, *plan.state_builder.abstract_initial_model.notes)],
         ("parameter sharding", axis_mapping_table(plan.layout.parameter)),
         ("compute sharding", axis_mapping_table(plan.layout.compute)),
-        ("precision", str(plan.precision)),
+        *_precision(plan),
         ("model", _sizes(plan)),
         ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
@@ -52,6 +55,17 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
     ]
+
+
+def _precision(plan: Plan) -> list[tuple[str, str]]:
+    """The default dtypes, and those of each rule with the number of parameters that follow it."""
+    precision, model = plan.precision, plan.state_builder.abstract_state(plan.phases[-1]).model
+    arrays = [(precision.at(path), tree.raw(leaf)) for path, leaf in tree.leaves(model) if tree.is_inexact(leaf)]
+    rows = [("precision", str(precision))]
+    for rule in precision.rules:
+        sizes = [array.size for decides, array in arrays if decides is rule]
+        rows.append(("precision", f"{rule} ({sum(sizes):,} parameters in {len(sizes)} arrays)"))
+    return rows
 
 
 def _evals(plan: Plan) -> str:
@@ -106,7 +120,8 @@ def _layers(plan: Plan) -> str:
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
     """The distinct attention backends of the training step's layers."""
     model, layout = plan.config.model, plan.layout
-    shared = (layout.platform, cuda_capability(layout.device), plan.precision.compute, model.seq_len)
+    dtype = activation_dtype(plan.precision, plan.state_builder.abstract_initial_model)
+    shared = (layout.platform, cuda_capability(layout.device), dtype, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
         for stack in tree.modules(plan.state_builder.abstract_initial_model, Stack)
@@ -114,6 +129,13 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
         for kind in stack.kinds
     )
     return [choose_attention(task, model.attn_backend) for task in dict.fromkeys(tasks)]
+
+
+def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
+    """The dtype of the residual stream: the compute dtype of the embeddings, or the default's if there are none."""
+    compute = jax.eval_shape(precision.cast_to_compute, model)
+    tables = [embedding.weight.dtype for embedding in tree.modules(compute, hnn.Embedding)]
+    return jnp.result_type(*tables) if tables else precision.compute
 
 
 def check_performance(plan: Plan) -> None:

@@ -28,6 +28,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError, check_probability
+from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.weights import axis_sizes
@@ -70,20 +71,25 @@ class LoraLinear(DropoutLayer):
 
     def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
-        low = hax.dot(dropout(inputs, self.dropout, self.key), self.a, axis=self.base.In)
-        return self.base(inputs) + hax.dot(low, self.b, axis=LORA) * self.scale
+        low = dot(dropout(inputs, self.dropout, self.key), self.a, self.base.In)
+        return (self.base(inputs) + dot(low, self.b, LORA) * self.scale).astype(inputs.dtype)
+
+    def operand(self, x: NamedArray) -> NamedArray:
+        """As `Linear.operand`."""
+        return self.base.operand(x)
 
     def with_key(self, key: jax.Array) -> "LoraLinear":
         """Returns the layer with this dropout key, or unchanged if it has no dropout."""
         return dataclasses.replace(self, key=key) if self.dropout else self
 
     @property
-    def weight(self) -> NamedArray:
+    def weight(self) -> Weight:
         """The merged weight, which the loss reads if the head is adapted."""
         return self.merged().weight
 
     def merged(self) -> Linear:
         """Merges the adapter into a plain layer with the same output."""
+        assert isinstance(self.base.weight, NamedArray)
         delta = hax.dot(self.b, self.a, axis=LORA) * self.scale
         weight = self.base.weight + delta.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
         return eqx.tree_at(lambda layer: layer.weight, self.base, weight)
@@ -158,7 +164,7 @@ class LoraConfig(SurgeryConfig):
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         adapters = tree.modules_by_path(model, LoraLinear)
-        heads = [path for path, layer in adapters if layer.dropout and not layer.base.weight.has_axis(LAYERS)]
+        heads = [path for path, layer in adapters if layer.dropout and not layer.a.has_axis(LAYERS)]
         if heads:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"

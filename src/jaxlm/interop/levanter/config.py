@@ -43,7 +43,7 @@ _UNSUPPORTED = {
     "data_seed": "set trainer.seed, which also seeds the data order",
     "hf_upload": "upload the folders in hf_save_path with the Hugging Face Hub's own tools",
     "log_entropy": "remove it; this metric is not available",
-    "trainer.quantization": "set mp: p=f32,c=bfloat16; quantized matrix products are not available",
+    "trainer.quantization": "set mp: p=f32,c=bfloat16; training has no quantized matrix products",
     "optimizer.cooldown": "set optimizer.decay",
     "optimizer.haps": "set optimizer.cycles to the steps at which cycles end",
     "optimizer.lr": "set optimizer.learning_rate; this key has no effect in Levanter either",

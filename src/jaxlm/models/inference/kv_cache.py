@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.core.matmul import quantize
 from jaxlm.models.attention.api import AttentionMask, as_keys
 from jaxlm.models.base import Inputs, KVArray, KVCache
-
-_INT8_MAX = 127.0  # symmetric: -128 is not used
 
 
 class UnstackedCache(eqx.Module):
@@ -82,7 +81,7 @@ def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVAr
     new = new if kv_array.values.has_axis(BATCH) else by_cache_row(new)
     if kv_array.scale is None:
         return KVArray(_update_slots(kv_array.values, new, start))
-    values, scale = quantize(new)
+    values, scale = quantize(new, HEAD_SIZE)
     return KVArray(_update_slots(kv_array.values, values, start), _update_slots(kv_array.scale, scale, start))
 
 
@@ -93,14 +92,6 @@ def by_cache_row(x: NamedArray) -> NamedArray:
     """
     flat = x.flatten_axes((BATCH, KV_HEADS), CACHE_ROW)
     return flat[CACHE_ROW, 0] if flat.axis_size(CACHE_ROW) == 1 else flat
-
-
-def quantize(values: NamedArray) -> tuple[NamedArray, NamedArray]:
-    """Quantizes {..., head_size} to int8 with a float32 scale {...}; the largest absolute value becomes 127."""
-    exact = values.astype(jnp.float32)
-    scale = hax.max(hax.abs(exact), HEAD_SIZE) / _INT8_MAX
-    rounded = hax.round(exact / hax.where(scale > 0, scale, 1.0))
-    return rounded.rearrange(values.axes).astype(jnp.int8), scale
 
 
 def _update_slots(slots: NamedArray, new: NamedArray, start: jax.Array) -> NamedArray:

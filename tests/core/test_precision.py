@@ -1,0 +1,135 @@
+"""Dtypes by parameter path: which rule decides, what is stored and computed in which dtype, and refused rules."""
+
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+from haliax import Axis
+
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import DynamicLossScale, Unscaled, parse_precision
+from jaxlm.models.base import Inputs
+from jaxlm.run.plan import Plan, make_plan
+from jaxlm.run.resume_checks import config_changes
+from jaxlm.run.startup import activation_dtype, describe
+from tests.engine.helpers import VOCAB
+from tests.fields.trees import tree as run_tree
+
+ROUTER = {"match": r"\.router\.", "compute": "float32"}
+
+
+def plan_of(*rules: dict[str, str], model: str = "llama", default: str = "p=f32,c=bfloat16", **sections: Any) -> Plan:
+    config = run_tree(model, **sections)
+    config["trainer"]["mp"] = {"default": default, "rules": list(rules)}
+    return make_plan(decode_run(ConfigSource(config), None), "x", VOCAB)
+
+
+def dtypes(plan: Plan) -> dict[str, tuple[str, str]]:
+    """Path -> storage and compute dtype, as they are in the state and as the step casts them."""
+    model = plan.state_builder.abstract_state(plan.phases[-1]).model
+    compute = dict(tree.leaves(jax.eval_shape(plan.precision.cast_to_compute, model)))
+    return {path: (leaf.dtype.name, compute[path].dtype.name) for path, leaf in tree.leaves(model)}
+
+
+def test_the_first_rule_that_matches_decides():
+    up = {"match": r"mlp\.up", "params": "bfloat16", "compute": "float32"}
+    found = dtypes(plan_of(up, {"match": r"mlp\.", "params": "bfloat16"}, {"match": "norm", "compute": "f32"}))
+    expected = {
+        "up_proj": ("bfloat16", "float32"),
+        "gate_proj": ("bfloat16", "bfloat16"),
+        "down_proj": ("bfloat16", "bfloat16"),
+        "norm": ("float32", "float32"),
+    }
+    for path, dtype in found.items():
+        name = next((name for name in expected if name in path), None)
+        assert dtype == (("float32", "bfloat16") if name is None else expected[name]), path
+
+
+def test_a_section_without_rules_is_the_short_form():
+    assert plan_of().precision == parse_precision("p=f32,c=bfloat16")
+
+
+def test_rules_see_the_parameters_that_surgery_adds():
+    """The base is stored in 16 bits, and the adapters, which train, in 32."""
+    lora = [{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn"}], "trainable": [r"\.[ab]$"]}]
+    found = dtypes(plan_of({"match": r"\.[ab]$", "params": "f32", "compute": "bf16"}, default="bf16", phases=lora))
+    assert {dtype for path, dtype in found.items() if path.endswith((".a", ".b"))} == {("float32", "bfloat16")}
+    assert {dtype for path, dtype in found.items() if not path.endswith((".a", ".b"))} == {("bfloat16", "bfloat16")}
+
+
+REFUSED = {
+    "nothing": (
+        [{"match": "roter", "compute": "f32"}],
+        r"rules\.0\.match: 'roter' matches no parameter\. Closest.*router",
+    ),
+    "hidden": (
+        [{"match": "mlp", "compute": "f32"}, ROUTER],
+        r"rules\.1\.match: .* earlier rules .*router.* before them",
+    ),
+    "empty": ([{"match": "mlp"}], r"rules\.0: neither params nor compute given, so 'mlp' has no effect"),
+    "dtype": ([{"match": "mlp", "compute": "f31"}], r"rules\.0\.compute: 'f31' has the dtype 'f31'\. Allowed: f32, "),
+    "storage": (
+        [{"match": "mlp", "params": "f16"}],
+        r"rules\.0\.params: 'f16' stores parameters in float16.*Use float32",
+    ),
+    "pattern": ([{"match": "mlp(", "params": "bf16"}], r"rules\.0\.match: 'mlp\(' is not a valid regular expression"),
+    "wide": ([{"match": "mlp", "params": "f64"}], r"rules\.0\.params: 'f64' needs 64-bit arrays"),
+    "key": ([{"match": "mlp", "storage": "f32"}], r"rules\.0\.storage: no such key.*Allowed: match, params, compute"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_rules(name):
+    rules, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=rf"trainer\.mp\.{message}"):
+        plan_of(*rules, model="mixtral")
+
+
+def test_the_default_of_a_section_is_checked_like_the_short_form():
+    for mp in ("p=f32,c=bf17", {"default": "p=f32,c=bf17"}):
+        key = "trainer.mp" if isinstance(mp, str) else "trainer.mp.default"
+        with pytest.raises(ConfigError, match=rf"{key}: 'p=f32,c=bf17' has the dtype 'bf17'"):
+            make_plan(decode_run(ConfigSource(run_tree() | {"trainer": {"mp": mp}}), None), "x", VOCAB)
+
+
+def test_float16_in_one_rule_scales_the_loss_and_is_float32_in_second_derivatives():
+    plain, half = plan_of(ROUTER, model="mixtral").precision, plan_of({"match": "mlp", "compute": "f16"}).precision
+    assert (plain.loss_scale, half.loss_scale) == (Unscaled(), DynamicLossScale())
+    assert plain.for_second_derivatives == plain
+    assert half.for_second_derivatives.loss_scale == Unscaled()
+    assert half.for_second_derivatives.at("mlp").compute == jnp.float32
+    assert half.for_second_derivatives.compute == jnp.bfloat16
+
+
+def test_the_start_up_table_shows_each_rule_and_what_follows_it():
+    rows = [text for name, text in describe(plan_of(ROUTER, model="mixtral")) if name == "precision"]
+    assert rows == [
+        "params float32, compute bfloat16",
+        r"\.router\.: params float32, compute float32 (256 parameters in 1 arrays)",
+    ]
+
+
+def test_activations_have_the_dtype_of_the_embedding():
+    """So a rule about the embedding also changes what attention is chosen for."""
+    plan = plan_of({"match": "^tokens", "compute": "f32"})
+    axes = (Axis("batch", 2), Axis("position", 16))
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((2, 16), jnp.int32), axes)
+
+    def hidden(model: Any, ids: Any) -> Any:
+        return plan.precision.cast_to_compute(model).hidden(Inputs(ids, ids, ids)).final
+
+    model = plan.state_builder.abstract_initial_model
+    assert jax.eval_shape(hidden, model, ids).dtype == activation_dtype(plan.precision, model) == jnp.float32
+    assert activation_dtype(plan_of().precision, model) == jnp.bfloat16
+
+
+def test_a_changed_rule_is_told_when_a_run_resumes():
+    before, now = plan_of(ROUTER, model="mixtral").config, plan_of(model="mixtral").config
+    (line,) = config_changes(before, now, 0)
+    assert line.startswith("trainer.mp.rules: [{'match': '\\\\.router\\\\.'")
+    assert line.endswith(" -> []")
