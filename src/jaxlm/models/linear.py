@@ -6,10 +6,13 @@ import equinox as eqx
 import jax
 from haliax import Axis, AxisSpec, NamedArray
 
+from jaxlm.core.axes import axes_of
+from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes
+
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
 
 
-class Linear(eqx.Module):
+class Linear(DeclaresMatrices):
     """A linear layer from {..., *In} to {..., *Out}.
 
     `haliax.nn.Linear` multiplies its weight by a constant on every call, and the product, as large as the weight, would
@@ -34,6 +37,9 @@ class Linear(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         out = hax.auto_sharded(hax.dot(x, self.weight, axis=self.In))
         return out if self.bias is None else out + self.bias
+
+    def matrix_axes(self) -> dict[str, MatrixAxes]:
+        return {"weight": MatrixAxes(axes_of(self.Out), axes_of(self.In))}
 
 
 class MatrixLinear(eqx.Module):
@@ -65,7 +71,7 @@ class MatrixLinear(eqx.Module):
         return out if self.bias is None else out + self.bias
 
 
-class ExpertLinear(eqx.Module):
+class ExpertLinear(DeclaresMatrices):
     """One linear layer per expert. `jaxlm.models.moe` applies them.
 
     Attributes:
@@ -79,3 +85,6 @@ class ExpertLinear(eqx.Module):
     @staticmethod
     def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
         return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)
+
+    def matrix_axes(self) -> dict[str, MatrixAxes]:
+        return {"weight": MatrixAxes((self.Out,), (self.In,))}
