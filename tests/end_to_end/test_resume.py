@@ -17,8 +17,24 @@ MESHES = {
     "tp 2 x fsdp 4": (8, ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")),
 }
 # Two microbatches on every mesh.
-PARALLELISM = {"one device": "8", "fsdp 8": "1", "tp 2 x fsdp 4": "2", "kron, fsdp 8": "1"}
-SETTINGS = MESHES | {"kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3"))}
+PARALLELISM = {
+    "one device": "8",
+    "fsdp 8": "1",
+    "tp 2 x fsdp 4": "2",
+    "kron, fsdp 8": "1",
+    "four groups, one device": "8",
+    "four groups, fsdp 8": "1",
+}
+GROUPS = """[
+  {match: ^tokens, learning_rate: 5e-3, beta2: 0.99},
+  {match: norm, type: lion, learning_rate: 1e-3, lr_schedule: constant},
+  {match: attn|mlp, type: muon, learning_rate: 3e-3, weight_decay: 0.01}
+]"""
+SETTINGS = MESHES | {
+    "kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")),
+    "four groups, one device": (1, ("--optimizer.groups", GROUPS)),
+    "four groups, fsdp 8": (8, ("--optimizer.groups", GROUPS)),
+}
 
 
 # Guards and averages have their own state, which must be saved and restored like weights and optimizer.
@@ -81,6 +97,27 @@ def test_killed_once(workplace, uninterrupted):
 @pytest.mark.slow
 def test_killed_once_with_kron(workplace, uninterrupted):
     check(workplace, uninterrupted, "kron, fsdp 8", seed=3, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["four groups, one device", "four groups, fsdp 8"])
+def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
+    check(workplace, uninterrupted, mesh, seed=5, kills=1)
+    _, digest = uninterrupted(mesh)
+    assert {path.split(".")[2] for path in digest if path.startswith("opt_state.1.")} == {
+        "group_0",
+        "group_1",
+        "group_2",
+        "rest",
+    }
+
+
+@pytest.mark.slow
+def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
+    alone, sharded = (uninterrupted(f"four groups, {mesh}")[0] for mesh in ("one device", "fsdp 8"))
+    assert alone.keys() == sharded.keys()
+    for step, loss in alone.items():
+        assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -61,11 +61,11 @@ def select(tree: T, patterns: Sequence[str]) -> T:
     Matching uses `re.search`: `attention` matches anywhere in the path, `^head` at its start, `weight$` at its end. An
     expression that matches no path raises `ConfigError`.
     """
-    compiled = [_compiled(pattern) for pattern in patterns]
+    compiled = [compile_pattern(pattern) for pattern in patterns]
     paths = [path for path, leaf in leaves(tree) if is_inexact(leaf)]
     for pattern in compiled:
         if not any(pattern.search(path) for path in paths):
-            hint = _suggestions(pattern.pattern, paths)
+            hint = closest_paths(pattern.pattern, paths)
             raise ConfigError(f"the pattern '{pattern.pattern}' matches no parameter. {hint}")
 
     def chosen(path: str, leaf: Any) -> bool:
@@ -103,10 +103,10 @@ def modules_by_path(tree: Any, kind: type[M]) -> list[tuple[str, M]]:
 
 def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]) -> T:
     """Applies `change` to every module of a type whose path matches the regular expression, which must match one."""
-    compiled = _compiled(pattern)
+    compiled = compile_pattern(pattern)
     paths = [path for path, _ in modules_by_path(tree, kind)]
     if not any(compiled.search(path) for path in paths):
-        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {_suggestions(pattern, paths)}")
+        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {closest_paths(pattern, paths)}")
 
     def changed(path: Any, node: Any) -> Any:
         return change(node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
@@ -114,14 +114,16 @@ def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]
     return jax.tree_util.tree_map_with_path(changed, tree, is_leaf=lambda x: isinstance(x, kind))
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compiles a regular expression; raises `ConfigError` if it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"'{pattern}' is not a valid regular expression: {error}") from error
 
 
-def _suggestions(pattern: str, paths: Sequence[str]) -> str:
+def closest_paths(pattern: str, paths: Sequence[str]) -> str:
+    """A sentence with the paths that are most similar to a pattern that matches none of them."""
     similar = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
     return f"Closest names: {', '.join(similar)}" if similar else "The model has none"
 
