@@ -21,11 +21,21 @@ FLOAT32_ROUTER = (
     *("--model.type", "mixtral", "--model.num_experts", "4"),
     *("--trainer.mp", r"{default: 'p=f32,c=bfloat16', rules: [{match: '\.router\.', compute: f32}]}"),
 )
-SETTINGS = MESHES | {
+GROUPS = """[
+  {match: ^tokens, learning_rate: 5e-3, beta2: 0.99},
+  {match: norm, type: lion, learning_rate: 1e-3, lr_schedule: constant},
+  {match: attn|mlp, type: muon, learning_rate: 3e-3, weight_decay: 0.01}
+]"""
+FOUR_GROUPS = {
+    "four groups, one device": (1, ("--optimizer.groups", GROUPS)),
+    "four groups, fsdp 8": (8, ("--optimizer.groups", GROUPS)),
+}
+OTHERS = {
     "kron, fsdp 8": (8, ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")),
     "float32 router, one device": (1, FLOAT32_ROUTER),
     "float32 router, fsdp 8": (8, FLOAT32_ROUTER),
 }
+SETTINGS = MESHES | OTHERS | FOUR_GROUPS
 PARALLELISM = {name: {1: "8", 8: "1"}[devices] for name, (devices, _) in SETTINGS.items()} | {"tp 2 x fsdp 4": "2"}
 
 
@@ -87,9 +97,30 @@ def test_killed_once(workplace, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", sorted(SETTINGS.keys() - MESHES.keys()))
+@pytest.mark.parametrize("setting", OTHERS)
 def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupted, setting):
     check(workplace, uninterrupted, setting, seed=3, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", FOUR_GROUPS)
+def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
+    check(workplace, uninterrupted, mesh, seed=5, kills=1)
+    _, digest = uninterrupted(mesh)
+    assert {path.split(".")[2] for path in digest if path.startswith("opt_state.1.")} == {
+        "group_0",
+        "group_1",
+        "group_2",
+        "rest",
+    }
+
+
+@pytest.mark.slow
+def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
+    alone, sharded = (uninterrupted(f"four groups, {mesh}")[0] for mesh in ("one device", "fsdp 8"))
+    assert alone.keys() == sharded.keys()
+    for step, loss in alone.items():
+        assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -160,6 +160,10 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.weight_decay_modules": Change(["norm"], Decays({"norm": 0.1, "proj": 0.0}), also=DECAY),
     "optimizer.default_weight_decay_mask": Change(False, Decays({"tokens|norm": 0.1}), also=DECAY),
     "optimizer.skip_bad_steps": Change(True, Shapes({r"^slots\.bad_steps\.losses\.values": (128,)})),
+    "optimizer.groups": Change(
+        [{"match": "norm", "type": "lion"}], Shapes({r"^opt_state\.1\.group_0\..*final_norm\.weight$": (32,)})
+    ),
+    "optimizer.match": Change("norm", Refused(r"optimizer\.match: 'norm' given, but only the entries")),
     "optimizer.beta1": Change(0.7, Constant(0.7)),
     "optimizer.beta2": Change(0.7, Constant(0.7)),
     "optimizer.epsilon": Change(0.7, Constant(0.7)),

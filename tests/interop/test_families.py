@@ -22,7 +22,7 @@ from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.base import parameter_groups
+from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
 from tests.interop.cases import CASES, FIRST, VOCAB, reference, tokens
 

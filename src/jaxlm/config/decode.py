@@ -22,6 +22,9 @@ from jaxlm.config.yaml import ConfigSource, KeyPath
 from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T")
+INHERITS = {"inherits": True}
+"""Metadata of a list of sections. Each takes what it does not set from the section around the list: the `type`, and keys that
+are set there."""
 _SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a string", timedelta: "a duration (15m)"}
 
 
@@ -34,6 +37,8 @@ def encode(value: Any) -> Any:
     """Converts a dataclass to plain values. Classes from a registry include their `type`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        for name in (f.name for f in dataclasses.fields(value) if _inherits(f)):
+            fields[name] = [_without_inherited(section, fields, name) for section in fields[name]]
         kind: Any = type(value)
         return {CHOICE_TYPE_KEY: choice_name(kind), **fields} if is_choice(kind) else fields
     if isinstance(value, timedelta):
@@ -41,6 +46,19 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: encode(item) for key, item in value.items()}
     return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _inherits(field: dataclasses.Field) -> bool:
+    return field.metadata.get("inherits", False)
+
+
+def _without_inherited(section: Mapping[str, Any], outer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An encoded section of the list `name`, without the keys that decoding takes from the section around it."""
+    return {
+        key: value
+        for key, value in section.items()
+        if (value if key == name else key not in outer or value != outer[key])
+    }
 
 
 def dump(value: Any) -> str:
@@ -117,7 +135,10 @@ class _Decoder:
     def __init__(self, source: ConfigSource):
         self._source = source
 
-    def dataclass(self, kind: Any, tree: Any, path: KeyPath, default: Any = None) -> Any:
+    def dataclass(
+        self, kind: Any, tree: Any, path: KeyPath, default: Any = None, inherited: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Decodes a section. A key that it does not set has its value in `inherited`, if there is one."""
         if not isinstance(tree, Mapping):
             keys = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["type", "..."]
             raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)})")
@@ -130,16 +151,33 @@ class _Decoder:
             if key not in fields:
                 choice = choice_name(kind) if is_choice(kind) else None
                 raise unknown_key(self._source, (*path, key), choice, list(fields))
-        values = {
-            key: self.value(hints[key], value, (*path, key), default_of(fields[key])) for key, value in tree.items()
+        lists = {key: value for key, value in tree.items() if _inherits(fields[key])}
+        values = {key: value for key, value in (inherited or {}).items() if key in fields}
+        values |= {
+            key: self.value(hints[key], value, (*path, key), default_of(fields[key]))
+            for key, value in tree.items()
+            if key not in lists
         }
         for name, field in fields.items():
             if name not in values and default_of(field) is dataclasses.MISSING:
                 raise self._error(path, f"the key '{name}' is missing. It has no default; set it")
+        section = self._construct(kind, values, path)
+        inner = {
+            key: self._inheriting(hints[key], value, (*path, key), section, values) for key, value in lists.items()
+        }
+        return self._construct(kind, values | inner, path) if inner else section
+
+    def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
         try:
             return kind(**values)
         except ValueError as error:
             raise self._error(path, str(error)) from error
+
+    def _inheriting(self, kind: Any, sections: Any, path: KeyPath, outer: Any, values: Mapping[str, Any]) -> Any:
+        if not isinstance(sections, list):
+            return self.value(kind, sections, path)
+        (section_kind,) = typing.get_args(kind)
+        return [self.dataclass(section_kind, item, (*path, i), outer, values) for i, item in enumerate(sections)]
 
     def value(self, kind: Any, value: Any, path: KeyPath, default: Any = None) -> Any:
         for lenient in (False, True):

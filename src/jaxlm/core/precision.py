@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
 from jaxlm.core.matmul import StoredWeight
-from jaxlm.core.tree import compile_pattern, dotted, is_inexact, is_named, leaves, suggestions
+from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class Precision:
             key, pattern = f"trainer.mp.rules.{number}.match", rule.pattern.pattern
             matching = [path for path in paths if rule.pattern.search(path)]
             if not matching:
-                raise ConfigError(f"{key}: '{pattern}' matches no parameter. {suggestions(pattern, paths)}")
+                raise ConfigError(f"{key}: '{pattern}' matches no parameter. {closest_paths(pattern, paths)}")
             if all(self.at(path) is not rule for path in matching):
                 raise ConfigError(
                     f"{key}: '{pattern}' has no effect, because earlier rules match everything that it matches"

@@ -7,6 +7,7 @@ parameters of each unit where it uses them, inside the scan over layers, so that
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -174,7 +175,9 @@ def _gather(arrays, layout: Layout, sum_first: bool):
         return _constrained(summed, layout, layout.parameter)
 
     if trace_options().twice_differentiable:
-        return linear_call(lambda _, tree: gathered(tree), lambda _, cotangent: scattered(cotangent), (), arrays)
+        # One call per leaf: jax cannot differentiate a call if only some of its arguments have tangents.
+        each = functools.partial(linear_call, lambda _, leaf: gathered(leaf), lambda _, leaf: scattered(leaf), ())
+        return jax.tree.map(each, arrays, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda tree: (gathered(tree), None), lambda _, cotangent: (scattered(cotangent),))
     return gather(arrays)

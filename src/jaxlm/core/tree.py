@@ -65,7 +65,7 @@ def select(tree: T, patterns: Sequence[str]) -> T:
     paths = [path for path, leaf in leaves(tree) if is_inexact(leaf)]
     for pattern in compiled:
         if not any(pattern.search(path) for path in paths):
-            hint = suggestions(pattern.pattern, paths)
+            hint = closest_paths(pattern.pattern, paths)
             raise ConfigError(f"the pattern '{pattern.pattern}' matches no parameter. {hint}")
 
     def chosen(path: str, leaf: Any) -> bool:
@@ -106,7 +106,7 @@ def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]
     compiled = compile_pattern(pattern)
     paths = [path for path, _ in modules_by_path(tree, kind)]
     if not any(compiled.search(path) for path in paths):
-        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {suggestions(pattern, paths)}")
+        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {closest_paths(pattern, paths)}")
 
     def changed(path: Any, node: Any) -> Any:
         return change(node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
@@ -123,8 +123,8 @@ def compile_pattern(pattern: str, key: str | None = None) -> re.Pattern[str]:
         raise ConfigError(f"{where}'{pattern}' is not a valid regular expression: {error}") from error
 
 
-def suggestions(pattern: str, paths: Sequence[str]) -> str:
-    """The names closest to a pattern that matches none, for messages."""
+def closest_paths(pattern: str, paths: Sequence[str]) -> str:
+    """A sentence with the paths that are most similar to a pattern that matches none of them."""
     similar = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
     return f"Closest names: {', '.join(similar)}" if similar else "The model has none"
 

@@ -26,7 +26,8 @@ from jaxlm.engine.state import RunState, UpdateCounts, build_state, shardings
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, parameter_groups
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
+from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
 InitialLeaves = Sequence[Mapping[str, hax.NamedArray]]
@@ -98,7 +99,7 @@ class Phase:
 
     def transformation(self, model: LanguageModel) -> optax.GradientTransformationExtraArgs:
         """The optimizer of this phase for a concrete or abstract model."""
-        return self.optimizer.build(self.groups(model), self.num_steps)
+        return build_optimizer(self.optimizer, self.groups(model), self.num_steps)
 
 
 class StateBuilder:

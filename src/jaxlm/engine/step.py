@@ -31,6 +31,7 @@ from jaxlm.engine.sync import reduce_flags
 from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.groups import group_schedules
 
 
 class StepReport(eqx.Module):
@@ -68,6 +69,7 @@ def make_train_step(
     """
     optimizer = phase.transformation(abstract.model)
     schedule = phase.optimizer.schedule(phase.num_steps)
+    others = group_schedules(phase.optimizer, phase.num_steps)
     guards = phase.guards(precision)
 
     def train_step(state: RunState, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
@@ -86,6 +88,7 @@ def make_train_step(
             "train/skipped_steps": skipped,
             "grad/norm/total": norm,
             "optim/learning_rate": schedule(state.guard.updates),
+            **{f"optim/learning_rate/{name}": other(state.guard.updates) for name, other in others.items()},
             **verdict.metrics,
         }
         watched: Numbers = {}

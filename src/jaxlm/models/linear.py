@@ -6,12 +6,14 @@ import equinox as eqx
 import jax
 from haliax import Axis, AxisSpec, NamedArray
 
+from jaxlm.core.axes import axes_of
 from jaxlm.core.matmul import Weight, dot, operand
+from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes
 
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
 
 
-class Linear(eqx.Module):
+class Linear(DeclaresMatrices):
     """A linear layer from {..., *In} to {..., *Out}.
 
     `haliax.nn.Linear` multiplies its weight by a constant on every call, and the product, as large as the weight, would
@@ -40,6 +42,9 @@ class Linear(eqx.Module):
     def operand(self, x: NamedArray) -> NamedArray:
         """x in the dtype of this layer's product. Given this, the layer does not round its output to the dtype of x."""
         return operand(x, self.weight)
+
+    def matrix_axes(self) -> dict[str, MatrixAxes]:
+        return {"weight": MatrixAxes(axes_of(self.Out), axes_of(self.In))}
 
 
 class MatrixLinear(eqx.Module):
@@ -75,7 +80,7 @@ class MatrixLinear(eqx.Module):
         return operand(x, self.matrix)
 
 
-class ExpertLinear(eqx.Module):
+class ExpertLinear(DeclaresMatrices):
     """One linear layer per expert. `jaxlm.models.moe` applies them.
 
     Attributes:
@@ -89,3 +94,6 @@ class ExpertLinear(eqx.Module):
     @staticmethod
     def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
         return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)
+
+    def matrix_axes(self) -> dict[str, MatrixAxes]:
+        return {"weight": MatrixAxes((self.Out,), (self.In,))}

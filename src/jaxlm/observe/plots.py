@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.engine.phases import Phase
+from jaxlm.optim.groups import group_schedules
 
 _SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the steps
 _MAX_POINTS = 2000  # points of a computed curve
@@ -37,13 +38,18 @@ def loss_curve(records: Records, path: Path, title: str) -> None:
 
 
 def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
-    """Plots the learning rate by step over all phases, with its corner points marked, as a PNG."""
+    """Plots the learning rate by step over all phases, with its corner points marked, as a PNG.
+
+    Parameter groups are dashed.
+    """
     figure, axes = _figure("xaxis")
     for phase in phases:
         schedule = phase.optimizer.schedule(phase.num_steps)
         steps = np.unique(np.linspace(0, phase.num_steps, _MAX_POINTS).round())
         color = f"C{phase.index % 10}"
         axes.plot(phase.start + steps, schedule(steps), color=color, label=phase.name)
+        for name, other in group_schedules(phase.optimizer, phase.num_steps).items():
+            axes.plot(phase.start + steps, other(steps), "--", linewidth=0.8, label=f"{phase.name}: {name}")
         corners = schedule.corner_points()
         for step, rate, name in corners if len(corners) <= _MAX_LABELS else []:
             axes.plot(phase.start + step, rate, "o", color=color, markersize=4)

@@ -1,24 +1,20 @@
-"""The optimizer interface: turns gradients into updates, and groups parameters by how they are updated."""
+"""The optimizer interface: turns the gradients of groups of parameters into updates."""
 
 import abc
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import draccus
 import optax
 
+from jaxlm.config.decode import INHERITS
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.lr_shapes import LrShape
 from jaxlm.core.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
-from jaxlm.optim.matrices import matrix_paths
-
-# Parameters without weight decay by default: norms, biases and embeddings.
-_NO_DECAY = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)|embedding$")
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,7 @@ class ParameterGroup:
         num_parameters: total number of elements.
         weight_decay: decoupled decay, before multiplication by the learning rate.
         as_matrices: whether the optimizer applies its update rule for matrices to them.
+        owner: index in `OptimizerConfig.groups` of the optimizer that updates them; None for the outer optimizer.
     """
 
     name: str
@@ -36,6 +33,7 @@ class ParameterGroup:
     num_parameters: int
     weight_decay: float
     as_matrices: bool = False
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,13 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
         skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
+        groups: optimizers for some of the parameters. Each entry has `match`, and any `type` and keys of an optimizer. Keys
+            that are set in the optimizer around the list apply to the entries too, unless they set them themselves; so does
+            `type`. The first entry that matches a parameter updates it, and the optimizer around the list updates the rest.
+            An entry without parameters is an error. `max_grad_norm` and `skip_bad_steps` act on all parameters together
+            and cannot differ in an entry.
+        match: in an entry of `groups` only: regular expression searched for in parameter paths; the entry updates the
+            parameters that match.
     """
 
     learning_rate: float = 1e-4
@@ -80,6 +85,8 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | int | SkipBadSteps = False
+    groups: list["OptimizerConfig"] = field(default_factory=list, metadata=INHERITS)
+    match: str | None = None
 
     separates_matrices: ClassVar[bool] = False
     """Whether the optimizer has a separate update rule for matrices (see `jaxlm.optim.matrices`)."""
@@ -114,57 +121,6 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             cycle_length=self.cycle_length,
         )
         return make_schedule(spec, num_steps)
-
-
-def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterGroup]:
-    """Assigns every trainable leaf to exactly one group.
-
-    Groups are split by whether parameters decay and, if the optimizer treats matrices separately, by whether they are
-    matrices.
-    """
-    leaves = tree.leaves(trainable)
-    decays = _decay_rule(config, [path for path, _ in leaves])
-    matrices = matrix_paths(trainable) if config.separates_matrices else frozenset()
-    members: dict[tuple[bool, bool], list[tuple[str, Any]]] = {}
-    for path, leaf in leaves:
-        members.setdefault((path in matrices, decays(path)), []).append((path, leaf))
-    groups = [
-        ParameterGroup(
-            name=_group_name(config, as_matrices, decaying),
-            paths=tuple(path for path, _ in group),
-            num_parameters=sum(tree.raw(leaf).size for _, leaf in group),
-            weight_decay=config.weight_decay if decaying else 0.0,
-            as_matrices=as_matrices,
-        )
-        for (as_matrices, decaying), group in sorted(members.items(), reverse=True)
-    ]
-    assert sorted(p for g in groups for p in g.paths) == sorted(path for path, _ in leaves)
-    return groups
-
-
-def _group_name(config: OptimizerConfig, as_matrices: bool, decaying: bool) -> str:
-    kind = ("matrices, " if as_matrices else "others, ") if config.separates_matrices else ""
-    return kind + ("decay" if decaying else "no decay")
-
-
-def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path decays: paths that match the patterns, and those of the default mask where it applies."""
-    modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
-    if modules is None:
-        return (lambda path: True) if use_default is False else _decays_by_default
-    patterns = [re.compile(pattern) for pattern in ([modules] if isinstance(modules, str) else modules)]
-    for pattern in patterns:
-        if not any(pattern.search(path) for path in paths):
-            raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no trainable parameter")
-
-    def decays(path: str) -> bool:
-        return any(pattern.search(path) for pattern in patterns) or (use_default is True and _decays_by_default(path))
-
-    return decays
-
-
-def _decays_by_default(path: str) -> bool:
-    return not _NO_DECAY.search(path.lower())
 
 
 def decay_mask(groups: Sequence[ParameterGroup]):

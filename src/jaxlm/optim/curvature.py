@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
+
+from jaxlm.core import tree
 
 # Differs from the microbatch numbers, which the step folds into the same key.
 _DIRECTIONS = 2**31 - 1
@@ -26,6 +29,20 @@ class Curvature:
 
     gradient: Callable[[Any], Any]
     key: Callable[[], jax.Array]
+
+    def within(self, others: Any) -> "Curvature":
+        """The curvature in part of the parameters, while the others are constant.
+
+        Args:
+            others: the parameters, with None in place of the part.
+        """
+
+        def gradient(part: Any) -> Any:
+            own = {path for path, _ in tree.leaves(part)}
+            whole = self.gradient(eqx.combine(part, others, is_leaf=tree.is_named))
+            return tree.map_leaves(lambda path, leaf: leaf if path in own else None, whole)
+
+        return Curvature(gradient, self.key)
 
     def direction(self, params: Any, seed: int) -> Any:
         """Standard normal samples with the parameters' shapes and dtypes: the same on every mesh, new in every step."""

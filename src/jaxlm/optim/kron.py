@@ -27,10 +27,10 @@ from jaxlm.optim.with_adam_fallback import with_adam_fallback
 class KronConfig(OptimizerConfig):
     """Clips the global norm, whitens the momentum of matrices, applies Adam to the rest, adds weight decay.
 
-    Matrices are the weights of linear layers except those of the vocabulary. Each layer's weight is one matrix, with all
-    heads of a projection together. The whitened momentum of an m x n matrix has entries of about 1, compared with 0.2 to
-    0.4 for Adam, so use a smaller learning rate than for Adam. The state per matrix is the momentum plus m^2 + n^2
-    elements. Both learning rates follow the same schedule.
+    Matrices are the same parameters as for Muon. Each layer's weight is one matrix, with all heads of a projection together.
+    The whitened momentum of an m x n matrix has entries of about 1, compared with 0.2 to 0.4 for Adam, so use a smaller
+    learning rate than for Adam. The state per matrix is the momentum plus m^2 + n^2 elements. Both learning rates follow the
+    same schedule.
 
     Attributes:
         learning_rate: peak learning rate of matrices.

@@ -1,46 +1,53 @@
 """Finds the parameters that are matrices, and reshapes each of them to a matrix, for optimizers such as Muon.
 
 The weight of a linear layer has named axes in any order: {layers, heads, head_size, embed} is one matrix per layer, with
-heads x head_size outputs and embed inputs.
+heads x head_size outputs and embed inputs. Layers that know their inputs and outputs declare them. Any other parameter is
+a matrix if its named axes form two sides, or if it has two unnamed axes; the first is then the output.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import VOCAB, axes_of
-from jaxlm.models.linear import ExpertLinear, Linear
+from jaxlm.core.axes import POSITION, VOCAB
+from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
+
+NORM_BIAS_OR_EMBEDDING = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)|embedding$")
+"""Matches the paths, in lower case, of parameters that get no weight decay by default and are not matrices."""
+# A matrix with one of these axes embeds tokens or positions, or is the output head.
+_NOT_HIDDEN = {VOCAB, POSITION}
 
 
 def matrix_paths(params: Any) -> frozenset[str]:
-    """The paths of all hidden matrices: weights of linear layers without a vocabulary axis."""
-    nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_linear)
-    prefixes = {tree.dotted(path) for path, node in nodes if _is_linear(node) and _is_hidden(node)}
-    weights = {f"{prefix}.weight" for prefix in prefixes}
-    return frozenset(path for path, _ in tree.leaves(params) if path in weights)
+    """The paths of all hidden matrices: those without a vocabulary or position axis."""
+    return frozenset(
+        path
+        for path, axes in _axes_by_path(params).items()
+        if _NOT_HIDDEN.isdisjoint(axis.name for axis in (*axes.outputs, *axes.inputs))
+    )
 
 
 def map_matrices(change: Callable[[jax.Array], jax.Array], params: Any) -> Any:
-    """Applies `change` to the weight of every linear layer, as an array [.., out, in].
+    """Applies `change` to every matrix, as an array [.., out, in].
 
-    Layers without an array (masked or frozen) are unchanged.
+    Other leaves, and layers without an array (masked or frozen), are unchanged.
     """
     return replace_matrices(params, {path: view.named(change(view.matrix)) for path, view in matrices(params).items()})
 
 
 @dataclass(frozen=True)
 class MatrixView:
-    """The weight of a linear layer viewed as a matrix.
+    """A parameter viewed as a matrix.
 
     Attributes:
-        weight: the weight with its named axes.
+        weight: the parameter with its named axes.
         stacked: axes that index separate matrices, such as layers or experts.
         outputs, inputs: axes that form the rows and the columns.
     """
@@ -71,23 +78,19 @@ class MatrixView:
 
 
 def matrices(params: Any) -> dict[str, MatrixView]:
-    """The weight of every linear layer by path, without those that have no array (masked or frozen)."""
-    nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_linear)
-    return {
-        f"{tree.dotted(path)}.weight": _view(node)
-        for path, node in nodes
-        if _is_linear(node) and tree.is_named(node.weight)
-    }
+    """Every matrix by path, without those whose layer has no array (masked or frozen)."""
+    axes = _axes_by_path(params)
+    return {path: _view(leaf, axes[path]) for path, leaf in tree.leaves(params) if path in axes}
 
 
 def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
-    """Replaces the weights of the linear layers at the given paths."""
+    """Replaces the matrices at the given paths."""
 
-    def replaced(path: Any, node: Any) -> Any:
-        weight = weights.get(f"{tree.dotted(path)}.weight") if _is_linear(node) else None
-        return node if weight is None else eqx.tree_at(lambda layer: layer.weight, node, weight)
+    def replaced(path: str, leaf: Any) -> Any:
+        weight = weights.get(path)
+        return leaf if weight is None else weight if tree.is_named(leaf) else weight.array
 
-    return jax.tree_util.tree_map_with_path(replaced, params, is_leaf=_is_linear)
+    return tree.map_leaves(replaced, params)
 
 
 def size_of(axes: tuple[Axis, ...]) -> int:
@@ -95,16 +98,31 @@ def size_of(axes: tuple[Axis, ...]) -> int:
     return math.prod(axis.size for axis in axes)
 
 
-def _view(layer: Linear | ExpertLinear) -> MatrixView:
-    assert isinstance(layer.weight, NamedArray)
-    outputs, inputs = axes_of(layer.Out), axes_of(layer.In)
-    stacked = tuple(axis for axis in layer.weight.axes if axis not in (*outputs, *inputs))
-    return MatrixView(layer.weight, stacked, outputs, inputs)
+def _view(leaf: Any, axes: MatrixAxes) -> MatrixView:
+    weight = leaf if tree.is_named(leaf) else hax.named(leaf, (*axes.outputs, *axes.inputs))
+    stacked = tuple(axis for axis in weight.axes if axis not in (*axes.outputs, *axes.inputs))
+    return MatrixView(weight, stacked, axes.outputs, axes.inputs)
 
 
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, (Linear, ExpertLinear))
+def _axes_by_path(params: Any) -> dict[str, MatrixAxes]:
+    """Path -> axes of every matrix that is a leaf of `params`."""
+    held = {path for path, _ in tree.leaves(params)}
+    return {path: axes for path, axes in _known_axes(params) if path in held}
 
 
-def _is_hidden(layer: Linear | ExpertLinear) -> bool:
-    return VOCAB not in {axis.name for axis in (*axes_of(layer.In), *axes_of(layer.Out))}
+def _known_axes(params: Any) -> Iterator[tuple[str, MatrixAxes]]:
+    is_known = lambda x: isinstance(x, DeclaresMatrices) or tree.is_named(x)  # noqa: E731
+    nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_known)
+    for path, node in nodes:
+        prefix = tree.dotted(path)
+        if isinstance(node, DeclaresMatrices):
+            yield from ((f"{prefix}.{name}".lstrip("."), axes) for name, axes in node.matrix_axes().items())
+        elif not NORM_BIAS_OR_EMBEDDING.search(prefix.lower()):
+            sides = matrix_sides(node.axes if tree.is_named(node) else _plain_axes(node))
+            if len(sides) == 2:
+                yield prefix, MatrixAxes(*sides)
+
+
+def _plain_axes(array: Any) -> tuple[Axis, ...]:
+    """Names for the axes of an array that has none, if there are two of them."""
+    return (Axis("rows", array.shape[0]), Axis("columns", array.shape[1])) if array.ndim == 2 else ()

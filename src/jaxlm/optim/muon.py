@@ -28,8 +28,9 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class MuonConfig(OptimizerConfig):
     """Clips the global norm, orthogonalizes the momentum of matrices, applies Adam to the rest, adds weight decay.
 
-    Matrices are the weights of linear layers except those of the vocabulary. Each layer's weight is one matrix, with all
-    heads of a projection together. Both learning rates follow the same schedule.
+    Matrices are the weights of linear layers, each expert's weights, LoRA's adapters, and the kernels of Flax modules, except
+    those of the vocabulary. Each layer's weight is one matrix, with all heads of a projection together. Both learning rates
+    follow the same schedule.
 
     Attributes:
         learning_rate: peak learning rate of matrices.

@@ -6,9 +6,10 @@ It only writes the plot of the learning-rate schedule to the run's log folder; i
 from typing import Any
 
 from jaxlm.config.run import RunConfig
-from jaxlm.engine.phases import Phase
+from jaxlm.core.schedules import Schedule
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
+from jaxlm.optim.groups import group_schedules
 from jaxlm.run.compile import compile_steps, gib
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe
@@ -32,7 +33,9 @@ def dry_run(plan: Plan, console: Console) -> None:
     with plan.layout.use():
         for phase in plan.phases:
             steps = compile_steps(plan, phase, phase.start, console.log)
-            phase_rows = [("schedule", _corners(phase))]
+            phase_rows = [("schedule", _corners(phase.start, phase.optimizer.schedule(phase.num_steps)))]
+            for name, schedule in group_schedules(phase.optimizer, phase.num_steps).items():
+                phase_rows.append((f"schedule of {name}", _corners(phase.start, schedule)))
             for shape, step in steps.by_shape.items():
                 phase_rows += _memory_rows(shape, step.call.memory_analysis())
             console.log(table(f"phase '{phase.name}'", phase_rows))
@@ -61,9 +64,8 @@ def _memory_rows(shape: tuple[int, int], memory: Any) -> list[tuple[str, str]]:
     ]
 
 
-def _corners(phase: Phase) -> str:
-    corners = phase.optimizer.schedule(phase.num_steps).corner_points()
-    texts = [f"step {phase.start + step} {name} {rate:.3g}" for step, rate, name in corners]
+def _corners(start: int, schedule: Schedule) -> str:
+    texts = [f"step {start + step} {name} {rate:.3g}" for step, rate, name in schedule.corner_points()]
     if len(texts) > _MAX_CORNERS:
         texts = [*texts[: _MAX_CORNERS - 2], f"... {len(texts) - _MAX_CORNERS + 1} more", texts[-1]]
     return ", ".join(texts)

@@ -4,6 +4,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
+from jaxlm.config.decode import choice_name
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
@@ -20,6 +21,7 @@ from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import Stack
 from jaxlm.observe.console import duration
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
@@ -190,10 +192,18 @@ def _checkpoints(plan: Plan) -> str:
 
 def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:
     """The parameter-group table of a phase; every parameter is in exactly one row."""
-    groups = phase.groups(model)
     frozen = tree.num_parameters(phase.split(model)[1])
-    rows = [
-        (group.name, f"{group.num_parameters:,} in {len(group.paths)} arrays, weight decay {group.weight_decay:g}")
-        for group in groups
-    ]
+    rows = [(group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)]
     return [*rows, ("frozen", f"{frozen:,}")]
+
+
+def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:
+    """The size of a group and, if the optimizer has several owners of parameters, how its owner updates it."""
+    size = f"{group.num_parameters:,} in {len(group.paths)} arrays, weight decay {group.weight_decay:g}"
+    if not optimizer.groups:
+        return size
+    owner = optimizer if group.owner is None else optimizer.groups[group.owner]
+    falls_back = owner.separates_matrices and not group.as_matrices
+    rate = getattr(owner, "adam_lr", owner.learning_rate) if falls_back else owner.learning_rate
+    rule = f"{choice_name(type(owner))}{', its rule for others' if falls_back else ''}"
+    return f"{size}, {rule}, {lr_shape_name(owner.lr_schedule)} schedule from {rate:g}"

@@ -25,7 +25,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import for_compute
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, check_taps, vocab_axis
 from jaxlm.models.flax.modules import AxisNames, FlaxInputs, FlaxModule, flax_module
+from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.models.remat import RematPolicy, remat
+
+_UNNAMED = "size_"
+# Flax's names for the parameters of norms, biases and embeddings, which stacked layers give a second axis.
+_NOT_MATRICES = ("scale", "bias", "embedding")
 
 
 @dataclass(frozen=True)
@@ -136,11 +141,15 @@ def named_axes(
                     f"model.axes: '{name}' is {first_size} in {first_path} and {size} in {path}. Give the two axes"
                     " different names"
                 )
-        labels = [name or f"size_{size}" for name, size in zip(names, shape, strict=True)]
+        labels = [name or f"{_UNNAMED}{size}" for name, size in zip(names, shape, strict=True)]
         axes[path] = tuple(Axis(_unique_label(labels, i), size) for i, size in enumerate(shape))
     if unused:
         raise ConfigError(f"model.axes: '{min(unused)}' matches no parameter. The parameters are: {', '.join(shapes)}")
     return axes
+
+
+def _is_unnamed(axis: Axis) -> bool:
+    return axis.name.startswith(_UNNAMED)
 
 
 def _unique_label(labels: Sequence[str], i: int) -> str:
@@ -154,7 +163,7 @@ class TokenHistory(eqx.Module):
     tokens: NamedArray
 
 
-class FlaxModel(LanguageModel):
+class FlaxModel(LanguageModel, DeclaresMatrices):
     """A Flax module with its parameters.
 
     Attributes:
@@ -195,6 +204,16 @@ class FlaxModel(LanguageModel):
 
     def lm_head(self) -> None:
         return None
+
+    def matrix_axes(self) -> dict[str, MatrixAxes]:
+        """Flax multiplies from the right: the first side of a kernel is its input."""
+        held = {path: leaf.axes for path, leaf in self.params.items() if isinstance(leaf, NamedArray)}
+        sides = {path: matrix_sides(axes) for path, axes in held.items() if self._may_be_hidden_matrix(path, axes)}
+        return {f"params.{path}": MatrixAxes(both[1], both[0]) for path, both in sides.items() if len(both) == 2}
+
+    def _may_be_hidden_matrix(self, path: str, axes: Sequence[Axis]) -> bool:
+        is_vocabulary = any(axis.size == self.Vocab.size and _is_unnamed(axis) for axis in axes)
+        return path.rpartition(".")[2] not in _NOT_MATRICES and not is_vocabulary
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> TokenHistory:
         del dtype  # tokens are integers

@@ -1,0 +1,259 @@
+"""Parameter groups: assigns every trainable parameter to one optimizer, and combines the optimizers into one.
+
+optimizer.groups, first match wins -> group_0, group_1, ..., rest; each split by update rule and weight decay
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import optax
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.schedules import Schedule
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
+from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
+
+# These act on all parameters together, so that an entry of `groups` cannot have its own.
+_GLOBAL_KEYS = {"max_grad_norm": "the gradient norm is", "skip_bad_steps": "a step is skipped for"}
+
+
+def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterGroup]:
+    """Assigns every trainable leaf to exactly one group.
+
+    Groups are split by the optimizer that owns them, by whether parameters decay and, if the optimizer treats matrices
+    separately, by whether they are matrices.
+    """
+    _check(config)
+    leaves = dict(tree.leaves(trainable))
+    owners = _owners(config, list(leaves))
+    separates = any(optimizer.separates_matrices for _, optimizer in _optimizers(config))
+    matrices = matrix_paths(trainable) if separates else frozenset()
+    groups = []
+    for owner, optimizer in _optimizers(config):
+        own = {path: leaf for path, leaf in leaves.items() if owners[path] == owner}
+        # Patterns that an entry takes from the outer optimizer need not match its own parameters.
+        has_patterns = optimizer.weight_decay_modules != config.weight_decay_modules
+        with _errors_of(owner):
+            decays = _decay_rule(optimizer, list(own if has_patterns else leaves))
+            if owner is not None:
+                _check_decay(optimizer, config, [path for path in own if decays(path)])
+        members: dict[tuple[bool, bool], list[str]] = {}
+        for path in own:
+            as_matrix = optimizer.separates_matrices and path in matrices
+            members.setdefault((as_matrix, decays(path)), []).append(path)
+        groups += [
+            ParameterGroup(
+                name=_group_name(config, owner, as_matrices, decaying),
+                paths=tuple(paths),
+                num_parameters=sum(tree.raw(leaves[path]).size for path in paths),
+                weight_decay=optimizer.weight_decay if decaying else 0.0,
+                as_matrices=as_matrices,
+                owner=owner,
+            )
+            for (as_matrices, decaying), paths in sorted(members.items(), reverse=True)
+        ]
+    assert sorted(p for g in groups for p in g.paths) == sorted(leaves)
+    return groups
+
+
+def build_optimizer(
+    config: OptimizerConfig, groups: Sequence[ParameterGroup], num_steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """The gradient transformation of a phase of `num_steps` steps, for the groups of `parameter_groups`.
+
+    With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
+    """
+    if not config.groups:
+        return config.build(groups, num_steps)
+    members = {}
+    for owner, optimizer in _optimizers(config):
+        own = [group for group in groups if group.owner == owner]
+        if own:
+            with _errors_of(owner):
+                transformation = _without_clipping(optimizer).build(own, num_steps)
+            paths = frozenset(path for group in own for path in group.paths)
+            members["rest" if owner is None else f"group_{owner}"] = _Member(paths, transformation)
+    clip = clip_by_norm(getattr(config, "max_grad_norm", None))
+    return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
+
+
+def group_schedules(config: OptimizerConfig, num_steps: int) -> dict[str, Schedule]:
+    """The learning rate of each entry of `groups`, by the entry's name."""
+    schedules = {}
+    for owner, name in enumerate(group_names(config)):
+        with _errors_of(owner):
+            schedules[name] = config.groups[owner].schedule(num_steps)
+    return schedules
+
+
+def group_names(config: OptimizerConfig) -> list[str]:
+    """A name for each entry of `groups`: its regular expression as a word, which is unique."""
+    names: list[str] = []
+    for number, group in enumerate(config.groups):
+        name = re.sub(r"\W+", "_", group.match or "").strip("_") or f"group_{number}"
+        names.append(f"{name}_{number}" if name in names else name)
+    return names
+
+
+@dataclass(frozen=True)
+class _Member:
+    """An optimizer and the paths of the parameters that it updates."""
+
+    paths: frozenset[str]
+    transformation: optax.GradientTransformationExtraArgs
+
+    def own(self, params: Any) -> Any:
+        """The tree with None in place of all other leaves."""
+        return tree.map_leaves(lambda path, leaf: leaf if path in self.paths else None, params)
+
+    def others(self, params: Any) -> Any:
+        """The tree with None in place of the member's leaves."""
+        return tree.map_leaves(lambda path, leaf: None if path in self.paths else leaf, params)
+
+
+def _update_each(members: Mapping[str, _Member]) -> optax.GradientTransformationExtraArgs:
+    """Each member updates its own parameters, and sees no others. Its state is under its name."""
+
+    def init_fn(params: Any) -> Any:
+        return {name: member.transformation.init(member.own(params)) for name, member in members.items()}
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, curvature: Curvature | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        parts, after = [], {}
+        for name, member in members.items():
+            within = None if curvature is None else curvature.within(member.others(params))
+            part, after[name] = member.transformation.update(
+                member.own(updates), state[name], member.own(params), curvature=within, **extra
+            )
+            parts.append(part)
+        return eqx.combine(*parts, is_leaf=tree.is_named), after
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _optimizers(config: OptimizerConfig) -> Iterator[tuple[int | None, OptimizerConfig]]:
+    """Each entry of `groups` with its index, and then the outer optimizer."""
+    yield from enumerate(config.groups)
+    yield None, config
+
+
+def _without_clipping(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer of one member: the norm of the whole gradient is clipped before."""
+    clips = {"max_grad_norm"} & {field.name for field in dataclasses.fields(optimizer)}
+    return dataclasses.replace(optimizer, groups=[], **dict.fromkeys(clips))
+
+
+def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | None]:
+    """Path -> index of the first entry of `groups` that matches it, or None. Raises for an entry without parameters."""
+    patterns = []
+    for owner, group in enumerate(config.groups):
+        with _errors_of(owner, "match"):
+            patterns.append(tree.compile_pattern(group.match or ""))
+    owners = {path: next((i for i, p in enumerate(patterns) if p.search(path)), None) for path in paths}
+    for number, pattern in enumerate(patterns):
+        if number not in owners.values():
+            taken = [f"{path} (groups.{owners[path]})" for path in paths if pattern.search(path)]
+            problem = (
+                "matches only parameters that entries before it update already:"
+                f" {', '.join([*taken[:5], '...'] if len(taken) > 5 else taken)}. Put it before them, or remove it"
+                if taken
+                else f"matches no trainable parameter. {tree.closest_paths(pattern.pattern, paths)}"
+            )
+            raise ConfigError(f"optimizer.groups.{number}.match: '{pattern.pattern}' {problem}")
+    return owners
+
+
+def _group_name(config: OptimizerConfig, owner: int | None, as_matrices: bool, decaying: bool) -> str:
+    optimizer = config if owner is None else config.groups[owner]
+    kind = ("matrices, " if as_matrices else "others, ") if optimizer.separates_matrices else ""
+    whose = "" if not config.groups else "rest: " if owner is None else f"{group_names(config)[owner]}: "
+    return f"{whose}{kind}{'decay' if decaying else 'no decay'}"
+
+
+def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a path decays: paths that match the patterns, and those of the default mask where it applies."""
+    modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
+    if modules is None:
+        return (lambda path: True) if use_default is False else _decays_by_default
+    patterns = [re.compile(pattern) for pattern in ([modules] if isinstance(modules, str) else modules)]
+    for pattern in patterns:
+        if not any(pattern.search(path) for path in paths):
+            raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no trainable parameter")
+
+    def decays(path: str) -> bool:
+        return any(pattern.search(path) for pattern in patterns) or (use_default is True and _decays_by_default(path))
+
+    return decays
+
+
+def _decays_by_default(path: str) -> bool:
+    return not NORM_BIAS_OR_EMBEDDING.search(path.lower())
+
+
+def _check(config: OptimizerConfig) -> None:
+    """Raises `ConfigError` for values that `groups` and `match` cannot have."""
+    if config.match is not None:
+        raise ConfigError(
+            f"optimizer.match: '{config.match}' given, but only the entries of optimizer.groups have this key. Write"
+            f" optimizer.groups: [{{match: '{config.match}', ...}}]"
+        )
+    for number, group in enumerate(config.groups):
+        path = f"optimizer.groups.{number}"
+        if not group.match:
+            raise ConfigError(
+                f"{path}.match: missing. Set a regular expression for the paths of the parameters that this entry updates"
+            )
+        if group.groups:
+            raise ConfigError(f"{path}.groups: given, but groups cannot contain groups. Move its entries one level up")
+        for key, what in _GLOBAL_KEYS.items():
+            own, outer = getattr(group, key, None), getattr(config, key, None)
+            if own != outer:
+                raise ConfigError(
+                    f"{path}.{key}: {own} given, but {what} of all parameters together. Remove it, and set optimizer.{key},"
+                    f" which is {outer}"
+                )
+        _check_numbers(path, group, config)
+
+
+def _check_numbers(path: str, group: Any, outer: Any) -> None:
+    """Raises `ConfigError` for infinite, undefined and negative numbers that a section sets itself."""
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        is_number = isinstance(value, float) and value != getattr(outer, field.name, None)
+        if is_number and not math.isfinite(value):
+            raise ConfigError(f"{path}.{field.name}: {value} given, a finite number expected")
+        if is_number and field.name in ("learning_rate", "adam_lr", "weight_decay"):
+            check_at_least(f"{path}.{field.name}", value, 0)
+        if dataclasses.is_dataclass(value):
+            _check_numbers(f"{path}.{field.name}", value, None)
+
+
+def _check_decay(group: OptimizerConfig, config: OptimizerConfig, decaying: Sequence[str]) -> None:
+    """Refuses a weight decay of an entry's own that applies to none of its parameters."""
+    if group.weight_decay not in (0, config.weight_decay) and not decaying:
+        raise ConfigError(
+            f"optimizer.weight_decay: {group.weight_decay} given, but it applies to no parameter of this entry: norms, biases"
+            " and embeddings do not decay by default. Set default_weight_decay_mask: false beside it, or remove it"
+        )
+
+
+@contextlib.contextmanager
+def _errors_of(owner: int | None, key: str = "") -> Iterator[None]:
+    """Names the entry of `groups`, and its key, in errors about an optimizer."""
+    try:
+        yield
+    except ConfigError as error:
+        if owner is None:
+            raise
+        path = f"optimizer.groups.{owner}"
+        text = f"{path}.{key}: {error}" if key else re.sub(r"^optimizer\b", path, str(error))
+        raise ConfigError(text) from error
