@@ -9,6 +9,7 @@ from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
+from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
@@ -73,6 +74,7 @@ BASES: dict[str, Tree] = {
     "stages": _trainer(train_batch_size=[{"start": 0, "value": 16}, {"start": 20, "value": 32}]),
     "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
+    "until": _trainer(until={"metric": "eval/loss", "below": 3.0}),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
 }
@@ -111,6 +113,7 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("llama", "trainer.checkpointer", CheckpointerConfig)
     found += _fields("keep", "trainer.checkpointer.keep.0", KeepRule)
     found += _fields("llama", "trainer.mesh", MeshConfig)
+    found += _fields("until", "trainer.until", UntilConfig)
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
