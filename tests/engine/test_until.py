@@ -14,7 +14,7 @@ from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.phases import StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.optim.bad_steps import SkipBadSteps
+from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
 from tests.engine.helpers import F32, MODEL, VOCAB, phase
 
 
@@ -81,7 +81,7 @@ def test_impossible_conditions_are_refused(keys, named):
 )
 def test_impossible_rewinds_are_refused(keys, named):
     with pytest.raises(ConfigError, match=named):
-        SkipBadSteps(**keys)
+        bad_step_guards(SkipBadSteps(**keys))
     assert SkipBadSteps().rewind_rule is None
     assert SkipBadSteps(rewind_after=3).rewind_rule == RewindRule(3, 3)
 

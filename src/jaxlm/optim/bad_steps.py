@@ -84,11 +84,6 @@ class SkipBadSteps(StepGuard):
             raise ConfigError(
                 f"optimizer.skip_bad_steps.max_rewinds: {self.max_rewinds} given, 1 to {_MOST_REWINDS} expected"
             )
-        if self.rewind_after is None and self.max_rewinds != SkipBadSteps.max_rewinds:
-            raise ConfigError(
-                f"optimizer.skip_bad_steps.max_rewinds: {self.max_rewinds} given, which has no effect without"
-                " rewind_after. Set rewind_after, or remove max_rewinds"
-            )
 
     @property
     def rewind_rule(self) -> RewindRule | None:
@@ -127,6 +122,11 @@ class SkipBadSteps(StepGuard):
 def bad_step_guards(setting: bool | int | SkipBadSteps) -> tuple[SkipBadSteps, ...]:
     """The guards for a `skip_bad_steps` setting: none, one with defaults, one with a window length, or the given one."""
     if isinstance(setting, SkipBadSteps):
+        if setting.rewind_after is None and setting.max_rewinds != SkipBadSteps.max_rewinds:
+            raise ConfigError(
+                f"optimizer.skip_bad_steps.max_rewinds: {setting.max_rewinds} given, which has no effect without"
+                " rewind_after. Set rewind_after, or remove max_rewinds"
+            )
         return (setting,)
     if isinstance(setting, bool):
         return (SkipBadSteps(),) if setting else ()
