@@ -29,8 +29,9 @@ def final_report(plan: Plan, console: Console) -> None:
         *write_plots(plan, records),
         ("metrics", str(plan.log_folder / "metrics.jsonl")),
         ("to sample", f'jaxlm sample --checkpoint {plan.checkpoints.location} --prompt "..."'),
-        ("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"),
     ]
+    if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
+        rows.append(("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"))
     console.log(table("report", rows))
 
 

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxlm.config.load import load_config, run_id_of
@@ -19,8 +19,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_on_all_processes
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.loop import Done, Interrupted, Outcome, run_phase
+from jaxlm.engine.bad_streak import BadStreak
+from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.loop import run_phase
 from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
@@ -31,7 +34,7 @@ from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import run_command
-from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from, remaining_phases
+from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.resources import Run, open_run
@@ -78,14 +81,15 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     with (
         plan.layout.use(),
         stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, resume_step=init_from.resume_step) as run,
+        open_run(plan, tokenizer, console, stop, init_from) as run,
     ):
         if init_from.state is not None:
             state = _restore(run, init_from)
-        for phase in remaining_phases(plan, init_from.state):
-            state, outcome = _train_phase(run, phase, state, init_from)
-            if isinstance(outcome, Interrupted):
-                break
+        conductor = run.conductor(init_from)
+        while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
+            state, outcome = _train_phase(run, phase, state, conductor, init_from)
+            run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
+    plan = run.plan
     newest = plan.checkpoints.checkpoints()[-1].location
     if isinstance(outcome, Interrupted):
         signal_name = signal.Signals(outcome.signal).name
@@ -136,6 +140,7 @@ def _prepare(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
         ) from error
     console.log(table("run", describe(plan)))
     init_from = find_init_from(plan, console.log)
+    plan = plan.with_phase_ends(init_from.history.phase_ends)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
     for line in config_changes(saved, config, init_from.resume_step) if saved and init_from.resume_step else []:
         console.log(f"changed since the last start: {line}")
@@ -158,17 +163,22 @@ def _restore(run: Run, init_from: InitFrom) -> RunState:
     return state
 
 
-def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: InitFrom) -> tuple[RunState, Outcome]:
-    """Enters a phase, or continues in the middle of it, and trains to its end.
+def _train_phase(
+    run: Run, phase: Phase, state: RunState | None, conductor: Conductor, init_from: InitFrom
+) -> tuple[RunState, Outcome]:
+    """Enters a phase, or continues in the middle of it, and trains until it ends or the run goes back.
 
     Args:
         state: at the end of the phase before, or in the middle of this one; None at the start of a run.
+
+    Returns:
+        The state from which the conductor goes on, and how this call ended.
     """
     plan = run.plan
-    resumed = init_from.in_phase(phase)
+    resumed = conductor.resumed
     weights = init_from.load_weights(plan, run.console.log) if state is None else None
     data = run.open_data(phase)
-    saver = run.saver(phase)
+    saver = run.saver(phase, conductor)
     sizes = plan.batches.train
     first_step = phase.start if resumed is None else resumed.cursor.step
     seed = plan.config.trainer.seed
@@ -187,24 +197,31 @@ def _train_phase(run: Run, phase: Phase, state: RunState | None, init_from: Init
         if resumed is not None:
             batches.restore(resumed.position())
         assert state is not None
+        if resumed is not None and conductor.num_skipped:
+            batches.skip(conductor.num_skipped)
+            saver.save_rewound(state, resumed.cursor, batches.state())
+            run.begin_attempt(saver.history, first_step)
         run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
-        listeners = run.listeners(phase, state, batches)
+        listeners = run.listeners(phase, state, batches, saver.history)
+        streak = BadStreak(phase.optimizer.rewind_rule, saver, skipped=int(state.guard.skipped))
+        evaluations, exports = run.eval_hook(phase, data), run.export_hooks(phase)
         run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:
             closing.callback(hook.close)
-        return run_phase(
+        state, outcome = run_phase(
             state,
             phase,
             steps,
             batches,
-            metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch),
-            hooks=[*profiling, run.eval_hook(phase, data), *run.export_hooks(phase)],
+            metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch, streak),
+            hooks=[*profiling, evaluations, *run.early_stopping(phase, evaluations, saver), *exports],
             saver=saver,
             flag_sync=run.flag_sync,
             stop=run.stop,
         )
+        return conductor.act(outcome, state, phase, saver, batches.state(), evaluations, exports), outcome
 
 
 def _exit_code(result: TrainResult) -> int:

@@ -205,6 +205,27 @@ def test_changing_batch_sizes_use_each_example_once_and_positions_resume(windows
         )
 
 
+@pytest.mark.parametrize("read_first", [False, True])
+def test_skipping_leaves_out_what_the_next_steps_would_have_read(windows, read_first):
+    mixture = Mixture({"": windows}, [MixtureStage(0, (1,))], seed=5, shuffle=True)
+    schedule = BatchSchedule(tuple(BatchStage(start, size, 1, size) for start, size in SIZES))
+    batches = token_batches(mixture, schedule, layout_of())
+    if read_first:
+        next(batches)
+        batches.read_ahead()
+    batches.restore({"examples": 8, "step": 2})
+    batches.skip(3)  # steps 2, 3 and 4 with 4, 16 and 16 examples; step 2 is still the next one
+    assert batches.state() == {"examples": 44, "step": 2, "skipped": 36}
+    expected = plain_rows(windows.cache.num_tokens, mixture.find(44 + np.arange(4))[1])
+    listed = take(batches, 1)[0]
+    np.testing.assert_array_equal(listed["tokens"], expected["tokens"])
+    position = {"examples": 48, "step": 3, "skipped": 36}
+    assert batches.state() == position
+    batches.restore(position)
+    batches.skip(1)
+    assert batches.state() == {"examples": 64, "step": 3, "skipped": 52}
+
+
 def test_records_of_a_step_are_those_of_its_batch():
     sources = {
         "a": PackedSequences(numbered_cache(SEQ_LEN * 20), SEQ_LEN),

@@ -13,7 +13,7 @@ from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import StepStats
+from jaxlm.core.guards import StepStats, skip_reason
 from jaxlm.core.precision import DynamicLossScale, parse_precision
 from jaxlm.engine.phases import StateBuilder
 from jaxlm.models.base import vocab_axis
@@ -37,8 +37,10 @@ class Judging:
     def __call__(self, loss: float, norm: float = 1.0) -> bool:
         finite = np.isfinite(loss) and np.isfinite(norm)
         stats = StepStats(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
-        applies, self.slot, self.metrics = self._judge(self.slot, stats)
-        return bool(applies)
+        verdict = self._judge(self.slot, stats)
+        self.slot, self.reason = verdict.slot, int(verdict.reason)
+        self.metrics = {name: float(value) for name, value in verdict.metrics.items()}
+        return bool(verdict.applies)
 
 
 def optimizer(text: Any) -> AdamConfig:
@@ -118,9 +120,32 @@ def test_the_scale_grows_and_backs_off():
     scale = DynamicLossScale(initial=8.0, growth_interval=3, smallest=2.0, largest=16.0)
     judge, seen = Judging(scale), []
     for loss in [1.0] * 7 + [np.nan] * 4 + [1.0] * 3:
-        assert judge(loss)  # the engine skips non-finite steps in any case
+        assert judge(loss) == np.isfinite(loss)
         seen.append(float(judge.slot.scale))
     assert seen == [8, 8, 16, 16, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
+
+
+def test_the_guard_that_skips_a_step_says_why():
+    spikes, scale = SkipBadSteps(8), DynamicLossScale()
+    judge = Judging(spikes)
+    for _ in range(8):
+        judge(3.0, 1.0)
+    for loss, norm, said in (
+        (30.0, 1.0, "loss 30 (limit 3.36) is an outlier"),
+        (3.0, 9.0, "gradient norm 9 (limit 1.12) is an outlier"),
+        (30.0, 9.0, "loss 30 (limit 3.36) and gradient norm 9 (limit 1.12) are outliers"),
+    ):
+        judge(loss, norm)
+        step = judge.metrics | {"train/objective": loss, "grad/norm/total": norm, "train/loss_scale": 8.0}
+        assert skip_reason((spikes, scale), {"bad_steps": judge.reason, "loss_scale": 0}, step) == said
+    assert judge(3.0, 1.0)
+    assert judge.reason == 0
+    assert not judge.metrics["bad_steps/in_a_row"]
+    overflow = {"train/objective": np.inf, "grad/norm/total": 1.0, "train/loss_scale": 8.0}
+    assert skip_reason((spikes, scale), {"bad_steps": 0, "loss_scale": 1}, overflow) == (
+        "loss or gradient is not finite; the loss scale 8 may be too large and is halved"
+    )
+    assert skip_reason((), {}, overflow) == "loss or gradient is not finite"
 
 
 def test_parameters_are_not_stored_in_float16():

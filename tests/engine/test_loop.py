@@ -13,8 +13,9 @@ import pytest
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.engine.loop import Done, run_phase
+from jaxlm.engine.loop import run_phase
 from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
+from jaxlm.engine.outcome import Done
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.step import StepReport
 from jaxlm.engine.sync import FlagSync
@@ -148,6 +149,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
             drain=lambda: None,
             skip_time=lambda: None,
             flags=None,
+            rewind=None,
         ),
         hooks=[],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),

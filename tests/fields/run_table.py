@@ -23,6 +23,7 @@ from tests.fields.proofs import (
 PARAMETER_OVER_MODEL = r'%arg\d+: tensor<[^>]*> \{sdy.sharding = #sdy.sharding<@mesh, \[[^]]*"model"'
 COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
 INIT_FROM = "tests/run/test_init_from.py::"
+GOING_BACK = "tests/run/test_going_back.py::"
 HUGGING_FACE = "tests/end_to_end/test_hugging_face.py::"
 FIELDS = "tests/fields/"
 
@@ -53,6 +54,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.id": Change("y", Value(lambda plan: (plan.checkpoints.location.name, plan.log_folder.name), ("y", "y"))),
     "trainer.seed": Change(1, Initial(r"tokens|proj")),
     "trainer.num_train_steps": Change(200, Rates({101: 5.5e-5})),
+    "trainer.until": ShownIn(GOING_BACK + "test_patience_ends_the_phase_with_the_best_weights"),
     "trainer.train_batch_size": Change(32, Program(gains=r"tensor<1x32x16xi32>")),
     "trainer.per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
     "trainer.per_device_train_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
@@ -135,6 +137,16 @@ KEEP: dict[str, Entry] = {
         "tests/engine/checkpoint/test_policy.py::test_reads_the_guides_keep_example"
     ),
 }
+UNTIL: dict[str, Entry] = {
+    "trainer.until.metric": ShownIn(GOING_BACK + "test_an_unknown_metric_is_named_with_those_that_were_measured"),
+    "trainer.until.below": ShownIn(GOING_BACK + "test_below_ends_the_phase_where_the_metric_is_reached"),
+    "trainer.until.above": Change(0.5, Refused(r"trainer\.until\.above: 0\.5 given with mode: min")),
+    "trainer.until.patience": ShownIn(GOING_BACK + "test_patience_ends_the_phase_with_the_best_weights"),
+    "trainer.until.min_delta": ShownIn(
+        "tests/engine/test_until.py::test_the_best_is_the_lowest_and_patience_counts_from_the_last_clear_improvement"
+    ),
+    "trainer.until.mode": Change("max", Refused(r"trainer\.until\.below: 3\.0 given with mode: max")),
+}
 WATCH: dict[str, Entry] = {
     "trainer.watch.watch_targets": Change(["updates"], Program(gains=watched("updates/norm/total"))),
     "trainer.watch.include_norms": Change(False, Program(loses=watched("grad/norm/total"))),
@@ -193,6 +205,9 @@ PHASES: dict[str, Entry] = {
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
     ),
     "phases.0.num_train_steps": Change(50, Rates({50: 1e-5})),
+    "phases.0.until": ShownIn(
+        GOING_BACK + "test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ended"
+    ),
     "phases.0.surgery": Change([{"type": "lora", "rank": 2}], Shapes({r"^model.*attn\.q_proj\.a$": (2, 2, 32)})),
     "phases.0.trainable": Change(["mlp"], Shapes({r"^opt_state.*attn": None})),
     "phases.0.data": ShownIn("tests/end_to_end/test_prepare.py::test_shows_the_rows_that_a_step_sees"),
@@ -212,6 +227,7 @@ def _stored_mlp(plan: Plan) -> set[str]:
 TABLE: Table = {
     "llama": {**TOP_LEVEL, **TRAINER, **OPTIMIZER},
     "keep": KEEP,
+    "until": UNTIL,
     "watch": WATCH,
     "stages": {
         "trainer.train_batch_size.1.start": Change(30, Value(lambda plan: plan.batches.train.at(25).size, 16)),

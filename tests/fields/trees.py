@@ -10,6 +10,7 @@ from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
+from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
@@ -74,6 +75,7 @@ BASES: dict[str, Tree] = {
     "stages": _trainer(train_batch_size=[{"start": 0, "value": 16}, {"start": 20, "value": 32}]),
     "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
+    "until": _trainer(until={"metric": "eval/loss", "below": 3.0}),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
@@ -118,6 +120,7 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("precision", "trainer.mp", PrecisionConfig)
     found += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
     found += _fields("llama", "trainer.mesh", MeshConfig)
+    found += _fields("until", "trainer.until", UntilConfig)
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from jaxlm.core.guards import StepGuard
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.metrics import CrashListener, NonFiniteError
 from jaxlm.observe.console import Console
@@ -24,6 +25,28 @@ def test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values(value, key):
         with pytest.raises(NonFiniteError, match=f"step 7.*crash_{key}"):
             CrashListener(**on)(spoilt)
     CrashListener(on_nan=True, on_inf=True)(info())
+
+
+class Curfew(StepGuard):
+    """A guard of its own kind, with metrics of its own."""
+
+    name = "curfew"
+    reasons = ("too early", "hour {curfew/hour:g} is too late")
+
+    def init_slot(self):
+        return ()
+
+    def judge(self, slot, stats):
+        raise NotImplementedError  # the listener asks only for its reasons
+
+
+def test_a_guard_of_its_own_kind_says_why_it_skipped_a_step():
+    shown = io.StringIO()
+    listener = ProgressListener(Console(shown), phase(), lambda step: "", skipped=0, guards=(Curfew(),))
+    metrics = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
+    metrics |= {"throughput/hook_time": 0.0, "train/skipped_steps": 1.0, "curfew/hour": 23.0}
+    listener(StepInfo(1, "train", info().metrics | metrics, reasons={"curfew": 2}))
+    assert "step 1: hour 23 is too late; update skipped (1 skipped so far)" in shown.getvalue()
 
 
 def test_only_skipped_steps_look_up_their_records():

@@ -103,7 +103,9 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
         phase(end=3),
         lambda *_: order.append("step") or (None, None),
         Numbers(),
-        metrics=SimpleNamespace(push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None),
+        metrics=SimpleNamespace(
+            push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None
+        ),
         hooks=[hook],
         saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
         flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),

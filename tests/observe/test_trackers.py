@@ -44,6 +44,61 @@ def test_resuming_drops_later_records_and_a_truncated_line(tmp_path):
     assert [(r["step"], r["x"]) for r in read_jsonl(path)] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60)]
 
 
+def test_records_of_a_later_attempt_supersede_those_after_the_step_it_began_at(tmp_path):
+    path = tmp_path / "m.jsonl"
+    tracker = JsonlTracker(path, resume_step=0)
+    for step in range(1, 7):
+        tracker.log(step, {"x": step})
+    tracker.begin_attempt(1, 3, 3)
+    for step in (4, 5):
+        tracker.log(step, {"x": 10 * step})
+    tracker.begin_attempt(2, 4, 4)
+    tracker.log_histograms(5, {"h": Histogram(0.0, 1.0, (1, 2))})
+    tracker.log(5, {"x": 500})
+    tracker.close()
+    assert [(r["step"], r.get("attempt", 0), r["x"]) for r in read_jsonl(path)] == [
+        (1, 0, 1),
+        (2, 0, 2),
+        (3, 0, 3),
+        (4, 1, 40),
+        (5, 2, 500),
+    ]
+    assert json.loads((tmp_path / "histograms.jsonl").read_text())["attempt"] == 2
+    # Killed and resumed in the second attempt: it drops what follows there, and keeps the first attempt.
+    JsonlTracker(path, resume_step=4, attempt=1).close()
+    assert [(r["step"], r["x"]) for r in map(json.loads, path.read_text().splitlines())] == [
+        *((step, step) for step in range(1, 7)),
+        (4, 40),
+    ]
+
+
+def test_tensorboard_hides_the_abandoned_steps(tmp_path):
+    tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
+    for step in (1, 2, 3):
+        tracker.log(step, {"x": 1.0})
+    tracker.begin_attempt(1, 1, 2)
+    tracker.log(2, {"x": 5.0})
+    tracker.close()
+    starts = [event.step for event in events(tmp_path / "run") if event.HasField("session_log")]
+    assert starts == [1, 2]  # when it was opened, and for the first abandoned step
+
+
+def test_wandb_counts_on_after_the_run_went_back():
+    """wandb cannot remove records, and drops those of steps that it already has."""
+    handle = mock.MagicMock(step=0)
+    tracker = WandbTracker(handle, None)
+    for step in (1, 2, 3):
+        tracker.log(step, {"global_step": step})
+    tracker.begin_attempt(1, 1, 2)
+    tracker.log(2, {"global_step": 2})
+    assert [call.kwargs["step"] for call in handle.log.call_args_list] == [1, 2, 3, 4]
+    resumed = mock.MagicMock(step=5)
+    again = WandbTracker(resumed, None, abandoned_steps=2)
+    for step in (2, 3):
+        again.log(step, {"global_step": step})
+    assert [call.kwargs["step"] for call in resumed.log.call_args_list] == [5]
+
+
 def test_flushed_records_are_on_disk_without_closing(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=0)
     tracker.log(1, {"x": 1.0})
@@ -126,6 +181,9 @@ class Recording:
     def log_histograms(self, step, histograms):
         self._called("log_histograms")
         self.records.append((step, dict(histograms)))
+
+    def begin_attempt(self, attempt, step, abandoned_steps):
+        self._called("begin_attempt")
 
     def flush(self):
         self._called("flush")

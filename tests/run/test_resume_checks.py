@@ -17,13 +17,13 @@ SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
 
 
-def warnings_of(batch: Any, weights: Any, examples: int) -> list[str]:
+def warnings_of(batch: Any, weights: Any, examples: int, **position: int) -> list[str]:
     """A cursor at step 30 of a run that has read the given number of sequences."""
     data = {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}, "train_weights": weights}
     trainer = {"train_batch_size": batch, "num_train_steps": 100}
     plan = make_plan(decode_run(ConfigSource({"model": SIZES, "data": data, "trainer": trainer}), None), "x", 64)
     cursor = Cursor(step=30, phase=0, phase_name="train", entering=False, temporary=True)
-    return changed_stages(cursor, {"examples": examples, "step": 30}, plan.phases[0], plan)
+    return changed_stages(cursor, {"examples": examples, "step": 30, **position}, plan.phases[0], plan)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,11 @@ def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, 
         assert "480 sequences" in line
         assert "960" in line
         assert "[{start: 0, value: 16}, {start: 30, value: 32}]" in line
+
+
+def test_skipped_data_does_not_move_the_stages_of_weights():
+    assert warnings_of(16, STAGES, 640, skipped=160) == []
+    assert len(warnings_of(16, STAGES, 640)) == 1
 
 
 def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.engine.until import UntilConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
 from jaxlm.models.base import ModelConfig
@@ -23,6 +24,7 @@ class PhaseConfig:
     Attributes:
         name: letters, digits, `_` and `.`. Names the checkpoint that is saved when the phase starts.
         num_train_steps: length of the phase in steps; null uses `trainer.num_train_steps`.
+        until: end the phase earlier, depending on its evaluations; null uses `trainer.until`.
         surgery: model changes to apply when the phase starts, in order.
         trainable: regular expressions matched against parameter paths. Parameters that match none are frozen.
         data: training data of the phase.
@@ -33,6 +35,7 @@ class PhaseConfig:
 
     name: str
     num_train_steps: int | None = None
+    until: UntilConfig | None = None
     surgery: list[SurgeryConfig] = field(default_factory=list)
     trainable: list[str] = field(default_factory=lambda: [".*"])
     data: DataConfig | None = None

@@ -9,6 +9,7 @@ from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
+from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.observe.profiler import ProfilerConfig
 from jaxlm.observe.trackers import TrackerConfig
@@ -24,6 +25,7 @@ class TrainerConfig:
             tracker's `id`, then the name of the config file without its suffix.
         seed: random seed for parameter initialization, shuffling and dropout.
         num_train_steps: optimizer steps per phase, unless the phase sets its own.
+        until: end each phase earlier, depending on its evaluations, unless the phase sets its own; null does not.
         train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
             the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
             `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
@@ -86,6 +88,7 @@ class TrainerConfig:
     id: str | None = None
     seed: int = 0
     num_train_steps: int = 400_000
+    until: UntilConfig | None = None
     train_batch_size: int | list[BatchSize] = 32
     per_device_parallelism: int = -1
     per_device_train_parallelism: int = -1

@@ -4,6 +4,8 @@ The update of a non-finite step is always skipped, regardless of the guards.
 """
 
 import abc
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -27,14 +29,19 @@ class Verdict(NamedTuple):
     """A guard's decision about a step.
 
     Attributes:
-        applies: bool, whether the update may be applied.
+        reason: int32, 0 if the update may be applied; otherwise the number of one of the guard's `reasons`, from 1.
         slot: the guard's new state, whether the update is applied or not.
         metrics: scalars to log, by name.
     """
 
-    applies: jax.Array
+    reason: jax.Array
     slot: Any
     metrics: dict[str, jax.Array]
+
+    @property
+    def applies(self) -> jax.Array:
+        """bool, whether the update may be applied."""
+        return self.reason == 0
 
 
 class StepGuard(abc.ABC):
@@ -45,6 +52,8 @@ class StepGuard(abc.ABC):
 
     name: ClassVar[str]
     """Name of the guard's slot."""
+    reasons: ClassVar[tuple[str, ...]]
+    """Why the guard skips updates: templates over the step's metrics, such as `loss {train/objective:.4g} is too large`."""
 
     @abc.abstractmethod
     def init_slot(self) -> Any:
@@ -53,3 +62,31 @@ class StepGuard(abc.ABC):
     @abc.abstractmethod
     def judge(self, slot: Any, stats: StepStats) -> Verdict:
         """Judges one step. Traceable."""
+
+
+class RewindRule(NamedTuple):
+    """When a run goes back because updates were skipped.
+
+    Attributes:
+        after: number of updates skipped in a row.
+        max_rewinds: how often the run goes back before it stops instead.
+    """
+
+    after: int
+    max_rewinds: int
+
+
+def skip_reason(guards: Iterable[StepGuard], reasons: Mapping[str, int], metrics: Mapping[str, float]) -> str:
+    """Says why an update was skipped.
+
+    Args:
+        guards: the guards that judged the step.
+        reasons: guard's name -> its `Verdict.reason`.
+        metrics: the step's metrics.
+    """
+    finite = all(math.isfinite(metrics[name]) for name in ("train/objective", "grad/norm/total"))
+    texts = [] if finite else ["loss or gradient is not finite"]
+    for guard in guards:
+        if reason := reasons.get(guard.name, 0):
+            texts.append(guard.reasons[reason - 1].format_map(metrics))
+    return "; ".join(texts)

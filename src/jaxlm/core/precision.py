@@ -77,6 +77,7 @@ class DynamicLossScale(LossScale, StepGuard):
     """
 
     name: ClassVar[str] = "loss_scale"
+    reasons: ClassVar[tuple[str, ...]] = ("the loss scale {train/loss_scale:g} may be too large and is halved",)
 
     initial: float = 2.0**15
     growth_interval: int = 2000
@@ -99,6 +100,7 @@ class DynamicLossScale(LossScale, StepGuard):
 
     def judge(self, slot: ScaleState, stats: StepStats) -> Verdict:
         """Updates the scale. Never skips a finite step."""
+        reason = jnp.where(stats.finite, 0, 1)
         good_steps = slot.good_steps + 1
         grows = good_steps >= self.growth_interval
         grown = jnp.where(grows, jnp.minimum(slot.scale * 2, self.largest), slot.scale)
@@ -107,7 +109,7 @@ class DynamicLossScale(LossScale, StepGuard):
             scale=jnp.where(stats.finite, grown, halved),
             good_steps=jnp.where(stats.finite & ~grows, good_steps, 0),
         )
-        return Verdict(jnp.asarray(True), after, {"train/loss_scale": slot.scale})
+        return Verdict(reason, after, {"train/loss_scale": slot.scale})
 
 
 _DTYPES = {

@@ -50,6 +50,10 @@ class Batches(abc.ABC):
         """Continues from a position returned by `state`, in O(1)."""
 
     @abc.abstractmethod
+    def skip(self, num_steps: int) -> None:
+        """Leaves out the data of the next steps, in O(1). The steps that follow keep their numbers and batch sizes."""
+
+    @abc.abstractmethod
     def records(self, step: int) -> str:
         """Describes which data made up the batch of a step (counted from 0, at most the newest), for debugging."""
 

@@ -55,6 +55,7 @@ class ExampleBatches(Batches):
         self._reader = reader
         self._step = first_step
         self._consumed = 0
+        self._skipped = 0
         self._prefetch: Prefetch[Any] | None = None
 
     def __next__(self) -> Any:
@@ -72,14 +73,25 @@ class ExampleBatches(Batches):
             self._prefetch.refill()
 
     def state(self) -> dict[str, Any]:
-        """{"examples": number of examples consumed, "step": step of the next batch}."""
-        return {"examples": self._consumed, "step": self._step}
+        """{"examples": number of examples consumed, "step": step of the next batch}.
+
+        `skipped` is how many of these examples were left out; absent if none were.
+        """
+        skipped = {"skipped": self._skipped} if self._skipped else {}
+        return {"examples": self._consumed, "step": self._step, **skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from a position; batch sizes may differ from those of the run that saved it."""
         self.close()
         self._consumed = int(state["examples"])
         self._step = int(state.get("step", self._step))  # positions saved by old versions have no step
+        self._skipped = int(state.get("skipped", 0))
+
+    def skip(self, num_steps: int) -> None:
+        self.close()
+        examples = self._reader.batches.examples_between(self._step, self._step + num_steps)
+        self._consumed += examples
+        self._skipped += examples
 
     def records(self, step: int) -> str:
         batches = self._reader.batches

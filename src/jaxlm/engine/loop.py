@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -11,29 +10,11 @@ import jax
 from jaxlm.data.base import Batches
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import FlagSync, SyncFlags
-
-
-@dataclass(frozen=True)
-class Done:
-    """The phase ran to its end."""
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A signal stopped the run after the state was saved.
-
-    Attributes:
-        signal: signal number; the process exits with 128 + `signal`.
-    """
-
-    signal: int
-
-
-Outcome = Done | Interrupted
 
 
 class Hook(Protocol):
@@ -43,8 +24,12 @@ class Hook(Protocol):
         """Whether to run after this step. All processes must return the same."""
         ...
 
-    def run(self, step: int, state: RunState) -> None:
-        """Runs after `step`. All steps up to this one have been logged."""
+    def run(self, step: int, state: RunState) -> Next | None:
+        """Runs after `step`. All steps up to this one have been logged.
+
+        Returning `Next` ends the phase here. The hooks after this one are not called then, and nothing is saved.
+        """
+        ...
 
 
 PAUSE = "jaxlm.pause"
@@ -67,7 +52,9 @@ def run_phase(
     flag_sync: FlagSync,
     stop: StopRequest,
 ) -> tuple[RunState, Outcome]:
-    """Trains from the state's step to the end of the phase, or until the state was saved after a signal."""
+    """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until `metrics` or
+    a hook ends the phase. Steps that were dispatched after the one that ends it are neither logged nor saved.
+    """
     step = int(state.step)
     first = True
     while step < phase.end:
@@ -85,10 +72,14 @@ def run_phase(
         saving = ending or agreed.save or saver.due_by_step(step)
         if due or saving:
             metrics.drain()
+        if metrics.rewind is not None:
+            return state, metrics.rewind
+        if due or saving:
             with pause():
                 for hook in due:
-                    hook.run(step, state)
-                if saving:
+                    if (ended := hook.run(step, state)) is not None:
+                        return state, ended
+                if saving or saver.due_by_step(step):  # a hook may have asked for it
                     saver.save(state, step, batches.state(), forced=ending)
                     metrics.flags = None  # this save satisfies the requests made before it
             metrics.skip_time()

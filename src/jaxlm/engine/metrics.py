@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.types import Histogram, StepInfo
+from jaxlm.engine.bad_streak import BadStreak
+from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.step import StepReport
 from jaxlm.engine.watch import WatchConfig, split_watched
 
@@ -103,6 +105,7 @@ class AsyncMetrics:
 
     Attributes:
         flags: reduced flags of the newest fetched step; None before the first.
+        rewind: how the run goes back after the newest fetched step; None if it does not. No more steps are fetched then.
     """
 
     def __init__(
@@ -111,14 +114,18 @@ class AsyncMetrics:
         workload: Workload,
         listeners: Sequence[Listener],
         watch: WatchConfig | None = None,
+        streak: BadStreak | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Args:
         watch: what the steps were compiled to measure.
+        streak: decides after each step whether the run goes back.
         clock: returns a time in seconds.
         """
         self.flags: np.ndarray | None = None
+        self.rewind: Rewind | None = None
+        self._streak = streak
         self._phase = phase
         self._workload = workload
         self._listeners = listeners
@@ -163,8 +170,13 @@ class AsyncMetrics:
         metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
         metrics |= {"throughput/loading_time": pending.loading_s, "throughput/hook_time": self._hooks_s}
         self._hooks_s = 0.0
+        reasons = {name: int(reason) for name, reason in jax.device_get(report.reasons).items()}
+        info = StepInfo(step, self._phase, metrics, histograms, reasons)
         for listener in self._listeners:
-            listener(StepInfo(step, self._phase, metrics, histograms))
+            listener(info)
+        if self._streak is not None and (rewind := self._streak.after(info)) is not None:
+            self.rewind = rewind
+            self._pending.clear()
 
     def _wait_for(self, pending: _PendingStep) -> float:
         """Blocks until a step is done and returns its duration.

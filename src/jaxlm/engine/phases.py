@@ -4,8 +4,9 @@ Tracing the same functions on shapes gives the structure that a checkpoint of th
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxlm.core.imports import gc_paused
@@ -23,6 +24,7 @@ from jaxlm.core.matmul import StoredWeight
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import RunState, UpdateCounts, build_state, shardings
+from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -47,6 +49,8 @@ class Phase:
         trainable: regular expressions on leaf paths; a leaf that none of them matches is frozen.
         start, end: steps of the whole run that are done before and after this phase.
         averages: averages of the weights, by the name that they are evaluated under.
+        until: what may end the phase before `end`; None is nothing.
+        scheduled_steps: number of steps that were planned, if the phase has ended early.
     """
 
     index: int
@@ -58,11 +62,13 @@ class Phase:
     start: int
     end: int
     averages: Mapping[str, AveragingConfig] = field(default_factory=dict)
+    until: UntilConfig | None = None
+    scheduled_steps: int | None = None
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of this phase, which its learning-rate schedule spans."""
-        return self.end - self.start
+        """Number of steps that the phase's learning-rate schedule spans. The phase may have ended before."""
+        return self.end - self.start if self.scheduled_steps is None else self.scheduled_steps
 
     def mask(self, model: LanguageModel) -> Any:
         """A tree that is True at every trainable leaf. Raises `ConfigError` if one of them is part of a stored weight."""
@@ -107,6 +113,7 @@ class StateBuilder:
 
     Attributes:
         model: config of the model.
+        seed: random seed of the whole run.
         precision: dtypes of storage and computation.
         phases: all phases of the run.
     """
@@ -114,9 +121,8 @@ class StateBuilder:
     def __init__(
         self, model: ModelConfig, Vocab: hax.Axis, seed: int, precision: Precision, phases: Sequence[Phase] = ()
     ):
-        """Args: seed: random seed of the whole run."""
         self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
-        self._seed = seed
+        self.seed = seed
         self._abstract: dict[int, RunState] = {}
 
     def initial_model(self) -> LanguageModel:
@@ -212,7 +218,19 @@ class StateBuilder:
         return self.entry_state(model, initial_leaves=initial_leaves, phase=phase)
 
     def _key(self, use: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.PRNGKey(self._seed), use)
+        return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
+
+
+def with_phase_ends(state_builder: StateBuilder, ends: Sequence[int]) -> StateBuilder:
+    """The same builder, with the steps after which its first phases really ended. The other phases follow them."""
+    shifted: list[Phase] = []
+    for phase, end in itertools.zip_longest(state_builder.phases, ends[: len(state_builder.phases)]):
+        start = shifted[-1].end if shifted else phase.start
+        num_steps = phase.num_steps if end is None else end - start
+        scheduled = None if num_steps == phase.num_steps else phase.num_steps
+        shifted.append(replace(phase, start=start, end=start + num_steps, scheduled_steps=scheduled))
+    model, Vocab = state_builder.model, state_builder.Vocab
+    return StateBuilder(model, Vocab, state_builder.seed, state_builder.precision, shifted)
 
 
 @gc_paused()

@@ -9,7 +9,6 @@ devices (up to the order of float additions).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.core.guards import StepStats
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.trace_options import tracing
@@ -41,11 +40,13 @@ class StepReport(eqx.Module):
         metrics: float32 scalars by name.
         watched: measurements of `WatchConfig.measure`; empty if `trainer.watch` is not set.
         flags: int32 {flag}, reduced over all processes.
+        reasons: guard's name -> its `Verdict.reason`; empty without guards.
     """
 
     metrics: dict[str, jax.Array]
     watched: Numbers
     flags: jax.Array
+    reasons: dict[str, jax.Array] = eqx.field(default_factory=dict)
 
 
 class _Sums(eqx.Module):
@@ -76,12 +77,14 @@ def make_train_step(
         sums = _accumulate(phase, layout, precision, state, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
-        verdict = _apply_guards(guards, state.slots, StepStats(sums.objective, norm, finite))
+        stats = StepStats(sums.objective, norm, finite)
+        verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in guards}
+        applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
         curvature = _curvature(phase, layout, precision, state, batch)
         updated, updates = _apply_update(phase, optimizer, state, sums, curvature)
-        after = jax.tree.map(lambda new, old: jnp.where(verdict.applies, new, old), updated, state)
-        skipped = state.guard.skipped + jnp.where(verdict.applies, 0, 1)
-        always = (state.step + 1, skipped, after.slots | verdict.slot)
+        after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)
+        skipped = state.guard.skipped + jnp.where(applies, 0, 1)
+        always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
             "train/objective": sums.objective,
@@ -89,15 +92,16 @@ def make_train_step(
             "grad/norm/total": norm,
             "optim/learning_rate": schedule(state.guard.updates),
             **{f"optim/learning_rate/{name}": other(state.guard.updates) for name, other in others.items()},
-            **verdict.metrics,
         }
+        for verdict in verdicts.values():
+            metrics |= verdict.metrics
         watched: Numbers = {}
         if watch is not None:
             trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
             watched = watch.measure(state.step + 1, trees, batch)
-        return after, StepReport(
-            {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, watched, reduce_flags(flags)
-        )
+        scalars = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+        reasons = {name: jnp.asarray(verdict.reason, jnp.int32) for name, verdict in verdicts.items()}
+        return after, StepReport(scalars, watched, reduce_flags(flags), reasons)
 
     state_shardings = shardings(abstract, layout)
     return jax.jit(
@@ -106,16 +110,6 @@ def make_train_step(
         in_shardings=(state_shardings, None, None),
         out_shardings=(state_shardings, layout.replicated()),
     )
-
-
-def _apply_guards(guards: Sequence[StepGuard], slots: dict[str, Any], stats: StepStats) -> Verdict:
-    """The combined verdict of all guards; its slot maps each guard's name to that guard's slot."""
-    verdicts = {guard.name: guard.judge(slots[guard.name], stats) for guard in guards}
-    applies = stats.finite
-    for verdict in verdicts.values():
-        applies = applies & verdict.applies
-    metrics = {name: value for verdict in verdicts.values() for name, value in verdict.metrics.items()}
-    return Verdict(applies, {name: verdict.slot for name, verdict in verdicts.items()}, metrics)
 
 
 def _apply_update(

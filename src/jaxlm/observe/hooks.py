@@ -1,10 +1,10 @@
 """Listeners and hooks that log, show progress and evaluate during training."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxlm.core.guards import StepGuard, skip_reason
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
@@ -38,15 +38,28 @@ class _StepTime(NamedTuple):
 class ProgressListener:
     """Shows a progress line on the console, and logs skipped steps."""
 
-    def __init__(self, console: Console, phase: Phase, records: Callable[[int], str], *, skipped: int):
+    def __init__(
+        self,
+        console: Console,
+        phase: Phase,
+        records: Callable[[int], str],
+        *,
+        skipped: int,
+        guards: Sequence[StepGuard] = (),
+        first_attempt: bool = True,
+    ):
         """Args:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
         skipped: number of steps skipped before this process started or resumed the phase.
+        guards: the guards of the phase, which say why they skip updates.
+        first_attempt: whether the run has never gone back, so that the batch of each step follows from the configuration.
         """
         self._console = console
         self._phase = phase
         self._records = records
         self._skipped = skipped
+        self._guards = guards
+        self._first_attempt = first_attempt
         self._recent: deque[_StepTime] = deque(maxlen=_RECENT_STEPS)
         self._warming_up = True
 
@@ -80,18 +93,12 @@ class ProgressListener:
         skipped = int(info.metrics["train/skipped_steps"])
         if skipped > self._skipped:
             self._skipped = skipped
+            reason = skip_reason(self._guards, info.reasons, info.metrics)
+            command = f" (to print it, run jaxlm.prepare --show_batch {info.step - 1})" if self._first_attempt else ""
             self._console.log(
-                f"step {info.step}: {_skip_reason(info)}; update skipped ({skipped} skipped so far). Batch:"
-                f" {self._records(info.step - 1)} (to print it, run jaxlm.prepare --show_batch {info.step - 1})"
+                f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"
+                f" {self._records(info.step - 1)}{command}"
             )
-
-
-def _skip_reason(info: StepInfo) -> str:
-    loss, norm = info.metrics["train/objective"], info.metrics["grad/norm/total"]
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        return "loss or gradient is not finite"
-    max_loss, max_norm = info.metrics["bad_steps/loss_limit"], info.metrics["bad_steps/grad_norm_limit"]
-    return f"loss {loss:.4g} (limit {max_loss:.4g}) or gradient norm {norm:.4g} (limit {max_norm:.4g}) is an outlier"
 
 
 class EvalHook:

@@ -45,12 +45,12 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
     figure, axes = _figure("xaxis")
     for phase in phases:
         schedule = phase.optimizer.schedule(phase.num_steps)
-        steps = np.unique(np.linspace(0, phase.num_steps, _MAX_POINTS).round())
+        steps = np.unique(np.linspace(0, phase.end - phase.start, _MAX_POINTS).round())
         color = f"C{phase.index % 10}"
         axes.plot(phase.start + steps, schedule(steps), color=color, label=phase.name)
         for name, other in group_schedules(phase.optimizer, phase.num_steps).items():
             axes.plot(phase.start + steps, other(steps), "--", linewidth=0.8, label=f"{phase.name}: {name}")
-        corners = schedule.corner_points()
+        corners = [corner for corner in schedule.corner_points() if phase.start + corner[0] <= phase.end]
         for step, rate, name in corners if len(corners) <= _MAX_LABELS else []:
             axes.plot(phase.start + step, rate, "o", color=color, markersize=4)
             point, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"

@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.core.guards import RewindRule, StepGuard, StepStats, Verdict
 from jaxlm.optim.rolling import RollingWindow
 
 # Relative to the median. In a window of nearly equal values any small change would be an outlier.
 _MIN_RELATIVE_STD = 0.02
+_MOST_REWINDS = 1000
+_LOSS = "loss {train/objective:.4g} (limit {bad_steps/loss_limit:.4g})"
+_NORM = "gradient norm {grad/norm/total:.4g} (limit {bad_steps/grad_norm_limit:.4g})"
 
 
 class BadStepState(eqx.Module):
@@ -42,13 +45,24 @@ class SkipBadSteps(StepGuard):
         sigma_factor: a step is an outlier if it is this many (robustly estimated) standard deviations above the median.
         max_in_a_row: maximum number of consecutive skipped steps. After that, the next step is applied and the comparison
             window is reset.
+        rewind_after: number of updates skipped in a row, as outliers or because they are not finite, after which the run
+            goes back to the newest checkpoint from before them and continues with the data after them. Null never goes
+            back.
+        max_rewinds: how often a run goes back before it stops with an error instead.
     """
 
     name: ClassVar[str] = "bad_steps"
+    reasons: ClassVar[tuple[str, ...]] = (
+        f"{_LOSS} is an outlier",
+        f"{_NORM} is an outlier",
+        f"{_LOSS} and {_NORM} are outliers",
+    )
 
     rolling_interval_length: int = 128
     sigma_factor: float = 6.0
     max_in_a_row: int = 8
+    rewind_after: int | None = None
+    max_rewinds: int = 3
 
     def __post_init__(self):
         if self.rolling_interval_length < 8:
@@ -61,6 +75,20 @@ class SkipBadSteps(StepGuard):
                 f"optimizer.skip_bad_steps: sigma_factor {self.sigma_factor}, max_in_a_row {self.max_in_a_row} given;"
                 " sigma_factor above 0 and max_in_a_row of 1 or more expected"
             )
+        if self.rewind_after is not None and not 1 <= self.rewind_after <= self.max_in_a_row:
+            raise ConfigError(
+                f"optimizer.skip_bad_steps.rewind_after: {self.rewind_after} given, null or 1 to {self.max_in_a_row}"
+                " expected: after max_in_a_row skipped steps the next outlier is applied. Lower it, or raise max_in_a_row"
+            )
+        if not 1 <= self.max_rewinds <= _MOST_REWINDS:
+            raise ConfigError(
+                f"optimizer.skip_bad_steps.max_rewinds: {self.max_rewinds} given, 1 to {_MOST_REWINDS} expected"
+            )
+
+    @property
+    def rewind_rule(self) -> RewindRule | None:
+        """When the run goes back; None if it never does."""
+        return None if self.rewind_after is None else RewindRule(self.rewind_after, self.max_rewinds)
 
     def init_slot(self) -> BadStepState:
         empty = RollingWindow.empty(self.rolling_interval_length)
@@ -70,7 +98,8 @@ class SkipBadSteps(StepGuard):
         """Judges one step. A non-finite step does not change the state."""
         ready = slot.losses.count >= self.rolling_interval_length // 2
         loss_limit, norm_limit = (jnp.where(ready, self._limit(w), jnp.inf) for w in (slot.losses, slot.norms))
-        outlier = stats.finite & ((stats.objective > loss_limit) | (stats.norm > norm_limit))
+        high_loss, high_norm = stats.objective > loss_limit, stats.norm > norm_limit
+        outlier = stats.finite & (high_loss | high_norm)
         reset = outlier & (slot.in_a_row >= self.max_in_a_row)
         skipped = outlier & ~reset
         applied = stats.finite & ~skipped
@@ -82,7 +111,8 @@ class SkipBadSteps(StepGuard):
         in_a_row = jnp.where(skipped, slot.in_a_row + 1, jnp.where(applied, 0, slot.in_a_row))
         after = BadStepState(next_window(slot.losses, stats.objective), next_window(slot.norms, stats.norm), in_a_row)
         metrics = {"loss_limit": loss_limit, "grad_norm_limit": norm_limit, "in_a_row": in_a_row}
-        return Verdict(~skipped, after, {f"{self.name}/{name}": value for name, value in metrics.items()})
+        reason = jnp.where(skipped, high_loss + 2 * high_norm, 0)
+        return Verdict(reason, after, {f"{self.name}/{name}": value for name, value in metrics.items()})
 
     def _limit(self, window: RollingWindow) -> jax.Array:
         median = window.median()
@@ -92,6 +122,11 @@ class SkipBadSteps(StepGuard):
 def bad_step_guards(setting: bool | int | SkipBadSteps) -> tuple[SkipBadSteps, ...]:
     """The guards for a `skip_bad_steps` setting: none, one with defaults, one with a window length, or the given one."""
     if isinstance(setting, SkipBadSteps):
+        if setting.rewind_after is None and setting.max_rewinds != SkipBadSteps.max_rewinds:
+            raise ConfigError(
+                f"optimizer.skip_bad_steps.max_rewinds: {setting.max_rewinds} given, which has no effect without"
+                " rewind_after. Set rewind_after, or remove max_rewinds"
+            )
         return (setting,)
     if isinstance(setting, bool):
         return (SkipBadSteps(),) if setting else ()

@@ -11,7 +11,7 @@ import optax
 from jaxlm.config.decode import INHERITS
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import StepGuard
+from jaxlm.core.guards import RewindRule, StepGuard
 from jaxlm.core.lr_shapes import LrShape
 from jaxlm.core.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
@@ -107,6 +107,11 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def guards(self) -> tuple[StepGuard, ...]:
         """Guards that may skip a step."""
         return bad_step_guards(self.skip_bad_steps)
+
+    @property
+    def rewind_rule(self) -> RewindRule | None:
+        """When the run goes back because updates were skipped; None if it never does."""
+        return next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
 
     def schedule(self, num_steps: int) -> Schedule:
         """The learning rate of an update, as a function of the number of updates applied before it in the phase."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.metrics import NonFiniteError
 
 EXIT_FAILED = 1
@@ -17,14 +18,15 @@ def run_command(body: Callable[[], int]) -> int:
     """Runs a command's body and converts known exceptions to exit codes.
 
     2: the configuration or the data is wrong. 1: a checkpoint could not be saved, no checkpoint could be loaded, another
-    process of the run failed, or a loss or gradient was not finite and the configuration says to stop. 130: Ctrl-C before
-    training began. Other exceptions are passed on with their traceback.
+    process of the run failed, a loss or gradient was not finite and the configuration says to stop, or the run cannot go
+    back to an earlier checkpoint (again). 130: Ctrl-C before training began. Other exceptions are passed on with their
+    traceback.
     """
     try:
         return body()
     except ConfigError as error:
         code, message = EXIT_CONFIG, f"error: {error}"
-    except (NoUsableCheckpointError, NonFiniteError, PeerError) as error:
+    except (NoUsableCheckpointError, NonFiniteError, PeerError, RewindError) as error:
         code, message = EXIT_FAILED, f"error: {error}"
     except SaveError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

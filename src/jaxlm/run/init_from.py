@@ -9,6 +9,7 @@ from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.remote import is_url
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, latest_valid, restore
@@ -43,9 +44,13 @@ class InitFrom:
         """The step of this run's own checkpoint; None for a new run."""
         return self.state.cursor.step if self.state and self.is_own else None
 
-    def in_phase(self, phase: Phase) -> VerifiedCheckpoint | None:
-        """The checkpoint to resume from, if it was saved in this phase."""
-        return self.state if self.state and self.state.cursor.phase == phase.index else None
+    @property
+    def history(self) -> History:
+        """The history with which the run starts."""
+        if self.state is None:
+            return History()
+        history = self.state.cursor.history
+        return history if self.is_own else history.in_another_run()
 
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
@@ -67,15 +72,6 @@ class InitFrom:
         abstract = plan.state_builder.abstract_initial_model
         fresh = (lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)) if partial else None
         return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
-
-
-def remaining_phases(plan: Plan, checkpoint: VerifiedCheckpoint | None) -> Sequence[Phase]:
-    """The phases that are not complete at a checkpoint; all of them without one."""
-    if checkpoint is None:
-        return plan.phases
-    current = plan.phases[checkpoint.cursor.phase]
-    is_complete = checkpoint.cursor.step == current.end
-    return plan.phases[current.index + is_complete :]
 
 
 def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:

@@ -1,7 +1,7 @@
 """The plan of a run: everything that can be computed and checked before its data is opened."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from jaxlm.data.config import TRAIN_BPE, DataConfig
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
-from jaxlm.engine.phases import Phase, StateBuilder
+from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
+from jaxlm.engine.until import UntilConfig
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.model_section import hf_name
@@ -87,6 +88,10 @@ class Plan:
             Path(policy.staging_dir),
             delete_temporary=policy.delete_old_temp_checkpoints,
         )
+
+    def with_phase_ends(self, ends: Sequence[int]) -> "Plan":
+        """The plan with the steps after which its first phases really ended."""
+        return replace(self, state_builder=with_phase_ends(self.state_builder, ends)) if ends else self
 
     def updated(self, config: RunConfig, vocab_size: int) -> "Plan":
         """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged."""
@@ -195,6 +200,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 start=start,
                 end=start + steps,
                 averages={} if averaging is None else {"ema": averaging},
+                until=_until(config, phase, index),
             )
         )
     data = tuple(phase.data or config.data for phase in written)
@@ -205,3 +211,15 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 f" the first phase uses {data[0].tokenizer}"
             )
     return tuple(phases), data
+
+
+def _until(config: RunConfig, phase: PhaseConfig, index: int) -> UntilConfig | None:
+    """What may end the phase early. Raises `ConfigError` if it is invalid."""
+    until, path = (
+        (config.trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
+    )
+    if until is not None:
+        until.check(path)
+        if not config.evals:
+            raise ConfigError(f"{path}.metric: '{until.metric}' given, but evals is empty. Add an evaluation")
+    return until

@@ -19,7 +19,10 @@ from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
+from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
+from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.early_stopping import EarlyStopping
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
@@ -35,6 +38,7 @@ from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
+from jaxlm.run.init_from import InitFrom
 from jaxlm.run.plan import Plan
 from jaxlm.run.resume_checks import DATA_IDENTITY, data_identity
 
@@ -107,12 +111,30 @@ class Run:
             )
         ]
 
-    def listeners(self, phase: Phase, state: RunState, batches: Batches) -> tuple[Listener, ...]:
+    def conductor(self, init_from: InitFrom) -> Conductor:
+        """Leads the run through its phases from where it starts."""
+        plan, log = self.plan, self.console.log
+        history = init_from.history
+        return Conductor(plan.state_builder, plan.layout, plan.checkpoints, self.writer, log, init_from.state, history)
+
+    def early_stopping(self, phase: Phase, evaluations: EvalHook, saver: Saver) -> list[EarlyStopping]:
+        """The hook that may end the phase early, if configured."""
+        return [] if phase.until is None else [EarlyStopping(phase.until, phase, evaluations, saver)]
+
+    def begin_attempt(self, history: History, step: int) -> None:
+        """Tells the trackers that the run went back to `step`."""
+        for tracker in self.trackers:
+            tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
+
+    def listeners(self, phase: Phase, state: RunState, batches: Batches, history: History) -> tuple[Listener, ...]:
         """The listeners that receive every step's metrics. Args: batches: the batches that the steps train on."""
         trainer = self.plan.config.trainer
+        guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
         return (
             TrackerListener(self.trackers),
-            ProgressListener(self.console, phase, batches.records, skipped=int(state.guard.skipped)),
+            ProgressListener(
+                self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
+            ),
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )
 
@@ -131,7 +153,9 @@ class Run:
     def save_as_first_checkpoint(self, state: RunState, checkpoint: VerifiedCheckpoint) -> None:
         """Saves the state of another run's checkpoint as this run's first checkpoint, and blocks until it is written."""
         complete = checkpoint.cursor.step == self.plan.num_steps
-        self.writer.save(state, replace(checkpoint.cursor, temporary=not complete), checkpoint.position())
+        history = checkpoint.cursor.history.in_another_run()
+        cursor = replace(checkpoint.cursor, temporary=not complete, history=history)
+        self.writer.save(state, cursor, checkpoint.position())
         self.writer.wait()
 
     def export_hooks(self, phase: Phase) -> list[ExportHook]:
@@ -144,10 +168,11 @@ class Run:
         folder = Path(config.hf_save_path)
         return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.log)]
 
-    def saver(self, phase: Phase) -> Saver:
+    def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
-        flush = [tracker.flush for tracker in self.trackers]
-        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush)
+        flush, history, resumed = [tracker.flush for tracker in self.trackers], conductor.history, conductor.resumed
+        newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
+        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush, history, newest)
 
     def workload(self) -> Workload:
         """What a step amounts to, for throughput and MFU."""
@@ -166,14 +191,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(
-    plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, *, resume_step: int | None
-) -> Iterator[Run]:
-    """Opens a run's folders and trackers, and closes them when the context exits, even after an error.
-
-    Args:
-        resume_step: step of the checkpoint that the run resumes from; None for a new run.
-    """
+def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, init_from: InitFrom) -> Iterator[Run]:
+    """Opens a run's folders and trackers, and closes them when the context exits, even after an error."""
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **_tokenizer_files(tokenizer)}
@@ -181,10 +200,10 @@ def open_run(
     plan.checkpoints.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))
     with contextlib.ExitStack() as closing:
-        trackers = _open_trackers(plan, console, resume_step) if is_main_process() else ()
+        trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
-        previous = totals_at(plan.log_folder / "metrics.jsonl", resume_step or 0)
+        previous = totals_at(plan.log_folder / "metrics.jsonl", init_from.resume_step or 0)
         yield Run(plan, tokenizer, console, writer, trackers, previous, FlagSync(plan.layout), stop)
         main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 
@@ -202,13 +221,14 @@ def totals_at(metrics: Path, step: int) -> Totals:
     return Totals()
 
 
-def _open_trackers(plan: Plan, console: Console, resume_step: int | None) -> tuple[Tracker, ...]:
+def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[Tracker, ...]:
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
-    jsonl = JsonlTracker(plan.log_folder / "metrics.jsonl", resume_step=resume_step or 0)
+    path, attempt = plan.log_folder / "metrics.jsonl", init_from.history.attempt
+    jsonl = JsonlTracker(path, resume_step=init_from.resume_step or 0, attempt=attempt)
     configs = plan.config.trainer.trackers
     if not configs:
         return (jsonl,)
-    run_info = _run_info(plan, resume_step)
+    run_info = _run_info(plan, init_from)
 
     def in_background(config: TrackerConfig) -> Tracker:
         return BackgroundTracker(choice_name(type(config)), lambda: config.open(run_info), console.log)
@@ -216,7 +236,7 @@ def _open_trackers(plan: Plan, console: Console, resume_step: int | None) -> tup
     return (jsonl, *map(in_background, configs))
 
 
-def _run_info(plan: Plan, resume_step: int | None) -> RunInfo:
+def _run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
     devices = jax.devices()
     peak = peak_flops(devices[0].device_kind)
     summary: dict[str, float | str] = {
@@ -230,11 +250,12 @@ def _run_info(plan: Plan, resume_step: int | None) -> RunInfo:
         summary["throughput/theoretical_flops"] = peak * len(devices)
     return RunInfo(
         run_id=plan.run_id,
-        resume_step=resume_step or 0,
-        is_new=resume_step is None,
+        resume_step=init_from.resume_step or 0,
+        is_new=init_from.resume_step is None,
         config=encode(plan.config),
         config_text=dump(plan.config),
         summary=summary,
+        abandoned_steps=init_from.history.abandoned_steps,
     )
 
 

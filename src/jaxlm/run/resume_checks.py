@@ -99,7 +99,8 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     weights, sizes, steps = plan.data[phase.index].train_weights, plan.batches.train, cursor.step - phase.start
     if not isinstance(weights, list) or len(weights) < 2:
         return []
-    read, planned = int(position["examples"]), sizes.examples_between(phase.start, cursor.step)
+    read = int(position["examples"]) - int(position.get("skipped", 0))
+    planned = sizes.examples_between(phase.start, cursor.step)
     if read == planned:
         return []
     line = (

@@ -35,6 +35,9 @@ class Csv:
     def log(self, step, metrics):
         self._file.writelines(f"{step},{name},{value}\n" for name, value in metrics.items())
 
+    def begin_attempt(self, attempt, step, abandoned_steps):
+        pass
+
     def log_histograms(self, step, histograms):
         self._file.writelines(f"{step},{name},{h.low}..{h.high}\n" for name, h in histograms.items())
 

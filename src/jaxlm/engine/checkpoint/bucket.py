@@ -98,6 +98,12 @@ class BucketFolder(CheckpointFolder):
         with _read_errors(self.location):
             return [BucketCheckpoint(self._remote, name) for name in self._remote.names()]
 
+    def names(self) -> list[str]:
+        return [checkpoint.name for checkpoint in self.checkpoints()]
+
+    def find(self, name: str) -> BucketCheckpoint:
+        return BucketCheckpoint(self._remote, name)
+
     def set_aside(self, name: str) -> str:
         """Renames `checksums.json` of the checkpoint."""
         with storage_errors(

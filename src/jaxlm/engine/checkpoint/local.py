@@ -14,7 +14,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import seal, verify
-from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, find_checkpoints, is_temporary
+from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, find_checkpoints, is_temporary, pinned_by
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, Checkpoint, CheckpointFolder, SaveError
 
 _TOKEN_BYTES = 16
@@ -74,6 +74,12 @@ class LocalFolder(CheckpointFolder):
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
         return [LocalCheckpoint(path) for path in find_checkpoints(self.location)]
 
+    def names(self) -> list[str]:
+        return [checkpoint.name for checkpoint in self.checkpoints()]
+
+    def find(self, name: str) -> LocalCheckpoint:
+        return LocalCheckpoint(self.location / name)
+
     def set_aside(self, name: str) -> str:
         """Renames the checkpoint to `<name>.damaged`, or `<name>.damaged.N`."""
         for number in range(1, 1_000_000):
@@ -105,7 +111,8 @@ class LocalFolder(CheckpointFolder):
     def commit(self, name: str) -> None:
         """Writes the checksums, renames the hidden folder, and deletes the checkpoints that this one replaces."""
         seal(self._unfinished(name))
-        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name != name]
+        staying = {name, *pinned_by((self._unfinished(name) / CURSOR).read_bytes)}
+        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name not in staying]
         superseded = [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]
         final = self.location / name
         if final.exists():

@@ -6,17 +6,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxlm.core import tree
 from jaxlm.core.runtime import is_main_process, main_only
-from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, SaveClock, is_permanent
 from jaxlm.engine.checkpoint.store import CURSOR, CheckpointFolder, SaveError
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
+
+BEST, BEFORE_STREAK = "best", "before_streak"
+"""Purposes of pins: the phase's best evaluation, and the newest checkpoint from before a streak of skipped updates."""
 
 
 def flat_arrays(state: Any) -> dict[str, Any]:
@@ -93,7 +97,11 @@ class CheckpointWriter:
 
 
 class Saver:
-    """Decides which checkpoints to save in a phase, and saves them."""
+    """Decides which checkpoints to save in a phase, and saves them.
+
+    Attributes:
+        history: the run's history, which every checkpoint contains.
+    """
 
     def __init__(
         self,
@@ -101,14 +109,22 @@ class Saver:
         policy: CheckpointerConfig,
         phase: Phase,
         before_save: Sequence[Callable[[], None]],
+        history: History,
+        resumed: str | None = None,
     ):
-        """Args: before_save: called before each save, so that what they flush is on disk before the checkpoint is visible."""
+        """Args:
+        before_save: called before each save, so that what they flush is on disk before the checkpoint is visible.
+        resumed: name of the checkpoint that the phase continues from; None if it is entered.
+        """
+        self.history = history
         self._writer = writer
         self._policy = policy
         self._phase = phase
         self._before_save = before_save
         self._clock = SaveClock(policy.save_interval)
         self._last_saved: int | None = None
+        self._before_streak = history.pins.get(BEFORE_STREAK, resumed)
+        self._best_step: int | None = None
 
     def due_by_clock(self) -> bool:
         """Whether a temporary checkpoint is due by process 0's clock; False on every other process."""
@@ -116,19 +132,38 @@ class Saver:
         return is_main_process() and self._clock.due()
 
     def due_by_step(self, step: int) -> bool:
-        """Whether the retention rules make this step's checkpoint permanent."""
-        return is_permanent(self._policy.keep, step)
+        """Whether the retention rules or a request of this step save a checkpoint."""
+        return is_permanent(self._policy.keep, step) or step == self._best_step
+
+    def save_best(self, step: int) -> None:
+        """Requests a checkpoint of this step, and pins it until the next such request or the end of the phase."""
+        self._best_step = step
 
     def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
         """Starts saving the state after `step`, unless that was just done. `forced`: the phase or the run ends here."""
         if step == self._last_saved:
             return
-        permanent = self.due_by_step(step) or (forced and step == self._phase.end)
+        permanent = is_permanent(self._policy.keep, step) or (forced and step == self._phase.end)
         self._write(state, step, position, entering=False, temporary=not permanent)
+
+    def save_end(self, state: RunState, step: int, position: Mapping[str, Any]) -> None:
+        """Starts saving the state with which the phase ends, permanently."""
+        self._best_step = None
+        self._write(state, step, position, entering=False, temporary=False)
 
     def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
         """Saves the state at the start of the phase and blocks until it is written."""
         self._write(state, self._phase.start, position, entering=True, temporary=True)
+        self._writer.wait()
+
+    def save_rewound(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        """Saves the state to which the run went back, and blocks until it is written: from here on, a start resumes there.
+
+        Args:
+            cursor: the cursor of the checkpoint that the state was loaded from.
+            position: the data position after the skipped batches.
+        """
+        self._write(state, cursor.step, position, entering=cursor.entering, temporary=True)
         self._writer.wait()
 
     def _write(
@@ -136,10 +171,23 @@ class Saver:
     ) -> None:
         for flush in self._before_save:
             flush()
-        cursor = Cursor(step, self._phase.index, self._phase.name, entering, temporary)
-        self._writer.save(state, cursor, position)
+        cursor = Cursor(step, self._phase.index, self._phase.name, entering, temporary, self.history)
+        self.history = replace(self.history, pins=self._pins(cursor))
+        self._writer.save(state, replace(cursor, history=self.history), position)
         self._last_saved = step
         self._clock.reset()
+
+    def _pins(self, cursor: Cursor) -> dict[str, str]:
+        """What to pin once the checkpoint at `cursor` is saved."""
+        name = cursor.folder_name
+        pins = {purpose: pinned for purpose, pinned in self.history.pins.items() if purpose != BEFORE_STREAK}
+        if cursor.step == self._best_step:
+            pins[BEST] = name
+        if not self.history.bad_steps:
+            self._before_streak = name
+        elif self._before_streak is not None:
+            pins[BEFORE_STREAK] = self._before_streak
+        return pins
 
 
 def silence_repeated_errors() -> None:

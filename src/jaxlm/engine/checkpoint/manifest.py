@@ -1,10 +1,75 @@
 """Checkpoint names, and the cursor: the step and phase at which a checkpoint was saved."""
 
 import json
+import operator
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BestEval:
+    """The best value that a phase's evaluations have measured of a metric.
+
+    Attributes:
+        value: the best value; infinite if no evaluation has measured a finite one.
+        step: the step of that evaluation.
+        reference: the last value that was better than the one before it by at least `min_delta`.
+        stale: number of evaluations since then.
+    """
+
+    value: float
+    step: int
+    reference: float
+    stale: int
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run has done that its configuration does not say. Saved in the cursor, without the fields at their defaults.
+
+    Attributes:
+        attempt: how often the run went back to an earlier checkpoint.
+        abandoned_steps: number of steps after those checkpoints that were done in vain.
+        phase_ends: steps after which the phases really ended, up to the last one that ended early; empty if none did.
+        bad_steps: number of updates skipped in a row up to this step; only counted with `rewind_after`.
+        best: the phase's best evaluation; None without `until.patience`.
+        pins: purpose -> name of a checkpoint that is not deleted while it is listed here.
+    """
+
+    attempt: int = 0
+    abandoned_steps: int = 0
+    phase_ends: tuple[int, ...] = ()
+    bad_steps: int = 0
+    best: BestEval | None = None
+    pins: Mapping[str, str] = field(default_factory=dict)
+
+    def in_next_phase(self) -> "History":
+        """The history at the start of the next phase."""
+        return History(self.attempt, self.abandoned_steps, self.phase_ends)
+
+    def in_another_run(self) -> "History":
+        """The history of a run that starts from this run's state."""
+        return History(phase_ends=self.phase_ends)
+
+    def rewound(self, num_steps: int) -> "History":
+        """The history after going back `num_steps` steps. The best evaluation and its pin stay."""
+        return replace(self, attempt=self.attempt + 1, abandoned_steps=self.abandoned_steps + num_steps, bad_steps=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        usual = asdict(History())
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> "History":
+        """The reverse of `to_json`."""
+        best = BestEval(**saved["best"]) if "best" in saved else None
+        return History(**{**saved, "phase_ends": tuple(saved.get("phase_ends", ())), "best": best})
 
 
 @dataclass(frozen=True)
@@ -17,6 +82,7 @@ class Cursor:
         phase_name: name of that phase.
         entering: whether the phase has just been entered. The checkpoint at the end of the previous phase has the same step.
         temporary: whether the next checkpoint replaces this one.
+        history: what the configuration does not say about how the run came here.
     """
 
     step: int
@@ -24,19 +90,24 @@ class Cursor:
     phase_name: str
     entering: bool
     temporary: bool
+    history: History = field(default_factory=History)
 
     @property
     def folder_name(self) -> str:
-        """`step-N`, or `step-N-<phase>` on entry of a later phase."""
-        return f"step-{self.step}" + (f"-{self.phase_name}" if self.entering and self.phase > 0 else "")
+        """`step-N`, or `step-N-<phase>` on entry of a later phase; `-attempt-A` follows if the run has gone back."""
+        phase = f"-{self.phase_name}" if self.entering and self.phase > 0 else ""
+        return f"step-{self.step}{phase}" + (f"-attempt-{self.history.attempt}" if self.history.attempt else "")
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        history = self.history.to_json()
+        fields = {name: value for name, value in asdict(self).items() if name != "history"}
+        return json.dumps(fields | ({"history": history} if history else {})).encode()
 
     @staticmethod
     def from_json(saved: bytes) -> "Cursor":
         """Parses a saved cursor. Raises `ValueError` or `TypeError` if it is malformed."""
-        return Cursor(**json.loads(saved))
+        fields = json.loads(saved)
+        return Cursor(**{**fields, "history": History.from_json(fields.get("history", {}))})
 
 
 def is_temporary(read: Callable[[], bytes]) -> bool:
@@ -47,22 +118,29 @@ def is_temporary(read: Callable[[], bytes]) -> bool:
         return False
 
 
+def pinned_by(read: Callable[[], bytes]) -> frozenset[str]:
+    """Names of the checkpoints that must not be deleted while the checkpoint whose cursor `read` returns is the newest."""
+    return frozenset(Cursor.from_json(read()).history.pins.values())
+
+
 UNFINISHED, PENDING, DAMAGED = ".unfinished", ".pending", ".damaged"
 """Suffixes of names that are not finished checkpoints: partly written or deleted, not yet uploaded, set aside."""
-_NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?")
+_NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?(?:-attempt-(\d+))?")
 _RESERVED_SUFFIX = re.compile(rf"(?:{re.escape(UNFINISHED)}|{re.escape(PENDING)}|{re.escape(DAMAGED)}(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """`step-N`, or `step-N-<phase>` on entry of a later phase; ordered by age.
+    """`step-N`, or `step-N-<phase>` on entry of a later phase, with `-attempt-A` if the run has gone back; ordered by age.
 
     Attributes:
+        attempt: how often the run had gone back.
         step: steps done.
         entering: whether a phase has just been entered, which comes after the end of the previous phase at the same step.
         text: the full name.
     """
 
+    attempt: int
     step: int
     entering: bool
     text: str
@@ -73,7 +151,7 @@ class CheckpointName:
         match = _NAME.fullmatch(text)
         if match is None or _RESERVED_SUFFIX.search(text):
             return None
-        return CheckpointName(int(match[1]), match[2] is not None, text)
+        return CheckpointName(int(match[3] or 0), int(match[1]), match[2] is not None, text)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -89,5 +167,17 @@ def checkpoints_below(path: Path, *, of_runs: bool = True) -> list[Path]:
     if (path / "run" / "cursor.json").is_file():
         return [path]
     runs = [path, *(sorted(path.iterdir()) if of_runs and path.is_dir() else [])]
-    by_name = [(CheckpointName.parse(path.name), path) for run in runs for path in find_checkpoints(run)]
-    return [path for name, path in sorted((name, path) for name, path in by_name if name is not None)]
+    return in_order([(path.name, path) for path in find_checkpoints(run)] for run in runs)
+
+
+def in_order(runs: Iterable[Sequence[tuple[str, T]]]) -> list[T]:
+    """The checkpoints of several runs, each given with its name, fewest steps first.
+
+    Those of a run's earlier attempts come before all others: the run went back to before some of their steps.
+    """
+    keyed: list[tuple[tuple[int, CheckpointName], T]] = []
+    for run in runs:
+        named = [(name, item) for text, item in run if (name := CheckpointName.parse(text)) is not None]
+        newest = max((name.attempt for name, _ in named), default=0)
+        keyed += [((name.attempt - newest, replace(name, attempt=0)), item) for name, item in named]
+    return [item for _, item in sorted(keyed, key=operator.itemgetter(0))]

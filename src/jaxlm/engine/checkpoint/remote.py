@@ -7,7 +7,6 @@ last and deleted first.
 import base64
 import functools
 import itertools
-import operator
 import os
 import posixpath
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
-from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, CheckpointName, is_temporary
+from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, CheckpointName, in_order, is_temporary, pinned_by
 from jaxlm.engine.checkpoint.store import CURSOR
 
 _DAMAGED = f"{CHECKSUMS}{DAMAGED}"
@@ -64,9 +63,11 @@ class RemoteFolder:
         return [RemoteFolder(f"{self.url}/{n}") for n in self._children() if CheckpointName.parse(n) is None]
 
     def replaced_by(self, name: str) -> list[str]:
-        """The temporary checkpoints older than `name`."""
+        """The temporary checkpoints older than `name`, without those that it pins."""
+        pinned = pinned_by(functools.partial(self.read, name, CURSOR))
         older = itertools.takewhile(lambda other: other != name, self.names())
-        return [old for old in older if is_temporary(functools.partial(self.read, old, CURSOR))]
+        replaced = (old for old in older if old not in pinned)
+        return [old for old in replaced if is_temporary(functools.partial(self.read, old, CURSOR))]
 
     def files(self, name: str) -> dict[str, str | None]:
         """Relative path -> MD5 in hexadecimal, for each file of a checkpoint; None if the store keeps no MD5 of a file."""
@@ -177,5 +178,4 @@ def find_remote(url: str, *, of_runs: bool = True) -> list[tuple[RemoteFolder, s
         return [(RemoteFolder(parent), last)]
     folder = RemoteFolder(url)
     runs = [folder, *(folder.folders() if of_runs else [])]
-    checkpoints = [(name, run) for run in runs for name in run.checkpoints()]
-    return [(run, name.text) for name, run in sorted(checkpoints, key=operator.itemgetter(0))]
+    return in_order([(name, (run, name)) for name in run.names()] for run in runs)

@@ -1,5 +1,6 @@
 """Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
     num_damaged = 0
     while checkpoints := main_first(folder.checkpoints):
         newest = checkpoints[-1]
-        if _is_undamaged(newest, lambda damage, name=newest.name: _set_aside(folder, name, damage, log)):
+        set_aside = functools.partial(_set_aside, folder, newest.name, log=log)
+        if _is_undamaged(lambda newest=newest: newest, set_aside):
             return VerifiedCheckpoint(newest, main_first(newest.cursor))
         num_damaged += 1
     if num_damaged:
@@ -64,17 +66,29 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
     return None
 
 
+def newest_undamaged(
+    folder: CheckpointFolder, names: Sequence[str], log: Callable[[str], None]
+) -> VerifiedCheckpoint | None:
+    """The last undamaged one of the run's checkpoints `names`; None if all are damaged. All processes must call this."""
+    for name in reversed(names):
+        find = functools.partial(folder.find, name)
+        if _is_undamaged(find, lambda damage, name=name: log(f"checkpoint {name} is damaged: {damage}")):
+            checkpoint = main_first(find)
+            return VerifiedCheckpoint(checkpoint, main_first(checkpoint.cursor))
+    return None
+
+
 def _set_aside(folder: CheckpointFolder, name: str, damage: DamagedError, log: Callable[[str], None]) -> None:
     new_name = folder.set_aside(name)
     log(f"checkpoint {name} is damaged: {damage}. It was set aside as {new_name}; using the previous checkpoint")
 
 
-def _is_undamaged(checkpoint: Checkpoint, if_damaged: Callable[[DamagedError], None]) -> bool:
+def _is_undamaged(find: Callable[[], Checkpoint], if_damaged: Callable[[DamagedError], None]) -> bool:
     """Whether a checkpoint is undamaged. Process 0 reads it, and calls `if_damaged` if it is not."""
 
     def verify() -> bool:
         try:
-            checkpoint.verify()
+            find().verify()
         except DamagedError as damage:
             if_damaged(damage)
             return False
@@ -88,7 +102,8 @@ def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callab
     for candidate in reversed(candidates):
         path = candidate.location
         if _is_undamaged(
-            candidate, lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint")
+            lambda candidate=candidate: candidate,
+            lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint"),
         ):
             return VerifiedCheckpoint(candidate, main_first(candidate.cursor))
     raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {location} are damaged. Nothing was loaded")

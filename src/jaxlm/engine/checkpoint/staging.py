@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import main_only
+from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.storage_errors import storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
@@ -50,6 +50,17 @@ class StagedFolder(CheckpointFolder):
 
     def checkpoints(self) -> Sequence[LocalCheckpoint]:
         return self._local.checkpoints()
+
+    def names(self) -> list[str]:
+        with copy_errors(self._base_path, self._staging):
+            return self._remote.names()
+
+    def find(self, name: str) -> LocalCheckpoint:
+        """Process 0 downloads the checkpoint. Saving the next one deletes the local copy again."""
+        if is_main_process():
+            with copy_errors(self._base_path, self._staging):
+                download_checkpoint(self._remote, name, self._staging)
+        return self._local.find(name)
 
     def set_aside(self, name: str) -> str:
         return self._local.set_aside(name)
@@ -161,7 +172,7 @@ def copy_errors(store: str, folder: Path) -> Iterator[None]:
     advice = "Check the address, the network and your credentials"
     inaccessible = lambda reason: ConfigError(f"{store} is not accessible ({reason}). {advice}")  # noqa: E731
     try:
-        with storage_errors(inaccessible, local=folder):
+        with storage_errors(inaccessible, local=folder, passthrough=(DamagedError,)):
             yield
     except OSError as error:  # of the local folder
         raise ConfigError(

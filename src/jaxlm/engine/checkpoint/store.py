@@ -2,6 +2,7 @@
 
     <folder>/step-N            after N steps
     <folder>/step-N-<phase>    after N steps, at the start of <phase> (after its surgery, before its first step)
+    <folder>/step-N-attempt-A  after N steps, in a run that has gone back to an earlier checkpoint A times
         state/                 Orbax: every array of the state by its path
         run/                   cursor.json, manifest.json, config.yaml, tokenizer/
         data/position.json     data position
@@ -106,6 +107,18 @@ class CheckpointFolder(abc.ABC):
         """The finished checkpoints, oldest first. Their files are not verified; see `Checkpoint.verify`."""
 
     @abc.abstractmethod
+    def names(self) -> list[str]:
+        """Names of all finished checkpoints, oldest first, including those that are not on the local disk."""
+
+    @abc.abstractmethod
+    def find(self, name: str) -> Checkpoint:
+        """One of the checkpoints listed by `names`, downloaded first if necessary. Process 0 must call this first.
+
+        Raises:
+            DamagedError: it was downloaded, and its files are not what was saved.
+        """
+
+    @abc.abstractmethod
     def set_aside(self, name: str) -> str:
         """Hides a damaged checkpoint without deleting it, and returns the name under which the user finds it.
 
@@ -131,4 +144,7 @@ class CheckpointFolder(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, name: str) -> None:
-        """Makes a completely written checkpoint visible, and deletes the checkpoints that it replaces."""
+        """Makes a completely written checkpoint visible.
+
+        Deletes the temporary checkpoints that it replaces, but not those that its cursor pins.
+        """

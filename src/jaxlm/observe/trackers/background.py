@@ -63,6 +63,9 @@ class BackgroundTracker:
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         self._queue(lambda tracker: tracker.log_histograms(step, histograms))
 
+    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
+        self._queue(lambda tracker: tracker.begin_attempt(attempt, step, abandoned_steps))
+
     def flush(self) -> None:
         """Waits up to `flush_s` for the queue. Does not wait if the tracker is not open yet or has timed out before."""
         target = self._queue(lambda tracker: tracker.flush(), urgent=True)

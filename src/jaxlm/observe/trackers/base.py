@@ -21,6 +21,14 @@ class Tracker(Protocol):
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Logs histograms by name. Called only if `trainer.watch.include_histograms` is set."""
 
+    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
+        """The run went back to `step`: the records of later steps are superseded by those that follow.
+
+        Args:
+            attempt: how often the run went back.
+            abandoned_steps: number of steps that were done in vain so far.
+        """
+
     def flush(self) -> None:
         """Blocks until everything logged so far would survive a crash of this process."""
 
@@ -39,6 +47,7 @@ class RunInfo:
         config: resolved configuration as plain values.
         config_text: resolved configuration as YAML.
         summary: constant facts (parameter_count, num_devices, backend, ...).
+        abandoned_steps: number of steps that the run did in vain, because it went back to an earlier checkpoint.
     """
 
     run_id: str
@@ -47,6 +56,7 @@ class RunInfo:
     config: Mapping[str, Any]
     config_text: str
     summary: Mapping[str, float | str]
+    abandoned_steps: int = 0
 
 
 @dataclass(frozen=True)

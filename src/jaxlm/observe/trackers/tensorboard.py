@@ -98,6 +98,13 @@ class TensorboardTracker:
                 sums = counts.sum(), (counts * centers).sum(), (counts * centers**2).sum()
                 self._writer.add_histogram_raw(name, histogram.low, histogram.high, *sums, edges[1:], counts, step)
 
+    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
+        """Has TensorBoard hide the later steps."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        start = SessionLog(status=SessionLog.START)
+        self._writer.file_writer.add_event(Event(session_log=start), step + 1)
+
     def flush(self) -> None:
         self._writer.flush()
 

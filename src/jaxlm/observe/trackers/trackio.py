@@ -55,23 +55,32 @@ class TrackioConfig(TrackerConfig):
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        return TrackioTracker(handle)
+        return TrackioTracker(handle, run.abandoned_steps)
 
 
 class TrackioTracker:
     """Passes metrics to Trackio, which writes them in a thread of its own."""
 
-    def __init__(self, handle: Any):
+    def __init__(self, handle: Any, abandoned_steps: int = 0):
+        """Args: handle: an open run. abandoned_steps: steps that the run did in vain, which Trackio cannot remove."""
         self._handle = handle
         self._first_new_step = handle._next_step  # Trackio has no public name for it
+        self._abandoned_steps = abandoned_steps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Skips steps that the database already has: a resumed run repeats them bit for bit."""
-        if step >= self._first_new_step:
-            self._handle.log(dict(metrics), step=step)
+        """Skips steps that the database already has: a resumed run repeats them bit for bit.
+
+        Steps are counted on after the run went back to an earlier one. The metric `global_step` has their number.
+        """
+        number = step + self._abandoned_steps
+        if number >= self._first_new_step:
+            self._handle.log(dict(metrics), step=number)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Does nothing, because Trackio has no histograms. They are in `histograms.jsonl`."""
+
+    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
+        self._abandoned_steps = abandoned_steps
 
     def flush(self) -> None:
         """Does nothing, because Trackio flushes by itself twice a second."""

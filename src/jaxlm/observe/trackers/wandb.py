@@ -112,7 +112,7 @@ class WandbConfig(TrackerConfig):
         handle.config.update({**run.config, "git_commit": environment.commit()}, allow_val_change=True)
         handle.summary.update(dict(run.summary))
         self._log_files(handle, run)
-        return WandbTracker(handle, xla_dump_folder() if self.save_xla_dumps else None)
+        return WandbTracker(handle, xla_dump_folder() if self.save_xla_dumps else None, run.abandoned_steps)
 
     def _log_files(self, handle: Any, run: RunInfo) -> None:
         import wandb
@@ -135,24 +135,37 @@ class WandbConfig(TrackerConfig):
 class WandbTracker:
     """Passes metrics to wandb, which sends them from a process of its own."""
 
-    def __init__(self, handle: Any, xla_dumps: Path | None):
-        """Args: handle: an open wandb run. xla_dumps: a folder to upload at the end."""
+    def __init__(self, handle: Any, xla_dumps: Path | None, abandoned_steps: int = 0):
+        """Args:
+        handle: an open wandb run.
+        xla_dumps: a folder to upload at the end.
+        abandoned_steps: steps that the run did in vain, which wandb cannot remove.
+        """
         self._handle = handle
+        self._abandoned_steps = abandoned_steps
         # Read once: each read is a request to wandb's process, as expensive as a record.
         self._first_new_step = handle.step
         self._xla_dumps = xla_dumps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Skips steps that wandb already has: a resumed run repeats them bit for bit."""
-        if step >= self._first_new_step:
-            self._handle.log(dict(metrics), step=step)
+        """Skips steps that wandb already has: a resumed run repeats them bit for bit.
+
+        Steps are counted on after the run went back to an earlier one. The metric `global_step` has their number.
+        """
+        number = step + self._abandoned_steps
+        if number >= self._first_new_step:
+            self._handle.log(dict(metrics), step=number)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         import wandb
 
         pairs = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
-        if step >= self._first_new_step:
-            self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()}, step=step)
+        number = step + self._abandoned_steps
+        if number >= self._first_new_step:
+            self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()}, step=number)
+
+    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
+        self._abandoned_steps = abandoned_steps
 
     def flush(self) -> None:
         """Does nothing, because wandb's process already has every record."""

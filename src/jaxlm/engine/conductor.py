@@ -1,0 +1,188 @@
+"""Leads a run through its phases: what each one starts from, and what follows from how it ended.
+
+Done         the next phase starts from the state
+Next         the next phase starts from the state, or from the weights that were pinned
+Rewind       the phase goes on from an earlier checkpoint, with the data after the skipped updates
+Interrupted  the run ends; the same command continues it
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from jaxlm.core.runtime import main_first
+from jaxlm.core.sharding import Layout
+from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
+from jaxlm.engine.checkpoint.manifest import CheckpointName, History
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged, restore
+from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.loop import Hook
+from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
+from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
+from jaxlm.engine.state import RunState
+
+
+class RewindError(Exception):
+    """The run cannot go back: it has done so too often, or there is no undamaged checkpoint to go back to."""
+
+
+class Conductor:
+    """The place of a run in its phases. All processes act in the same way.
+
+    Attributes:
+        state_builder: its phases end where they really ended.
+        history: the run's history at the start of the current phase, or after going back in it.
+        resumed: the checkpoint from which the current phase goes on; None if it is entered.
+        num_skipped: number of steps after `resumed` whose batches are skipped, because the run has just gone back.
+    """
+
+    def __init__(
+        self,
+        state_builder: StateBuilder,
+        layout: Layout,
+        folder: CheckpointFolder,
+        writer: CheckpointWriter,
+        log: Callable[[str], None],
+        start: VerifiedCheckpoint | None,
+        history: History,
+    ):
+        """Args: start: the checkpoint from which the run starts; None for a new run."""
+        self.state_builder = state_builder
+        self.history = history
+        self.resumed = start
+        self.num_skipped = 0
+        self._layout = layout
+        self._folder = folder
+        self._writer = writer
+        self._log = log
+        self._index = 0
+        if start is not None:
+            self._index = start.cursor.phase
+            if start.cursor.step == state_builder.phases[self._index].end:
+                self._enter_next(history)
+
+    @property
+    def phase(self) -> Phase | None:
+        """The current phase; None after the last one."""
+        phases = self.state_builder.phases
+        return phases[self._index] if self._index < len(phases) else None
+
+    def act(
+        self,
+        outcome: Outcome,
+        state: RunState,
+        phase: Phase,
+        saver: Saver,
+        position: dict[str, Any],
+        evaluations: Hook,
+        exports: Sequence[Hook],
+    ) -> RunState:
+        """Does what follows from the outcome of a phase, and returns the state from which the run goes on.
+
+        The buffers of `state` are deleted if another state is loaded.
+
+        Args:
+            position: data position after the last step.
+            evaluations, exports: hooks that run on the weights with which the phase ends, if it did not run to its end.
+
+        Raises:
+            RewindError: the run cannot go back.
+        """
+        match outcome:
+            case Done():
+                self._enter_next(saver.history)
+            case Next():
+                return self._end_early(outcome, state, phase, saver, position, evaluations, exports)
+            case Rewind():
+                return self._go_back(outcome, state, phase, saver.history)
+            case Interrupted():
+                pass
+        return state
+
+    def _enter_next(self, history: History) -> None:
+        self._index += 1
+        self.resumed = None
+        self.num_skipped = 0
+        self.history = history.in_next_phase()
+
+    def _end_early(
+        self,
+        outcome: Next,
+        state: RunState,
+        phase: Phase,
+        saver: Saver,
+        position: dict[str, Any],
+        evaluations: Hook,
+        exports: Sequence[Hook],
+    ) -> RunState:
+        """Ends the phase with the pinned or the current weights, and saves them as its last checkpoint."""
+        step, history = outcome.step, saver.history
+        self._log(f"phase '{phase.name}' ends after step {step}: {outcome.reason}")
+        if outcome.weights is not None:
+            skipped = int(state.guard.skipped)
+            best, state = self._load([outcome.weights], state, phase)
+            self._log(f"going on with the weights of {best.location}")
+            counts = [_on_devices(count, self._layout) for count in (step, skipped)]
+            state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
+            evaluations.run(step, state)
+        for export in exports:
+            export.run(step, state)
+        if step != phase.end:
+            ends = (*(earlier.end for earlier in self.state_builder.phases[: phase.index]), step)
+            self.state_builder = with_phase_ends(self.state_builder, ends)
+            history = replace(history, phase_ends=ends)
+        saver.history = history.in_next_phase()
+        saver.save_end(state, step, position)
+        self._enter_next(saver.history)
+        return state
+
+    def _go_back(self, outcome: Rewind, state: RunState, phase: Phase, history: History) -> RunState:
+        """Loads the newest checkpoint from before the skipped updates."""
+        main_first(self._writer.wait)  # until process 0 has committed the last checkpoint
+        rule = phase.optimizer.rewind_rule
+        assert rule is not None, "only a rule makes a run go back"
+        streak = f"the updates of steps {outcome.first} to {outcome.last} were skipped"
+        if history.attempt >= rule.max_rewinds:
+            raise RewindError(
+                f"{streak}, but the run may not go back again: it has done so {history.attempt} of"
+                f" {rule.max_rewinds} times (optimizer.skip_bad_steps.max_rewinds). Look at the data and the gradient norms"
+                " of these steps, lower the learning rate, or raise max_rewinds"
+            )
+        names = [name for name in main_first(self._folder.names) if _precedes(name, outcome, phase, history.attempt)]
+        self.resumed, state = self._load(names, state, phase)
+        self.num_skipped = outcome.last - self.resumed.cursor.step
+        self.history = history.rewound(self.num_skipped)
+        self._log(
+            f"{streak}: going back to {self.resumed.location} and past the data of the {self.num_skipped} steps since"
+            f" (attempt {self.history.attempt} of at most {rule.max_rewinds})"
+        )
+        return state
+
+    def _load(self, names: Sequence[str], state: RunState, phase: Phase) -> tuple[VerifiedCheckpoint, RunState]:
+        """The newest undamaged one of the checkpoints `names`, and its state, which replaces `state` on the devices."""
+        main_first(self._writer.wait)
+        found = newest_undamaged(self._folder, names, self._log)
+        if found is None:
+            raise RewindError(
+                f"phase '{phase.name}' has no undamaged checkpoint in {self._folder} to go back to, of"
+                f" {', '.join(names) or 'none'}. Start the same command again to continue from the newest checkpoint"
+            )
+        for array in jax.tree.leaves(state):
+            array.delete()
+        return found, restore(found, self.state_builder.abstract_state(phase), self._layout)
+
+
+def _precedes(name: str, rewind: Rewind, phase: Phase, attempt: int) -> bool:
+    """Whether a checkpoint is from this attempt and phase, and from before the skipped updates."""
+    parsed = CheckpointName.parse(name)
+    if parsed is None or parsed.attempt != attempt or not phase.start <= parsed.step < rewind.first:
+        return False
+    return parsed.step > phase.start or parsed.entering == (phase.index > 0)
+
+
+def _on_devices(count: int, layout: Layout) -> jax.Array:
+    return jax.make_array_from_callback((), layout.replicated(), lambda _: np.asarray(count, np.int32))

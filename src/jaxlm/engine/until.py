@@ -1,0 +1,87 @@
+"""When a phase ends early: an evaluation's metric is good enough, or no longer improves.
+
+Source: Prechelt 1998, Early Stopping - But When?, in Neural Networks: Tricks of the Trade (criterion UP, with the best
+weights kept).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.engine.checkpoint.manifest import BestEval
+
+_PREFIX = "eval/"
+
+
+@dataclass(frozen=True)
+class UntilConfig:
+    """Ends a phase early, depending on a metric of its evaluations (`trainer.steps_per_eval`). `num_train_steps` remains the
+    longest the phase can be, and the learning-rate schedule still spans it.
+
+    Attributes:
+        metric: name of the metric as in `metrics.jsonl`, such as `eval/loss`, `eval/bpb` or `eval/ema/loss`.
+        below: end the phase when the metric is below this value; null does not.
+        above: end the phase when the metric is above this value; null does not. Requires `mode: max`.
+        patience: end the phase after this many evaluations in a row without improvement; null does not. The run goes on, or
+            ends, with the weights of the best evaluation, whose checkpoint is kept until then. This also holds if the phase
+            reaches its last step.
+        min_delta: an evaluation counts as improvement for `patience` if the metric is better by more than this.
+        mode: `min` if lower values are better, `max` if higher values are.
+    """
+
+    metric: str
+    below: float | None = None
+    above: float | None = None
+    patience: int | None = None
+    min_delta: float = 0.0
+    mode: Literal["min", "max"] = "min"
+
+    def check(self, path: str) -> None:
+        """Raises `ConfigError` if the phase could never end by it, or by nothing else. Args: path: of this section."""
+        if not self.metric.startswith(_PREFIX):
+            raise ConfigError(
+                f"{path}.metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss"
+            )
+        if self.below is None and self.above is None and self.patience is None:
+            raise ConfigError(f"{path}: no condition given. Set below, above or patience")
+        for name, value, mode in (("below", self.below, "min"), ("above", self.above, "max")):
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                raise ConfigError(f"{path}.{name}: {value} given, a finite number expected")
+            if self.mode != mode:
+                raise ConfigError(
+                    f"{path}.{name}: {value} given with mode: {self.mode}. Set mode: {mode}, or use"
+                    f" {'above' if name == 'below' else 'below'}"
+                )
+        if self.patience is not None:
+            check_at_least(f"{path}.patience", self.patience, 1)
+        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
+            raise ConfigError(f"{path}.min_delta: {self.min_delta} given, 0 or a finite number above it expected")
+        if self.patience is None and self.min_delta:
+            raise ConfigError(f"{path}.min_delta: {self.min_delta} given, which has no effect without patience")
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Whether a value of the metric is better than another; NaN never is."""
+        return value < than if self.mode == "min" else value > than
+
+    def reached(self, value: float) -> str | None:
+        """Says which bound the value has passed; None if it has passed none."""
+        if self.below is not None and value < self.below:
+            return f"{self.metric} is {value:.4f}, below {self.below:g}"
+        if self.above is not None and value > self.above:
+            return f"{self.metric} is {value:.4f}, above {self.above:g}"
+        return None
+
+    def after(self, best: BestEval | None, value: float, step: int) -> BestEval:
+        """The best evaluation including that of `step`. Args: best: before it; None if it is the phase's first."""
+        if best is None:
+            worst = math.inf if self.mode == "min" else -math.inf
+            best = BestEval(worst, 0, worst, 0)
+        if self.is_better(value, best.value):
+            best = replace(best, value=value, step=step)
+        margin = self.min_delta if self.mode == "min" else -self.min_delta
+        if self.is_better(value + margin, best.reference):
+            return replace(best, reference=value, stale=0)
+        return replace(best, stale=best.stale + 1)
