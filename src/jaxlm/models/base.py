@@ -12,8 +12,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.types import Sum
+from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.loss import soft_capped
 from jaxlm.models.remat import AUTO, parse_remat
 
 
@@ -94,7 +94,7 @@ class LanguageModel(eqx.Module):
     """Maps tokens to logits. Abstract; every model is final.
 
     Attributes:
-        logit_soft_cap: soft cap of the logits (`jaxlm.models.loss.soft_capped`); None applies no cap.
+        logit_soft_cap: soft cap of the logits (`jaxlm.models.chunked_loss.soft_capped`); None applies no cap.
         notes: limitations of the model, logged at startup.
     """
 
