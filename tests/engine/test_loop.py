@@ -60,6 +60,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
             run.state,
             run.phase,
             train_step,
+            {},
             Given(batches),  # type: ignore[arg-type]
             metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
             hooks=(),
@@ -142,6 +143,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
         SimpleNamespace(step=0),
         phase(end=20),
         lambda *_: (None, None),
+        {},
         batches,
         metrics=SimpleNamespace(
             push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from jaxlm.config.run import PhaseConfig, RunConfig
@@ -15,6 +16,7 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.refs.base import RefConfig
 from jaxlm.surgery.base import SurgeryConfig
 
 Tree = dict[str, Any]
@@ -37,6 +39,9 @@ MODELS: dict[str, Tree] = {
     "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
+TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
+OBJECTIVES = {"next_token": "llama", "distill": "distill"}
+REFS = {"hf": "distill", "checkpoint": "checkpoint"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
 ROPES: dict[str, Tree] = {
     "default": {},
@@ -74,6 +79,10 @@ BASES: dict[str, Tree] = {
     "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
+    "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
+    "checkpoint": tree(
+        objective={"type": "distill"}, refs={"teacher": {"type": "checkpoint", "path": "checkpoints/x"}}
+    ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
 }
 
@@ -114,8 +123,10 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
-    for kind in ObjectiveConfig.get_known_choices().values():
-        found += _fields("llama", "objective", kind)
+    for name, kind in ObjectiveConfig.get_known_choices().items():
+        found += _fields(OBJECTIVES[name], "objective", kind)
+    for name, kind in RefConfig.get_known_choices().items():
+        found += _fields(REFS[name], "refs.teacher", kind)
     for kind in SurgeryConfig.get_known_choices().values():
         found += _fields("lora", "surgery", kind)
     return found + _fields("phases", "phases.0", PhaseConfig)
