@@ -116,17 +116,17 @@ def distillation_sums(
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
     chunk = chunk_or_default(chunk_tokens)
-    shared: Any = (TokenSharding.of(hidden, head), checked_cap(soft_cap))
-    options = (divergence, float(temperature), float(weight))
+    options: dict[str, Any] = {"divergence": divergence, "temperature": float(temperature), "weight": float(weight)}
+    sharding, cap = TokenSharding.of(hidden, head), checked_cap(soft_cap)
     teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
     if isinstance(teacher, TeacherTopK):
         columns = tuple(_array(column) for column in (teacher.ids, teacher.log_probs, teacher.log_rest))
-        sums = chunked_loss(_TopKLoss(*shared, chunk, *options), x_BSD, w_VD, (y_BS, m_BS, *columns))
+        sums = chunked_loss(_TopKLoss(sharding, cap, chunk, **options), x_BSD, w_VD, (y_BS, m_BS, *columns))
     else:
         if chunk_tokens is None:
             chunk = max(1, chunk // 2)
         states, teacher_head = hidden_and_head(teacher.hidden, teacher.head)
-        loss = _VocabularyLoss(*shared, chunk, *options, checked_cap(teacher.soft_cap))
+        loss = _VocabularyLoss(sharding, cap, chunk, **options, teacher_cap=checked_cap(teacher.soft_cap))
         heads = () if teacher_head is None else (teacher_head,)
         sums = chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, states), heads)
     return DistillationSums(*sums)
@@ -227,11 +227,11 @@ class _DistillationLoss(ChunkedLoss):
         """The two distributions over the outcomes. Args: soft_CV: the student's logits, divided by the temperature."""
 
     @abc.abstractmethod
-    def total(self, x_CO):
+    def total(self, x_CO: jax.Array) -> jax.Array:
         """The sum over all outcomes, [C]."""
 
     @abc.abstractmethod
-    def by_token(self, gradient_CO, logits_CV, said, outcomes: _Outcomes):
+    def by_token(self, gradient_CO: jax.Array, logits_CV: jax.Array, said: Any, outcomes: _Outcomes) -> jax.Array:
         """The gradient with respect to the softened logits, from that with respect to the outcomes' logits."""
 
 
@@ -280,6 +280,8 @@ class _TopKLoss(_DistillationLoss):
         return jnp.sum(x_CO, axis=1)
 
     def by_token(self, gradient_CO, logits_CV, said, outcomes: _Outcomes):
+        assert outcomes.lse_rest is not None
+        assert outcomes.is_top is not None
         # The gradient of the last outcome spreads over its tokens in proportion to their probabilities.
         share_CV = jnp.exp(logits_CV / self.temperature - outcomes.lse_rest[:, None])
         rest_CV = jnp.where(outcomes.is_top, 0.0, share_CV * gradient_CO[:, -1:])
