@@ -108,7 +108,7 @@ def test_the_loop_waits_only_for_the_oldest_step_in_flight():
     run = TinyRun(layout(), phase(end=12))
     dispatched, waited, behind = 0, [], []
 
-    def dispatch(state: Any, _: Any, flags: jax.Array) -> tuple[Any, StepReport]:
+    def dispatch(state: Any, refs: Any, batch: Any, flags: jax.Array) -> tuple[Any, StepReport]:
         nonlocal dispatched
         behind.extend(dispatched - step for step in waited)
         waited.clear()
