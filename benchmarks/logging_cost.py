@@ -142,7 +142,7 @@ def measure(
     def one_step() -> None:
         nonlocal state, number
         number += 1
-        state, report = step(state, batch, flags)
+        state, report = step(state, {}, batch, flags)
         reports.push(number, report, 0.0)
 
     def stretch(on: bool) -> float:

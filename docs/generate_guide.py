@@ -30,6 +30,7 @@ _PAGES = {
     "distributed": ("Distributed and Ray", "trainer.distributed"),
     "optimizer": ("Optimizer and learning rate", "optimizer"),
     "objective": ("Objective", "objective"),
+    "refs": ("References", "refs"),
     "evals": ("Evaluations", "evals"),
     "phases": ("Phases and surgery", "phases"),
 }

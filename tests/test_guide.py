@@ -26,6 +26,14 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+# Keys that another key must be set for.
+NEEDED: dict[tuple[str, str], dict[str, Any]] = {
+    ("", "use_hf_model_config"): {"initialize_from_hf": "qwen-small"},
+    ("objective", "beta"): {"divergence": "js"},
+    ("objective", "cache"): {"top_k": 8},
+}
+
+
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -122,7 +130,7 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
             if key.name == "source":
                 assert is_import_path(value["type"])
                 continue
-            extra = {"initialize_from_hf": "qwen-small"} if key.name == "use_hf_model_config" else {}
+            extra = NEEDED.get((section.path, key.name), {})
             read = run_with(section, needed | extra | {key.name: value})
             if key.name not in (*needed, "shutdown_at_exit", "type"):  # these have only one valid value
                 assert read != run_with(section, needed | extra), f"{section.path}.{key.name}: {value} is the default"

@@ -40,7 +40,7 @@ def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, tmp_path
     # The recipes that start from a Hugging Face model use this folder name, and cut it above layer 12.
     (tmp_path / "model-folder").mkdir()
     (tmp_path / "model-folder" / "config.json").write_text(
-        json.dumps({"model_type": "llama", "vocab_size": 320, **LLAMA, "num_hidden_layers": 14})
+        json.dumps({"model_type": "llama", "vocab_size": 60_000, **LLAMA, "num_hidden_layers": 14})
     )
     monkeypatch.chdir(tmp_path)
     config = read_config(path)

@@ -90,7 +90,7 @@ def main():
             flags = FlagSync(plan.layout).to_devices(SyncFlags())
             like = random_batch(plan, 0)
             for number in range(clock.num_steps):
-                state, report = step(state, given_batch(like, number), flags)
+                state, report = step(state, {}, given_batch(like, number), flags)
                 clock.tick(report.metrics["train/loss"])
     clock.answer(version=jax.__version__, folder=str(Path(folder).name))
 

@@ -36,6 +36,7 @@ from jaxlm.run.compile import CompiledStep, compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.exit_codes import run_command
 from jaxlm.run.plan import Plan, make_plan
+from jaxlm.run.references import annotated, load_references
 from jaxlm.run.startup import check_performance, describe
 
 _STEPS, _WARMUP = 20, 3
@@ -137,12 +138,13 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     step = compile_step(plan, phase, console.log)
     step.check_fits_memory()
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
-    batches = [random_batch(plan, seed) for seed in range(4)]
+    refs = load_references(plan, phase, console.log)
+    batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
     flags = FlagSync(plan.layout).to_devices(SyncFlags())
     dispatch_seconds, step_seconds = [], []
     for number in range(warmup + steps):
         started = time.perf_counter()
-        state, report = step.call(state, batches[number % len(batches)], flags)
+        state, report = step.call(state, refs, batches[number % len(batches)], flags)
         dispatched = time.perf_counter()
         jax.block_until_ready(report)
         dispatch_seconds.append(dispatched - started)

@@ -30,6 +30,7 @@ from jaxlm.engine.state import RunState
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.report import final_report
+from jaxlm.run.annotate import with_annotations
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
@@ -37,6 +38,7 @@ from jaxlm.run.exit_codes import run_command
 from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
+from jaxlm.run.references import check_references, load_references
 from jaxlm.run.resources import Run, open_run
 from jaxlm.run.resume_checks import changed_stages, check_cursor, check_same_data, check_same_run, config_changes
 from jaxlm.run.startup import check_accelerator, check_performance, describe, group_rows
@@ -122,6 +124,8 @@ def _prepare(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
     config = plan.config
     plan.checkpoints.open(console.log)
     check_init_from(plan)
+    for ref in plan.refs.values():
+        ref.identity()  # all processes read the references here; the next line is process 0's alone
     saved = main_only(lambda: check_same_run(plan))  # only process 0 may have these files
     for data in plan.data:
         data.check()
@@ -132,6 +136,7 @@ def _prepare(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
+    check_references(plan, tokenizer, console.log)
     try:
         console.log_to(plan.log_folder / "train.log")
     except OSError as error:
@@ -177,7 +182,7 @@ def _train_phase(
     plan = run.plan
     resumed = conductor.resumed
     weights = init_from.load_weights(plan, run.console.log) if state is None else None
-    data = run.open_data(phase)
+    data = with_annotations(plan, phase, run.open_data(phase), run.console.log)
     saver = run.saver(phase, conductor)
     sizes = plan.batches.train
     first_step = phase.start if resumed is None else resumed.cursor.step
@@ -189,6 +194,7 @@ def _train_phase(
     # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
     steps = compile_steps(plan, phase, first_step, run.console.log)
     steps.check_fits_memory()
+    refs = load_references(plan, phase, run.console.log)
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if enter is not None:
@@ -214,6 +220,7 @@ def _train_phase(
             state,
             phase,
             steps,
+            refs,
             batches,
             metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch, streak),
             hooks=[*profiling, evaluations, *run.early_stopping(phase, evaluations, saver), *exports],

@@ -5,6 +5,7 @@ import signal
 import sys
 
 from jaxlm import train
+from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.engine import metrics as reports
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
@@ -30,15 +31,18 @@ PLACES = {
     "first phase": lambda: at_step(8),
     "second phase": lambda: at_step(14),
     # The first phase's last checkpoint exists, and nothing of the second phase.
-    "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.enter_phase)),
+    "boundary": lambda: setattr(train, "enter_phase", die_in_second_call(train.enter_phase)),
     # The surgery is done, but its checkpoint is not saved yet.
-    "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_phase(Saver.save_entry)),
+    "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_call(Saver.save_entry)),
     # That checkpoint is completely written, but not renamed yet.
     "saving the entry": lambda: setattr(LocalFolder, "commit", die_committing("step-12-adapt", LocalFolder.commit)),
+    # The first block of annotations is on disk.
+    "annotating": lambda: setattr(AnnotationFolder, "write", die_in_second_call(AnnotationFolder.write)),
 }
 
 
-def die_in_second_phase(function):
+def die_in_second_call(function):
+    """Dies in the second call."""
     calls = []
 
     def wrapped(*args, **kwargs):

@@ -20,7 +20,7 @@ from jaxlm.engine.phases import Phase, StateBuilder, enter_phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags
-from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
@@ -94,6 +94,7 @@ class TinyRun:
     phase: Phase = field(default_factory=phase)
     precision: Precision = F32
     model: ModelConfig = MODEL
+    refs: dict[str, LanguageModel] = field(default_factory=dict)
 
     def __post_init__(self):
         key = (id(self.where), repr((self.phase, self.model)), self.precision)
@@ -112,7 +113,7 @@ class TinyRun:
         """One step on a batch; returns its metrics."""
         inputs = batch(columns, self.where, num_microbatches)
         with self.where.use():
-            self.state, report = self._program(inputs)(self.state, inputs, self._blank)
+            self.state, report = self._program(inputs)(self.state, self.refs, inputs, self._blank)
         return {name: float(value) for name, value in report.metrics.items()}
 
     def compiled_text(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> str:
@@ -124,5 +125,5 @@ class TinyRun:
         shape = inputs.tokens.array.shape
         if shape not in self._compiled:
             with self.where.use():
-                self._compiled[shape] = self._step.lower(self.state, inputs, self._blank).compile()
+                self._compiled[shape] = self._step.lower(self.state, self.refs, inputs, self._blank).compile()
         return self._compiled[shape]

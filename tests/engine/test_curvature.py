@@ -124,5 +124,5 @@ def test_only_optimizers_that_use_curvature_compile_it(optimizer, times):
     Counted.traced.clear()
     with where.use():
         flag_sync = FlagSync(where).to_devices(SyncFlags())
-        jax.eval_shape(make_train_step(own, where, F32, abstract), abstract, batch(arrays(0), where), flag_sync)
+        jax.eval_shape(make_train_step(own, where, F32, abstract), abstract, {}, batch(arrays(0), where), flag_sync)
     assert len(Counted.traced) == times

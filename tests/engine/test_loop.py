@@ -61,6 +61,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
             run.state,
             run.phase,
             train_step,
+            {},
             Given(batches),  # type: ignore[arg-type]
             metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
             hooks=(),
@@ -108,7 +109,7 @@ def test_the_loop_waits_only_for_the_oldest_step_in_flight():
     run = TinyRun(layout(), phase(end=12))
     dispatched, waited, behind = 0, [], []
 
-    def dispatch(state: Any, _: Any, flags: jax.Array) -> tuple[Any, StepReport]:
+    def dispatch(state: Any, refs: Any, batch: Any, flags: jax.Array) -> tuple[Any, StepReport]:
         nonlocal dispatched
         behind.extend(dispatched - step for step in waited)
         waited.clear()
@@ -143,6 +144,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
         SimpleNamespace(step=0),
         phase(end=20),
         lambda *_: (None, None),
+        {},
         batches,
         metrics=SimpleNamespace(
             push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),

@@ -84,7 +84,7 @@ def test_time_between_steps_is_logged_with_the_next_step_but_not_in_its_duration
     run = TinyRun(where)
     with where.use():
         for step in (1, 2, 3):
-            run.state, report = run._step(run.state, batch(arrays(step), where), run._blank)
+            run.state, report = run._step(run.state, {}, batch(arrays(step), where), run._blank)
             assert isinstance(report, StepReport)
             reports.push(step, report, 0.0)
             if step == 2:

@@ -27,7 +27,7 @@ def watched():
         for number in range(2):
             model = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             columns = helpers.arrays(number)
-            state, report = step(state, helpers.batch(columns, where), FlagSync(where).to_devices(SyncFlags()))
+            state, report = step(state, {}, helpers.batch(columns, where), FlagSync(where).to_devices(SyncFlags()))
             after = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             seen.append((model, after, jax.device_get(report.watched), float(report.metrics["grad/norm/total"])))
     return seen

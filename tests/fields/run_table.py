@@ -25,6 +25,8 @@ COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
 INIT_FROM = "tests/run/test_init_from.py::"
 GOING_BACK = "tests/run/test_going_back.py::"
 HUGGING_FACE = "tests/end_to_end/test_hugging_face.py::"
+REFERENCES = "tests/run/test_references.py::"
+DISTILLED = "tests/end_to_end/test_distill.py::"
 FIELDS = "tests/fields/"
 
 
@@ -39,6 +41,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "trainer": Section(),
     "optimizer": Section(),
     "objective": Section(),
+    "refs": Section(),
     "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
@@ -216,6 +219,24 @@ PHASES: dict[str, Entry] = {
     ),
     "phases.0.optimizer": Change({"type": "adam", "learning_rate": 3e-4}, Rates({1: 3e-4})),
 }
+TOP_K = {"objective": {"top_k": 5}}
+DISTILL: dict[str, Entry] = {
+    "objective.teacher": Change("other", Refused(r"asks the model 'other', but the section only has: teacher")),
+    "objective.divergence": Change("js", Program(gains=r"stablehlo\.log_plus_one")),
+    "objective.beta": Change(0.3, Constant(0.3), also={"objective": {"divergence": "js"}}),
+    "objective.temperature": Change(3.0, Constant(3.0)),
+    "objective.weight": Change(0.3, Constant(0.3)),
+    "objective.top_k": Change(5, Program(gains=r"tensor<\d+x\d+x5xi32>")),
+    "objective.cache": Change(True, Program(gains=r"%arg\d+: tensor<1x16x16x5xi32>"), also=TOP_K),
+    "refs.teacher.path": ShownIn(REFERENCES + "test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters"),
+    "refs.teacher.dtype": Change("float32", Program(loses=r"xbf16>")),
+    "refs.teacher.weight_names": ShownIn(REFERENCES + "test_weights_of_other_programs_are_renamed"),
+}
+CHECKPOINT: dict[str, Entry] = {
+    "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),
+    "refs.teacher.dtype": Change("int8", Refused(r"refs\.teacher\.dtype: 'int8' given")),
+    "refs.teacher.weights": ShownIn(DISTILLED + "test_the_average_of_a_checkpoint_is_another_teacher"),
+}
 
 
 def _stored_mlp(plan: Plan) -> set[str]:
@@ -235,6 +256,8 @@ TABLE: Table = {
     },
     "lora": LORA,
     "split_at": SPLIT_AT,
+    "distill": DISTILL,
+    "checkpoint": CHECKPOINT,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

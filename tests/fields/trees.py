@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from jaxlm.config.run import PhaseConfig, RunConfig
@@ -17,6 +18,7 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.refs.base import RefConfig
 from jaxlm.surgery.base import SurgeryConfig
 
 Tree = dict[str, Any]
@@ -39,6 +41,9 @@ MODELS: dict[str, Tree] = {
     "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
+TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
+OBJECTIVES = {"next_token": "llama", "distill": "distill"}
+REFS = {"hf": "distill", "checkpoint": "checkpoint"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
 ROPES: dict[str, Tree] = {
     "default": {},
@@ -79,6 +84,10 @@ BASES: dict[str, Tree] = {
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
+    ),
+    "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
+    "checkpoint": tree(
+        objective={"type": "distill"}, refs={"teacher": {"type": "checkpoint", "path": "checkpoints/x"}}
     ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
@@ -124,8 +133,10 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
-    for kind in ObjectiveConfig.get_known_choices().values():
-        found += _fields("llama", "objective", kind)
+    for name, kind in ObjectiveConfig.get_known_choices().items():
+        found += _fields(OBJECTIVES[name], "objective", kind)
+    for name, kind in RefConfig.get_known_choices().items():
+        found += _fields(REFS[name], "refs.teacher", kind)
     for name, kind in SurgeryConfig.get_known_choices().items():
         found += _fields(name, "surgery", kind)
     return found + _fields("phases", "phases.0", PhaseConfig)

@@ -102,6 +102,7 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
         SimpleNamespace(step=0),
         phase(end=3),
         lambda *_: order.append("step") or (None, None),
+        {},
         Numbers(),
         metrics=SimpleNamespace(
             push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None

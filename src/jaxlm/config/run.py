@@ -14,6 +14,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.refs.base import RefConfig
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -53,6 +54,8 @@ class RunConfig:
         trainer: run length, batch size, devices, checkpoints and logging.
         optimizer: optimizer and learning-rate schedule; `type:` selects the family.
         objective: loss to minimize; `type:` selects the family.
+        refs: models beside the one that trains, by name, such as the teacher of the objective `distill`: `{teacher: {type:
+            hf, path: ...}}`.
         evals: evaluations to run every `trainer.steps_per_eval` steps.
         phases: training phases, run in order, each with its own surgery, trainable parameters, data, objective or
             optimizer. If empty, the top level is the only phase.
@@ -78,6 +81,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamConfig)
     objective: ObjectiveConfig = field(default_factory=NextToken)
+    refs: dict[str, RefConfig] = field(default_factory=dict)
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
     epoch: int = 0

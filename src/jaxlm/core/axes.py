@@ -24,6 +24,7 @@ MLP = "mlp"
 EXPERTS = "experts"
 ROUTES = "routes"  # all experts in the router's output; separate from EXPERTS, which may be sharded
 VOCAB = "vocab"
+TEACHER_TOP = "teacher_top"  # a teacher's most likely tokens, the most likely first
 KV_HEADS = "kv_heads"
 HEADS = "heads"  # query heads
 HEAD_SIZE = "head_size"

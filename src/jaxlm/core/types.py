@@ -45,6 +45,8 @@ class TokenBatch(eqx.Module):
             document.
         segment_ids: int32, number of the document within its row, from 1; 0 is padding.
         positions: int32, position within the document (within the row for a document that started in an earlier row).
+        annotations: what the objective's references said about the tokens (`Objective.annotate`), a tree of named arrays;
+            None if they were not asked.
     """
 
     tokens: hax.NamedArray
@@ -52,6 +54,7 @@ class TokenBatch(eqx.Module):
     loss_mask: hax.NamedArray
     segment_ids: hax.NamedArray
     positions: hax.NamedArray
+    annotations: Any = None
 
     def supervised(self) -> "TokenBatch":
         """The sequences that a supervised objective trains on."""

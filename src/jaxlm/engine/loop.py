@@ -43,7 +43,8 @@ def pause() -> jax.profiler.TraceAnnotation:
 def run_phase(
     state: RunState,
     phase: Phase,
-    train_step: Callable[[RunState, Any, jax.Array], tuple[RunState, Any]],
+    train_step: Callable[[RunState, Any, Any, jax.Array], tuple[RunState, Any]],
+    refs: Any,
     batches: Batches,
     *,
     metrics: AsyncMetrics,
@@ -62,7 +63,7 @@ def run_phase(
         batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
-        state, report = train_step(state, batch, flag_sync.to_devices(flags))
+        state, report = train_step(state, refs, batch, flag_sync.to_devices(flags))
         batches.read_ahead()  # loads the next batch while this thread waits for the devices
         step += 1
         metrics.push(step, report, loading_s)

@@ -62,6 +62,15 @@ def shardings(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
 
 
+def sharded_shapes(abstract: T, layout: Layout) -> T:
+    """Shapes and dtypes with the `shardings` of a state."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract,
+        shardings(abstract, layout),
+    )
+
+
 def place_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any) -> T:
     """Runs `make(*args)` under jit so that every array is created with its sharding, never whole on one device.
 

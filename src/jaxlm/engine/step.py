@@ -1,4 +1,4 @@
-"""The training step: one compiled function from (state, batch) to (state, report).
+"""The training step: one compiled function from (state, refs, batch) to (state, report).
 
     cast parameters once -> sum loss terms and gradients over microbatches -> finite? -> update
                                                      (an optimizer may request second derivatives here)
@@ -9,6 +9,7 @@ devices (up to the order of float additions).
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -28,9 +29,12 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, UpdateCounts, shardings, step_key
 from jaxlm.engine.sync import reduce_flags
 from jaxlm.engine.watch import Numbers, WatchConfig
+from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import group_schedules
+
+Refs = Mapping[str, LanguageModel]
 
 
 class StepReport(eqx.Module):
@@ -61,7 +65,9 @@ class _Sums(eqx.Module):
 def make_train_step(
     phase: Phase, layout: Layout, precision: Precision, abstract: RunState, watch: WatchConfig | None = None
 ) -> jax.stages.Wrapped:
-    """The jitted step of a phase: (state, batch, flags) -> (state, `StepReport`). The state is donated.
+    """The jitted step of a phase: (state, refs, batch, flags) -> (state, `StepReport`). The state is donated.
+
+    `refs` are the models that the objective asks, by name; they keep their buffers.
 
     If the objective or gradient norm is not finite, or a guard rejects the step, only `step`, `guard.skipped` and the
     guards' slots change. The program itself makes this choice, because the donated input state is gone afterwards.
@@ -73,14 +79,14 @@ def make_train_step(
     others = group_schedules(phase.optimizer, phase.num_steps)
     guards = phase.guards(precision)
 
-    def train_step(state: RunState, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
-        sums = _accumulate(phase, layout, precision, state, batch)
+    def train_step(state: RunState, refs: Refs, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
+        sums = _accumulate(phase, layout, precision, state, refs, batch)
         norm = optax.global_norm(sums.gradient)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
         stats = StepStats(sums.objective, norm, finite)
         verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in guards}
         applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
-        curvature = _curvature(phase, layout, precision, state, batch)
+        curvature = _curvature(phase, layout, precision, state, refs, batch)
         updated, updates = _apply_update(phase, optimizer, state, sums, curvature)
         after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)
         skipped = state.guard.skipped + jnp.where(applies, 0, 1)
@@ -107,7 +113,7 @@ def make_train_step(
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(state_shardings, None, None),
+        in_shardings=(state_shardings, None, None, None),
         out_shardings=(state_shardings, layout.replicated()),
     )
 
@@ -131,7 +137,7 @@ def _apply_update(
     return after, updates
 
 
-def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> _Sums:
+def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunState, refs: Refs, batch: Any) -> _Sums:
     """Sums gradient (in the parameters' dtype and sharding), objective and metrics over a batch's microbatches."""
     objective, loss_scale = phase.objective, precision.loss_scale
     trainable, frozen = phase.split(state.model)
@@ -148,13 +154,14 @@ def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunSt
 
     def accumulate_microbatch(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):
         gradient, slot = carry
+        microbatch = objective.annotate(refs, microbatch)
         (_, (total, metrics, slot)), microbatch_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
             compute, microbatch, slot, number
         )
         gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, microbatch_gradient)
         return (at_rest(gradient, layout), slot), (total, metrics)
 
-    Microbatch = _microbatch_axis(batch)
+    Microbatch = microbatch_axis(batch)
     carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
     (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
         carry, batch, jnp.arange(Microbatch.size)
@@ -164,7 +171,9 @@ def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunSt
     return _Sums(loss_scale.unscaled(gradient, state.slots), sum_microbatches(totals), sum_microbatches(metrics), slots)
 
 
-def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunState, batch: Any) -> Curvature:
+def _curvature(
+    phase: Phase, layout: Layout, precision: Precision, state: RunState, refs: Refs, batch: Any
+) -> Curvature:
     """The objective on the first microbatch as a function of the trainable parameters, for second derivatives.
 
     This only builds functions. Nothing is computed unless the optimizer calls them.
@@ -177,6 +186,7 @@ def _curvature(phase: Phase, layout: Layout, precision: Precision, state: RunSta
         key = jax.random.fold_in(step_key(state), 0)
         with tracing(twice_differentiable=True):
             model = eqx.combine(wide.cast_to_compute(trainable), wide.cast_to_compute(frozen), is_leaf=is_named)
+            first = objective.annotate(refs, first)
             terms, _, _ = objective.terms(model, first, state.slots.get("objective"), key=key)
         return _total(terms, _denominators(objective, first))
 
@@ -194,7 +204,7 @@ def _total(terms: dict[str, Sum], denominators: dict[str, jax.Array]) -> jax.Arr
     return sum((term.total / denominators[name] for name, term in terms.items()), jnp.zeros(()))
 
 
-def _microbatch_axis(batch: Any) -> hax.Axis:
+def microbatch_axis(batch: Any) -> hax.Axis:
     """The microbatch axis, the first axis of every column of a training batch."""
     column = next(leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf))
     return column.resolve_axis(MICROBATCH)

@@ -14,8 +14,8 @@ from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.types import Sum
+from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.loss import soft_capped
 from jaxlm.models.remat import AUTO, parse_remat
 
 
@@ -118,7 +118,7 @@ class LanguageModel(eqx.Module):
     """Maps tokens to logits. Abstract; every model is final.
 
     Attributes:
-        logit_soft_cap: soft cap of the logits (`jaxlm.models.loss.soft_capped`); None applies no cap.
+        logit_soft_cap: soft cap of the logits (`jaxlm.models.chunked_loss.soft_capped`); None applies no cap.
         notes: limitations of the model, logged at startup.
     """
 

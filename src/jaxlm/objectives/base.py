@@ -52,6 +52,28 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """The state that the objective keeps between steps, or None."""
         return None
 
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Names of the models in the section `refs` that `annotate` asks."""
+        return ()
+
+    @property
+    def annotation_key(self) -> Mapping[str, Any] | None:
+        """What annotations on disk depend on, besides references and tokens; None if every step asks the references.
+
+        With a key, each training sequence is annotated once, before the first step.
+        """
+        return None
+
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+        """Adds what the references say about a microbatch, as its `annotations`. Has no gradient.
+
+        Args:
+            refs: the models named by `references`.
+            batch: {batch, position}. If it has annotations already, it must be returned unchanged.
+        """
+        return batch
+
     @abc.abstractmethod
     def weights(self, batch) -> dict[str, jax.Array]:
         """Each term's denominator (scalar float32) over a whole batch, before it is split into microbatches."""

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxlm.core.imports import gc_paused
@@ -14,16 +14,16 @@ from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.runtime import all_processes
-from jaxlm.core.sharding import Layout
 from jaxlm.core.trace_options import tracing
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import RunState, shardings
+from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.forecast.hlo import has_compiler_remat
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, parse_remat
 from jaxlm.run.plan import Plan
+from jaxlm.run.references import abstract_annotations, abstract_references
 
 USABLE = 0.92
 """The fraction of a device's memory that a step may use; the rest is left for fragmentation and other programs."""
@@ -34,7 +34,7 @@ class CompiledStep:
     """The training step of a phase, ready to run.
 
     Attributes:
-        call: (state, batch, flags) -> (state, report).
+        call: (state, refs, batch, flags) -> (state, report).
         traced: the traced step that was compiled.
         remat_policy: the remat policy; with `auto`, the one that was chosen.
         seconds: duration of tracing and compiling.
@@ -80,9 +80,9 @@ class StepPrograms:
 
     by_shape: Mapping[tuple[int, int], CompiledStep]
 
-    def __call__(self, state: RunState, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
+    def __call__(self, state: RunState, refs: Any, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
         num_microbatches, microbatch, *_ = jax.tree.leaves(batch)[0].shape
-        return self.by_shape[num_microbatches, microbatch].call(state, batch, flags)
+        return self.by_shape[num_microbatches, microbatch].call(state, refs, batch, flags)
 
     def check_fits_memory(self) -> None:
         for step in self.by_shape.values():
@@ -103,10 +103,11 @@ def trace_step(
     """
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
+    refs, batch = abstract_references(plan, phase), abstract_batch(plan, phase, stage)
+    if phase.objective.annotation_key is not None:
+        batch = replace(batch, annotations=abstract_annotations(plan, phase, batch))
     with tracing(auto_remat=remat_policy):
-        return step.trace(
-            _sharded(abstract, plan.layout), abstract_batch(plan, phase, stage), FlagSync.abstract(plan.layout)
-        )
+        return step.trace(sharded_shapes(abstract, plan.layout), refs, batch, FlagSync.abstract(plan.layout))
 
 
 def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str], None]) -> StepPrograms:
@@ -205,14 +206,6 @@ _ADVICE = (
 def gib(num_bytes: int) -> str:
     """Formats bytes as `1.234 GiB`."""
     return f"{num_bytes / 2**30:.3f} GiB"
-
-
-def _sharded(abstract: RunState, layout: Layout) -> RunState:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        shardings(abstract, layout),
-    )
 
 
 def abstract_batch(plan: Plan, phase: Phase, stage: BatchStage | None = None) -> Any:

@@ -1,6 +1,6 @@
 """The plan of a run: everything that can be computed and checked before its data is opened."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
+from jaxlm.refs.base import Ref
 from jaxlm.run.batch_plan import BatchPlan, plan_batches, unreached_stages
 from jaxlm.run.mesh_plan import plan_mesh
 
@@ -44,6 +45,7 @@ class Plan:
         state_builder: builds the model and the state of each phase.
         data: data section of each phase.
         batches: batch sizes and their division into microbatches.
+        refs: the references, by name. Nothing of them has been read.
     """
 
     config: RunConfig
@@ -54,6 +56,7 @@ class Plan:
     state_builder: StateBuilder
     data: tuple[DataConfig, ...]
     batches: BatchPlan
+    refs: Mapping[str, Ref]
 
     @property
     def precision(self) -> Precision:
@@ -97,7 +100,8 @@ class Plan:
         """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged."""
         if config == self.config and vocab_size == self.state_builder.Vocab.size:
             return self
-        return make_plan(config, self.run_id, vocab_size)
+        # The same references, so that nothing of them is read twice.
+        return replace(make_plan(config, self.run_id, vocab_size), refs=self.refs)
 
 
 @gc_paused()
@@ -129,6 +133,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         state_builder=state_builder,
         data=data,
         batches=plan_batches(trainer, layout.num_shards(BATCH)),
+        refs=plan_references(config, phases),
     )
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config.model.seq_len)
@@ -148,6 +153,22 @@ def _check_batch(phase: Phase, data: DataConfig, seq_len: int) -> None:
             f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
             f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
         )
+
+
+def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
+    """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is."""
+    needed = {name: phase for phase in phases for name in phase.objective.references}
+    for name, phase in needed.items():
+        if name not in config.refs:
+            given = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
+            raise ConfigError(
+                f"refs: the objective of phase '{phase.name}' asks the model '{name}', but the section {given}. Add it:"
+                f" refs: {{{name}: {{type: hf, path: ...}}}}"
+            )
+    for name in config.refs:
+        if name not in needed:
+            raise ConfigError(f"refs.{name}: no phase's objective asks this model. Remove it, or set objective.type")
+    return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
 
 def check_hugging_face(config: RunConfig, tokenizer: str) -> None:

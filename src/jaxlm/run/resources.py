@@ -40,7 +40,8 @@ from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.plan import Plan
-from jaxlm.run.resume_checks import DATA_IDENTITY, data_identity
+from jaxlm.run.references import references_identity
+from jaxlm.run.resume_checks import DATA_IDENTITY, REFERENCES_IDENTITY, data_identity
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,8 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, in
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **_tokenizer_files(tokenizer)}
+    if plan.refs:
+        files[REFERENCES_IDENTITY] = json.dumps(references_identity(plan)).encode()
     writer = CheckpointWriter(plan.checkpoints, files)
     plan.checkpoints.prepare()
     main_only(lambda: _write_config(plan.log_folder, config_text))

@@ -14,9 +14,12 @@ from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.run.plan import Plan, plan_phases
+from jaxlm.run.references import references_identity
 
-# File in a checkpoint's `run/` folder, next to config.yaml.
+# Files in a checkpoint's `run/` folder, next to config.yaml.
 DATA_IDENTITY = "data.json"
+# Only written by runs that have references.
+REFERENCES_IDENTITY = "refs.json"
 
 # Keys of the model section that change how the model is computed, but not the model.
 _NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend")
@@ -29,11 +32,13 @@ class SavedRun:
     Attributes:
         source: path of the saved configuration, for messages.
         data: the saved result of `data_identity`; None if there is no checkpoint yet.
+        references: the saved result of `references_identity`; empty if there is no checkpoint yet, or no reference.
     """
 
     source: str
     config: RunConfig
     data: Mapping[str, Any] | None
+    references: Mapping[str, Any]
 
 
 def load_saved_run(plan: Plan) -> SavedRun | None:
@@ -44,18 +49,19 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
         except DamagedError:
             continue  # it will be set aside later
         with checkpoint.local("run") as folder:
-            data = folder / DATA_IDENTITY
+            data, references = folder / DATA_IDENTITY, folder / REFERENCES_IDENTITY
             return SavedRun(
                 f"{checkpoint.location}/run/config.yaml",
                 read_config(folder / "config.yaml"),
                 json.loads(data.read_text()) if data.is_file() else None,
+                json.loads(references.read_text()) if references.is_file() else {},
             )
     logged = plan.log_folder / "config.yaml"
-    return SavedRun(str(logged), read_config(logged), None) if logged.is_file() else None
+    return SavedRun(str(logged), read_config(logged), None, {}) if logged.is_file() else None
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:
-    """Refuses to resume a run with another model or other data. Phases may be added.
+    """Refuses to resume a run with another model, other data or other references. Phases may be added.
 
     Returns:
         The configuration that the run was last started with; None for a new run.
@@ -68,9 +74,12 @@ def check_same_run(plan: Plan) -> RunConfig | None:
     differences = list(_differences("model", *models))
     for phase, identity in (saved.data or {}).items():
         differences += _differences(f"data of phase '{phase}'", identity, data.get(phase, {}))
+    references = references_identity(plan)
+    for name, identity in saved.references.items():
+        differences += _differences(f"refs.{name}", identity, references.get(name, {}))
     if differences:
         raise ConfigError(
-            f"the run '{plan.run_id}' already exists with another model or other data ({saved.source}):\n"
+            f"the run '{plan.run_id}' already exists with another model, other data or other references ({saved.source}):\n"
             + "\n".join(f"  {line}" for line in differences)
             + "\nSet another ID for this run (--trainer.id NAME), or move the folders of the existing run away:"
             f" {plan.log_folder}, {plan.checkpoints.location}"
@@ -144,7 +153,12 @@ def data_identity(plan: Plan) -> dict[str, Any]:
 
 
 def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
-    """Checks that all processes have the same data and tokenizer, since each may read its own copy."""
+    """Checks that all processes have the same data, tokenizer and references, since each may read its own copy."""
+    if not same_on_all_processes(json.dumps(references_identity(plan), sort_keys=True)):
+        raise ConfigError(
+            "refs: the files of a reference are not the same on all processes, so the copy on some machine is outdated or"
+            " incomplete. Copy the same files to all machines"
+        )
     identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
     if not same_on_all_processes(identity + tokenizer_fingerprint):
         raise ConfigError(

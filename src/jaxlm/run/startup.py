@@ -14,8 +14,8 @@ from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.loss import default_chunk_tokens
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
 from jaxlm.models.scan import runs_as_scan

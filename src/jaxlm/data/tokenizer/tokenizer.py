@@ -99,6 +99,10 @@ class Tokenizer:
         content = json.loads(self._json()) | {"post_processor": None}
         return tokenizers.Tokenizer.from_str(json.dumps(content))
 
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     @property
     def chat_template(self) -> str | None:
         """The template in `chat_template.jinja` or in the settings; of several, the one named `default`; None without any."""

@@ -1,0 +1,273 @@
+"""Losses on logits that are never materialized for all tokens, with their gradient computed in the forward pass.
+
+The logits of all tokens, [tokens, vocab] in float32, would be by far the largest array of a training step. Instead, a
+scan runs over chunks of tokens. Each step computes the logits of its chunk, the loss and its gradient with respect to
+the logits, and multiplies the latter into the gradients of the hidden states and the head. That takes three matrix
+products, as many as without chunks; recomputing the logits in the backward pass would take four. Only tokens are split,
+never the vocabulary, and the last chunk is padded, so the matrix products stay large.
+
+On a mesh, each device processes its own tokens (`jax.shard_map`). The gradient of the head is reduced once, at the end,
+and scattered to the parameter's sharding.
+
+Source: the gradient is computed together with the loss, chunk by chunk, as in Liger Kernel (Hsu et al. 2024,
+arXiv:2410.10989, section 3.2).
+
+Shapes: B batch, S position, C tokens of a chunk, N chunks, D embed, V vocab (this device's shard of it).
+"""
+
+import abc
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax.sharding import PartitionSpec
+
+from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.custom_vjp import CustomVjp
+from jaxlm.core.matmul import StoredArray, Weight, arranged, einsum
+from jaxlm.core.sharding import current_platform
+from jaxlm.core.trace_options import trace_options
+from jaxlm.models.token_sharding import TokenSharding
+
+
+@dataclass(frozen=True)
+class ChunkedLoss(abc.ABC):
+    """A loss as a function of the logits of a chunk of tokens. It is a static argument, so it must be hashable.
+
+    Attributes:
+        num_sums: number of sums that the loss computes. Only the first has a gradient.
+        sharding: sharding of tokens and head.
+        soft_cap: soft cap of the logits; None applies no cap.
+        chunk_tokens: maximum number of tokens per chunk on one device.
+    """
+
+    num_sums: ClassVar[int]
+
+    sharding: TokenSharding
+    soft_cap: float | None
+    chunk_tokens: int
+
+    @abc.abstractmethod
+    def sums(
+        self, logits_CV: jax.Array, columns: tuple[jax.Array, ...], heads: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, Any]:
+        """The sums over a chunk, float32 [num_sums], and what `logit_gradient` needs besides."""
+
+    @abc.abstractmethod
+    def logit_gradient(self, logits_CV: jax.Array, saved: Any, columns: tuple[jax.Array, ...]) -> jax.Array:
+        """The gradient of the first sum with respect to the logits after the soft cap, float32 [C, V]."""
+
+
+def default_chunk_tokens(platform: str) -> int:
+    """Tokens per chunk: large enough for efficient matrix products, small enough for the memory.
+
+    On CPUs, 512 keeps the logits in the last-level cache. 8192 tokens are 1.6 GB of logits for a vocabulary of 50k.
+    """
+    return 512 if platform == "cpu" else 8192
+
+
+def chunk_or_default(chunk_tokens: int | None) -> int:
+    """The given number of tokens per chunk, or the default for the current platform. Raises `ValueError` below 1."""
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: {chunk_tokens} given, 1 or more expected")
+    return default_chunk_tokens(current_platform()) if chunk_tokens is None else chunk_tokens
+
+
+def hidden_and_head(hidden: NamedArray, head: Weight | None) -> tuple[jax.Array, jax.Array | StoredArray | None]:
+    """x_BSD and w_VD; without a head, the logits and None."""
+    if head is None:
+        return hidden.rearrange((BATCH, POSITION, VOCAB)).array, None
+    return hidden.rearrange((BATCH, POSITION, EMBED)).array, arranged(head, (VOCAB, EMBED))
+
+
+# --- One chunk --------------------------------------------------------------------------------------------------------
+
+
+def chunked(arrays: tuple[jax.Array, ...], chunk_tokens: int) -> tuple[tuple[jax.Array, ...], int]:
+    """Reshapes [batch, position, ...] arrays to [N, C, ...], padded with zeros; also returns the number of tokens."""
+    num_tokens = arrays[0].shape[0] * arrays[0].shape[1]
+    num_chunks = -(-num_tokens // chunk_tokens)
+    size = -(-num_tokens // num_chunks)
+    padding = num_chunks * size - num_tokens
+
+    def to_chunks(a):
+        flat = a.reshape(num_tokens, *a.shape[2:])
+        if padding:
+            flat = jnp.pad(flat, ((0, padding),) + ((0, 0),) * (flat.ndim - 1))
+        return flat.reshape(num_chunks, size, *flat.shape[1:])
+
+    return tuple(map(to_chunks, arrays)), num_tokens
+
+
+def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap); without a cap, the logits."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def checked_cap(soft_cap: float | None) -> float | None:
+    """The soft cap. Raises `ValueError` if it is not above 0."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap: {soft_cap} given, more than 0 or None expected")
+    return soft_cap
+
+
+def logits_of(x_CD: jax.Array, w_VD: jax.Array | StoredArray | None, soft_cap: float | None) -> jax.Array:
+    """The float32 logits of a chunk."""
+    if w_VD is None:
+        return soft_capped(x_CD.astype(jnp.float32), soft_cap)
+    return soft_capped(einsum("cd,vd->cv", x_CD, w_VD, jnp.float32), soft_cap)
+
+
+def local_ids(y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
+    """Token ids as indices into this device's shard of the vocabulary; outside [0, num_local) for other shards."""
+    return y_C - jax.lax.axis_index(sharding.vocab_axes) * num_local if sharding.vocab_axes else y_C
+
+
+def logsumexp(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:
+    """[C]: log of the sum over the vocabulary of exp(logits)."""
+    top_C = jax.lax.stop_gradient(sharding.max_vocab(jnp.max(logits_CV, axis=1)))
+    return top_C + jnp.log(sharding.sum_vocab(jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1)))
+
+
+def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> jax.Array:
+    """The logit of the target; NaN if the target is outside the vocabulary."""
+    num_local = logits_CV.shape[1]
+    ids = local_ids(y_C, num_local, sharding)
+    is_local = (ids >= 0) & (ids < num_local)
+    local_logit = jnp.take_along_axis(logits_CV, jnp.clip(ids, 0, num_local - 1)[:, None], axis=1)[:, 0]
+    num_owners = sharding.sum_vocab(is_local.astype(jnp.float32))
+    return jnp.where(num_owners > 0, sharding.sum_vocab(jnp.where(is_local, local_logit, 0.0)), jnp.nan)
+
+
+def is_first_maximum(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> jax.Array:
+    """Whether greedy decoding would pick the target (the first of equal maxima)."""
+    top_C = sharding.max_vocab(jnp.max(logits_CV, axis=1))
+    num_local = logits_CV.shape[1]
+    index = jnp.arange(num_local, dtype=y_C.dtype)
+    ids = local_ids(y_C, num_local, sharding)
+    first_max = jnp.where(logits_CV == top_C[:, None], index, num_local).min(axis=1)
+    # A maximum before the target wins: in this shard, or anywhere in an earlier shard. One in a later shard does not.
+    has_earlier = (first_max < num_local) & (first_max < ids)
+    is_target = (first_max == ids) & (ids < num_local)
+    return (sharding.sum_vocab(is_target.astype(jnp.int32)) > 0) & (
+        sharding.sum_vocab(has_earlier.astype(jnp.int32)) == 0
+    )
+
+
+def masked_sums(values: tuple[jax.Array, ...], m_C: jax.Array) -> jax.Array:
+    """The sum of each [C] array, weighted by the loss mask."""
+    # jnp.where, because a masked target may be outside the vocabulary, and NaN times 0 is NaN.
+    return jnp.stack([jnp.sum(jnp.where(m_C == 0, 0.0, m_C * a)) for a in values])
+
+
+# --- All chunks -------------------------------------------------------------------------------------------------------
+
+
+class _Needed(NamedTuple):
+    """Which gradients are needed."""
+
+    hidden: bool
+    head: bool
+
+
+class _Gradients(NamedTuple):
+    """Gradients saved by the forward pass, or their partition specs; None if not needed."""
+
+    hidden: Any
+    head: Any
+
+
+def chunked_loss(
+    loss: ChunkedLoss,
+    x_BSD: jax.Array,
+    w_VD: jax.Array | None,
+    columns: tuple[jax.Array, ...],
+    heads: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:
+    """The sums of a loss over all tokens, float32 scalars. Only the first has a gradient, for `x_BSD` and `w_VD`.
+
+    Args:
+        columns: what the loss reads of each token besides its logits, [B, S, ...].
+        heads: [V, D] arrays that the loss reads besides, sharded like `w_VD`.
+    """
+    first, rest = _run(loss, x_BSD, w_VD, columns, heads)  # type: ignore[misc]
+    return first, *map(jax.lax.stop_gradient, rest)
+
+
+def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads):
+    """The sums over all tokens and the needed gradients, in one scan over this device's chunks."""
+    chunks, num_tokens = chunked((x_BSD, *columns), loss.chunk_tokens)
+
+    def one_chunk(carry, chunk):
+        sums, dw_VD = carry
+        x_CD, *columns = chunk
+        logits_CV = logits_of(x_CD, w_VD, loss.soft_cap)
+        chunk_sums, saved = loss.sums(logits_CV, tuple(columns), heads)
+        dx_CD = None
+        if needed.hidden or needed.head:
+            dtype = x_CD.dtype if w_VD is None else w_VD.dtype  # of the following matrix products
+            gradient_CV = loss.logit_gradient(logits_CV, saved, tuple(columns))
+            if loss.soft_cap is not None:  # the derivative of the cap in terms of its output
+                gradient_CV *= 1 - (logits_CV / loss.soft_cap) ** 2
+            dlogits_CV = gradient_CV.astype(dtype)
+        if needed.hidden and w_VD is None:
+            dx_CD = dlogits_CV
+        elif needed.hidden:
+            dx_CD = einsum("cv,vd->cd", dlogits_CV, w_VD, jnp.float32)
+            dx_CD = loss.sharding.sum_vocab(dx_CD).astype(x_CD.dtype)
+        if needed.head:
+            x_CD = x_CD.astype(dtype)
+            dw_VD += jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
+        return (sums + chunk_sums, dw_VD), dx_CD
+
+    if trace_options().twice_differentiable:  # the loop itself is differentiated, and must not save all logits
+        one_chunk = jax.checkpoint(one_chunk)
+    start = (jnp.zeros(loss.num_sums, jnp.float32), jnp.zeros(w_VD.shape, jnp.float32) if needed.head else None)
+    (sums, dw_VD), dx_NCD = jax.lax.scan(one_chunk, start, chunks)
+    dx_BSD = None if dx_NCD is None else dx_NCD.reshape(-1, x_BSD.shape[-1])[:num_tokens].reshape(x_BSD.shape)
+    if dw_VD is not None:
+        dw_VD = loss.sharding.reduce_head_gradient(dw_VD)
+    return loss.sharding.sum_tokens(sums), _Gradients(dx_BSD, dw_VD)
+
+
+def _sums_and_gradients(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads):
+    sharding = loss.sharding
+    token_specs = tuple(sharding.tokens(column.ndim - 2) for column in columns)
+    in_specs = (sharding.tokens(1), sharding.head, token_specs, (sharding.head,) * len(heads))
+    out_specs = (
+        PartitionSpec(),
+        _Gradients(sharding.tokens(1) if needed.hidden else None, sharding.head_at_rest if needed.head else None),
+    )
+    run = sharding.shard_map(functools.partial(_scan_chunks, loss, needed), in_specs, out_specs)
+    sums, gradients = run(x_BSD, w_VD, columns, heads)
+    return (sums[0], tuple(sums[number] for number in range(1, loss.num_sums))), gradients
+
+
+@functools.partial(CustomVjp, nondiff_argnums=(0,))
+def _run(loss: ChunkedLoss, x_BSD, w_VD, columns, heads) -> Any:
+    return _sums_and_gradients(loss, _Needed(False, False), x_BSD, w_VD, columns, heads)[0]
+
+
+def _run_forward(loss: ChunkedLoss, x, w, columns, heads):
+    head = None if w is None else w.value
+    needed = _Needed(x.perturbed, w is not None and w.perturbed)
+    columns, heads = (tuple(given.value for given in group) for group in (columns, heads))
+    out, gradients = _sums_and_gradients(loss, needed, x.value, head, columns, heads)
+    # The gradient of the head is float32. An empty array passes the head's dtype to the backward pass.
+    return out, (gradients, None if head is None else jnp.empty(0, head.dtype))
+
+
+def _run_backward(loss: ChunkedLoss, residuals, cotangents):
+    gradients, head_like = residuals
+    d_total = cotangents[0]
+    if isinstance(d_total, jax.custom_derivatives.SymbolicZero):
+        return None, None, None, None
+    d_hidden = None if gradients.hidden is None else (d_total * gradients.hidden).astype(gradients.hidden.dtype)
+    d_head = None if gradients.head is None else (d_total * gradients.head).astype(head_like.dtype)
+    return d_hidden, d_head, None, None
+
+
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

@@ -1,0 +1,329 @@
+"""The loss of a student that learns from a teacher's distribution, in chunks of tokens.
+
+Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), section 2: both
+distributions are softened by a temperature T, and the divergence is multiplied by T**2, so that the size of its gradient
+hardly depends on T. Divergences: `jaxlm.models.divergences`.
+
+The teacher is known either by its hidden states and head (`TeacherStates`), so that its logits are computed chunk by
+chunk beside the student's, or by its top k tokens (`TeacherTopK`). The top k are compared as k + 1 outcomes: each of the
+k tokens, and one for all other tokens together. Merging outcomes never increases a divergence, so this is a lower bound
+of the divergence over the vocabulary; and it is 0 for a student that equals the teacher. Renormalizing the top k instead
+would train the student to consider all other tokens impossible, and would make the reverse KL infinite.
+
+Shapes: those of `jaxlm.models.chunked_loss`; k tokens of the teacher, O outcomes.
+"""
+
+import abc
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from jaxlm.core.axes import BATCH, POSITION, TEACHER_TOP
+from jaxlm.models.chunked_loss import (
+    ChunkedLoss,
+    checked_cap,
+    chunk_or_default,
+    chunked,
+    chunked_loss,
+    hidden_and_head,
+    is_first_maximum,
+    local_ids,
+    logits_of,
+    logsumexp,
+    masked_sums,
+    target_logit,
+)
+from jaxlm.models.divergences import Divergence
+from jaxlm.models.token_sharding import TokenSharding
+
+
+class TeacherStates(eqx.Module):
+    """A teacher's output on a batch before its head.
+
+    Attributes:
+        hidden: {batch, position, embed}, or logits {batch, position, vocab} if `head` is None.
+        head: {vocab, embed}.
+        soft_cap: soft cap of its logits; None applies no cap.
+    """
+
+    hidden: NamedArray
+    head: NamedArray | None
+    soft_cap: float | None = eqx.field(static=True)
+
+
+class TeacherTopK(eqx.Module):
+    """A teacher's most likely tokens, softened by a temperature.
+
+    Attributes:
+        ids: int32 {batch, position, teacher_top}, the most likely first.
+        log_probs: float32 {batch, position, teacher_top}.
+        log_rest: float32 {batch, position}, log of the probability of all other tokens together.
+    """
+
+    ids: NamedArray
+    log_probs: NamedArray
+    log_rest: NamedArray
+
+
+class DistillationSums(eqx.Module):
+    """Sums over the tokens of a batch, weighted by the loss mask. Scalars, float32.
+
+    Attributes:
+        total: the objective. Only this field has a gradient.
+        cross_entropy: negative log-likelihood of the targets in nats.
+        divergence: divergence from the teacher in nats, at the temperature and without the factor T**2.
+        correct: sum of the loss mask over tokens whose most likely prediction is the target.
+        agreement: sum of the loss mask over tokens whose most likely prediction is the teacher's.
+    """
+
+    total: jax.Array
+    cross_entropy: jax.Array
+    divergence: jax.Array
+    correct: jax.Array
+    agreement: jax.Array
+
+
+def distillation_sums(
+    hidden: NamedArray,
+    head: NamedArray | None,
+    targets: NamedArray,
+    loss_mask: NamedArray,
+    teacher: TeacherStates | TeacherTopK,
+    *,
+    divergence: Divergence,
+    temperature: float,
+    weight: float,
+    soft_cap: float | None = None,
+    chunk_tokens: int | None = None,
+) -> DistillationSums:
+    """Summed loss `(1 - weight) * cross_entropy + weight * temperature**2 * divergence` of a batch.
+
+    Differentiable with respect to `hidden` and `head`. The logits of all tokens are never materialized, neither the
+    student's nor the teacher's. Arguments not listed here as in `next_token_sums`.
+
+    Args:
+        teacher: over the same vocabulary as the student, without a gradient.
+        weight: in (0, 1].
+        chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`, and half of it
+            with `TeacherStates`, because a chunk then has two arrays of logits.
+    """
+    x_BSD, w_VD = hidden_and_head(hidden, head)
+    y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
+    m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
+    chunk = chunk_or_default(chunk_tokens)
+    options: dict[str, Any] = {"divergence": divergence, "temperature": float(temperature), "weight": float(weight)}
+    sharding, cap = TokenSharding.of(hidden, head), checked_cap(soft_cap)
+    teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
+    if isinstance(teacher, TeacherTopK):
+        columns = tuple(_array(column) for column in (teacher.ids, teacher.log_probs, teacher.log_rest))
+        sums = chunked_loss(_TopKLoss(sharding, cap, chunk, **options), x_BSD, w_VD, (y_BS, m_BS, *columns))
+    else:
+        if chunk_tokens is None:
+            chunk = max(1, chunk // 2)
+        states, teacher_head = hidden_and_head(teacher.hidden, teacher.head)
+        loss = _VocabularyLoss(sharding, cap, chunk, **options, teacher_cap=checked_cap(teacher.soft_cap))
+        heads = () if teacher_head is None else (teacher_head,)
+        sums = chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, states), heads)
+    return DistillationSums(*sums)
+
+
+def top_k_of(
+    teacher: TeacherStates, num_top: int, temperature: float, *, chunk_tokens: int | None = None
+) -> TeacherTopK:
+    """A teacher's `num_top` most likely tokens, which must be fewer than its vocabulary. Without a gradient."""
+    sharding = TokenSharding.of(teacher.hidden, teacher.head)
+    t_BSD, w_VD = hidden_and_head(teacher.hidden, teacher.head)
+    chunk, cap = chunk_or_default(chunk_tokens), checked_cap(teacher.soft_cap)
+
+    def local(t_BSD, w_VD):
+        (t_NCD,), num_tokens = chunked((t_BSD,), chunk)
+
+        def one_chunk(_, chunk):
+            soft_CV = logits_of(chunk[0], w_VD, cap) / temperature
+            ids_Ck, top_Ck = _top_k(soft_CV, num_top, sharding)
+            lse_C = logsumexp(soft_CV, sharding)
+            rest_C = _rest(soft_CV, _is_top(soft_CV, ids_Ck, sharding), sharding)
+            return None, (ids_Ck, top_Ck - lse_C[:, None], rest_C - lse_C)
+
+        _, found = jax.lax.scan(one_chunk, None, (t_NCD,))
+        return tuple(a.reshape(-1, *a.shape[2:])[:num_tokens].reshape(*t_BSD.shape[:2], *a.shape[2:]) for a in found)
+
+    in_specs = (sharding.tokens(1), sharding.head)
+    run = sharding.shard_map(local, in_specs, (sharding.tokens(1), sharding.tokens(1), sharding.tokens()))
+    ids, log_probs, log_rest = run(*jax.lax.stop_gradient((t_BSD, w_VD)))
+    tokens = tuple(teacher.hidden.resolve_axis(name) for name in (BATCH, POSITION))
+    top = (*tokens, hax.Axis(TEACHER_TOP, num_top))
+    return TeacherTopK(NamedArray(ids, top), NamedArray(log_probs, top), NamedArray(log_rest, tokens))
+
+
+def _array(column: NamedArray) -> jax.Array:
+    return column.rearrange((BATCH, POSITION, ...)).array
+
+
+# --- One chunk --------------------------------------------------------------------------------------------------------
+
+
+class _Outcomes(NamedTuple):
+    """What a chunk's divergence is computed from.
+
+    Attributes:
+        log_p, log_q: [C, O], log-probabilities of the teacher and the student.
+        top_C: the teacher's most likely token.
+        is_top: bool [C, V], whether a token is an outcome of its own; None if every token is.
+        lse_rest: [C], logsumexp of the student's other logits; None if there are none.
+    """
+
+    log_p: jax.Array
+    log_q: jax.Array
+    top_C: jax.Array
+    is_top: jax.Array | None = None
+    lse_rest: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class _DistillationLoss(ChunkedLoss):
+    """Columns: targets, loss mask, then what `outcomes` reads."""
+
+    num_sums: ClassVar[int] = 5
+
+    divergence: Divergence
+    temperature: float
+    weight: float
+
+    def sums(self, logits_CV, columns, heads):
+        """The five sums of `DistillationSums`."""
+        y_C, m_C, *said = columns
+        lse_C = logsumexp(logits_CV, self.sharding)
+        nll_C = lse_C - target_logit(logits_CV, y_C, self.sharding)
+        outcomes = self.outcomes(logits_CV / self.temperature, said, heads)
+        divergence_C = self.total(self.divergence.summands(outcomes.log_p, outcomes.log_q))
+        loss_C = self.weight * self.temperature**2 * divergence_C
+        if self.weight < 1:
+            loss_C += (1 - self.weight) * nll_C
+        correct_C, agreement_C = (is_first_maximum(logits_CV, ids, self.sharding) for ids in (y_C, outcomes.top_C))
+        sums = masked_sums((loss_C, nll_C, divergence_C, correct_C, agreement_C), m_C)
+        return sums, (lse_C, outcomes, divergence_C)
+
+    def logit_gradient(self, logits_CV, saved, columns):
+        y_C, m_C, *said = columns
+        lse_C, outcomes, divergence_C = saved
+        by_outcome = self.divergence.gradient(outcomes.log_p, outcomes.log_q, divergence_C, self.total)
+        # T**2 from the loss, 1 / T from the softened logits.
+        gradient_CV = self.weight * self.temperature * self.by_token(by_outcome, logits_CV, said, outcomes)
+        if self.weight < 1:
+            num_local = logits_CV.shape[1]
+            ids_C = local_ids(y_C, num_local, self.sharding)
+            is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
+            gradient_CV += (1 - self.weight) * (jnp.exp(logits_CV - lse_C[:, None]) - is_target_CV)
+        return jnp.where(m_C[:, None] == 0, 0.0, m_C[:, None] * gradient_CV)
+
+    @abc.abstractmethod
+    def outcomes(self, soft_CV, said, heads) -> _Outcomes:
+        """The two distributions over the outcomes. Args: soft_CV: the student's logits, divided by the temperature."""
+
+    @abc.abstractmethod
+    def total(self, x_CO: jax.Array) -> jax.Array:
+        """The sum over all outcomes, [C]."""
+
+    @abc.abstractmethod
+    def by_token(self, gradient_CO: jax.Array, logits_CV: jax.Array, said: Any, outcomes: _Outcomes) -> jax.Array:
+        """The gradient with respect to the softened logits, from that with respect to the outcomes' logits."""
+
+
+@dataclass(frozen=True)
+class _VocabularyLoss(_DistillationLoss):
+    """Every token is an outcome. Reads the teacher's hidden states, and its head if it has one."""
+
+    teacher_cap: float | None
+
+    def outcomes(self, soft_CV, said, heads):
+        (t_CD,), sharding = said, self.sharding
+        teacher_CV = logits_of(t_CD, heads[0] if heads else None, self.teacher_cap)
+        if not heads and sharding.vocab_axes:  # whole logits, of which this device needs its shard
+            num_local = soft_CV.shape[1]
+            first = jax.lax.axis_index(sharding.vocab_axes) * num_local
+            teacher_CV = jax.lax.dynamic_slice_in_dim(teacher_CV, first, num_local, axis=1)
+        top_C = _first_maximum(teacher_CV, sharding)
+        teacher_CV = teacher_CV / self.temperature
+        log_p, log_q = (logits - logsumexp(logits, sharding)[:, None] for logits in (teacher_CV, soft_CV))
+        return _Outcomes(log_p, log_q, top_C)
+
+    def total(self, x_CO):
+        return self.sharding.sum_vocab(jnp.sum(x_CO, axis=1))
+
+    def by_token(self, gradient_CO, logits_CV, said, outcomes: _Outcomes):
+        return gradient_CO
+
+
+@dataclass(frozen=True)
+class _TopKLoss(_DistillationLoss):
+    """The teacher's top k tokens are outcomes, and all other tokens together are the last one."""
+
+    def outcomes(self, soft_CV, said, heads):
+        (ids_Ck, log_p_Ck, log_rest_C), sharding = said, self.sharding
+        num_local = soft_CV.shape[1]
+        ids = local_ids(ids_Ck, num_local, sharding)
+        here = jnp.take_along_axis(soft_CV, jnp.clip(ids, 0, num_local - 1), axis=1)
+        top_Ck = sharding.sum_vocab(jnp.where((ids >= 0) & (ids < num_local), here, 0.0))
+        is_top = _is_top(soft_CV, ids_Ck, sharding)
+        lse_rest = _rest(soft_CV, is_top, sharding)
+        log_q = jnp.concatenate([top_Ck, lse_rest[:, None]], axis=1) - logsumexp(soft_CV, sharding)[:, None]
+        log_p = jnp.concatenate([log_p_Ck, log_rest_C[:, None]], axis=1)
+        return _Outcomes(log_p, log_q, ids_Ck[:, 0], is_top, lse_rest)
+
+    def total(self, x_CO):
+        return jnp.sum(x_CO, axis=1)
+
+    def by_token(self, gradient_CO, logits_CV, said, outcomes: _Outcomes):
+        assert outcomes.lse_rest is not None
+        assert outcomes.is_top is not None
+        # The gradient of the last outcome spreads over its tokens in proportion to their probabilities.
+        share_CV = jnp.exp(logits_CV / self.temperature - outcomes.lse_rest[:, None])
+        rest_CV = jnp.where(outcomes.is_top, 0.0, share_CV * gradient_CO[:, -1:])
+        rows, ids = _rows_and_ids(logits_CV, said[0], self.sharding)
+        return rest_CV.at[rows, ids].set(gradient_CO[:, :-1], mode="drop")
+
+
+def _first_maximum(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:
+    """The id of the most likely token, the first of equal ones."""
+    num_local = logits_CV.shape[1]
+    is_maximum = logits_CV == sharding.max_vocab(jnp.max(logits_CV, axis=1))[:, None]
+    ids = jnp.arange(num_local, dtype=jnp.int32)
+    if sharding.vocab_axes:
+        ids = ids + jax.lax.axis_index(sharding.vocab_axes) * num_local
+    return -sharding.max_vocab(-jnp.where(is_maximum, ids, jnp.iinfo(jnp.int32).max).min(axis=1))
+
+
+def _top_k(logits_CV: jax.Array, num_top: int, sharding: TokenSharding) -> tuple[jax.Array, jax.Array]:
+    """Ids and logits of the most likely tokens of the whole vocabulary, the most likely first."""
+    num_local = logits_CV.shape[1]
+    values, ids = jax.lax.top_k(logits_CV, min(num_top, num_local))
+    if not sharding.vocab_axes:
+        return ids, values
+    ids = ids + jax.lax.axis_index(sharding.vocab_axes) * num_local
+    values, ids = (jax.lax.all_gather(a, sharding.vocab_axes, axis=1, tiled=True) for a in (values, ids))
+    values, order = jax.lax.top_k(values, num_top)
+    return jnp.take_along_axis(ids, order, axis=1), values
+
+
+def _rows_and_ids(logits_CV: jax.Array, ids_Ck: jax.Array, sharding: TokenSharding) -> tuple[jax.Array, jax.Array]:
+    """Indices of tokens in this device's shard of the logits; out of bounds for tokens of other shards."""
+    num_local = logits_CV.shape[1]
+    ids = local_ids(ids_Ck, num_local, sharding)
+    ids = jnp.where((ids >= 0) & (ids < num_local), ids, num_local)
+    return jnp.arange(logits_CV.shape[0])[:, None], ids
+
+
+def _is_top(logits_CV: jax.Array, ids_Ck: jax.Array, sharding: TokenSharding) -> jax.Array:
+    """bool [C, V]: whether a token is among the given ones."""
+    return jnp.zeros(logits_CV.shape, bool).at[_rows_and_ids(logits_CV, ids_Ck, sharding)].set(True, mode="drop")
+
+
+def _rest(logits_CV: jax.Array, is_top: jax.Array, sharding: TokenSharding) -> jax.Array:
+    """[C]: logsumexp over the tokens that are not among the top."""
+    return logsumexp(jnp.where(is_top, -jnp.inf, logits_CV), sharding)

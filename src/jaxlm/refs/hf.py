@@ -1,0 +1,100 @@
+"""A reference in Hugging Face format: a folder, or a repository of the Hub."""
+
+import functools
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+from haliax import Axis
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import Precision
+from jaxlm.core.runtime import main_first
+from jaxlm.core.sharding import Layout
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.interop.hf.folder import HfFolder, load_model, open_folder
+from jaxlm.interop.hf.hub import local_folder
+from jaxlm.models.base import LanguageModel
+from jaxlm.refs.base import Log, Ref, RefConfig
+
+
+@RefConfig.register_subclass("hf")
+@dataclass(frozen=True)
+class HfRefConfig(RefConfig):
+    """A folder with config.json and weights (safetensors or torch files), or a Hub `name` or `name@revision`.
+
+    Attributes:
+        weight_names: rename tensors of weights from another program, as in `hf_weight_names`.
+    """
+
+    weight_names: dict[str, str] = field(default_factory=dict)
+
+    def open(self, key: str) -> Ref:
+        return _HfRef(self, key)
+
+
+class _HfRef(Ref):
+    def __init__(self, config: HfRefConfig, key: str):
+        dtype = config.parsed_dtype(key)
+        self.config = config
+        self.key = key
+        self.precision = Precision(dtype, dtype)
+
+    @property
+    def location(self) -> Path | str:
+        return self.config.path
+
+    def abstract(self, Vocab: Axis) -> LanguageModel:
+        opened = self._opened
+        if opened.vocab_size < Vocab.size:
+            raise ConfigError(
+                f"{self.key}.path: the model in {self.location} has a vocabulary of {opened.vocab_size:,} tokens, but the"
+                f" tokenizer of this run has {Vocab.size:,}. Set data.tokenizer to the tokenizer of the model"
+            )
+        build = functools.partial(opened.config.build, Vocab)
+        return jax.eval_shape(lambda key: self.precision.cast_to_params(build(key=key)), jax.random.key(0))
+
+    def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
+        folder = self._with_weights
+        log(f"{self.key}: {folder}")
+        rules = self.config.weight_names or None
+        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, rules=rules)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(str(self._folder)) if (self._folder / "tokenizer.json").is_file() else None
+
+    def identity(self) -> dict[str, str]:
+        return self._identity
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        return main_first(lambda: local_folder(self.config.path, f"{self.key}.path", weights=False))
+
+    @functools.cached_property
+    def _with_weights(self) -> Path:
+        return main_first(lambda: local_folder(self.config.path, f"{self.key}.path", weights=True))
+
+    @functools.cached_property
+    def _opened(self) -> HfFolder:
+        return open_folder(self._folder)
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, str]:
+        folder = self._with_weights
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        with ThreadPoolExecutor() as pool:
+            weights = "".join(pool.map(_digest, files))
+        rules = json.dumps(self.config.weight_names)
+        return {
+            "config": _digest(folder / "config.json"),
+            "weights": hashlib.sha256((weights + rules).encode()).hexdigest(),
+            "dtype": self.config.dtype,
+        }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

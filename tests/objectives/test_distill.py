@@ -1,0 +1,116 @@
+"""The distillation objective: its terms, and what it asks its teacher."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.distill import Distill
+from tests.objectives.test_next_token import CONFIG, a_batch
+
+TEACHER = LlamaConfig(seq_len=20, hidden_dim=24, intermediate_dim=32, num_layers=2, num_heads=3, num_kv_heads=3)
+
+
+def filled(config, seed):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda key: config.build(vocab_axis(23), key=key), jax.random.key(0))
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.4, s.shape), s.dtype), shapes)
+
+
+@pytest.fixture(scope="module")
+def student():
+    return filled(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def refs():
+    return {"teacher": filled(TEACHER, 1)}
+
+
+def logits_of(model, batch):
+    return model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
+
+
+def test_terms_and_metrics_match_the_definition(student, refs):
+    batch, objective = a_batch(), Distill(temperature=2.0, weight=0.7)
+    annotated = objective.annotate(refs, batch)
+    terms, metrics, slot = objective.terms(student, annotated, None, key=None)
+    ours, theirs, m = logits_of(student, batch), logits_of(refs["teacher"], batch), batch.loss_mask.array
+    log_q, log_p = jax.nn.log_softmax(ours / 2), jax.nn.log_softmax(theirs / 2)
+    kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(ours), batch.targets.array[..., None], axis=-1)[..., 0]
+    assert slot is None
+    np.testing.assert_allclose(terms["loss"].total, (m * (0.3 * nll + 0.7 * 4 * kl)).sum(), rtol=1e-5)
+    expected = {
+        "loss": nll,
+        "divergence": kl,
+        "accuracy": ours.argmax(-1) == batch.targets.array,
+        "agreement": ours.argmax(-1) == theirs.argmax(-1),
+    }
+    assert set(metrics) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(metrics[name].total, (m * values).sum(), rtol=1e-5)
+        np.testing.assert_array_equal(metrics[name].weight, m.sum())
+    np.testing.assert_array_equal(objective.weights(batch)["loss"], m.sum())
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_microbatches_add_up_to_the_batch(student, refs, top_k):
+    batch, objective = a_batch(), Distill(top_k=top_k, divergence="js")
+    is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731
+    rows = lambda s: jax.tree.map(lambda a: a["batch", s], batch, is_leaf=is_named)  # noqa: E731
+    terms = lambda part: objective.terms(student, objective.annotate(refs, part), None, key=None)  # noqa: E731
+    whole, parts = terms(batch), [terms(rows(slice(i, i + n))) for i, n in ((0, 1), (1, 3))]
+    for group in (0, 1):
+        for name, total in whole[group].items():
+            added = parts[0][group][name] + parts[1][group][name]
+            np.testing.assert_allclose(added.mean(), total.mean(), rtol=1e-5)
+
+
+def test_an_annotated_batch_needs_no_teacher(refs):
+    objective = Distill(top_k=4)
+    annotated = objective.annotate(refs, a_batch())
+    assert objective.annotate({}, annotated) is annotated
+    axes = [axis.name for axis in annotated.annotations.ids.axes]
+    assert axes == ["batch", "position", "teacher_top"]
+
+
+def test_a_teacher_in_bfloat16_computes_in_bfloat16(refs):
+    teacher = jax.tree.map(lambda a: a.astype(jnp.bfloat16), refs["teacher"])
+    annotate = lambda refs: Distill().annotate(refs, a_batch()).annotations  # noqa: E731
+    states = jax.eval_shape(annotate, {"teacher": teacher})
+    assert states.hidden.dtype == states.head.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "objective.temperature: 0.0 given"),
+        ({"temperature": float("nan")}, "objective.temperature: nan given"),
+        ({"temperature": float("inf")}, "objective.temperature: inf given"),
+        ({"weight": 0.0}, "objective.weight: 0.0 given"),
+        ({"weight": 1.5}, "objective.weight: 1.5 given"),
+        ({"weight": float("nan")}, "objective.weight: nan given"),
+        ({"divergence": "js", "beta": 1.0}, "objective.beta: 1.0 given"),
+        ({"beta": 0.3}, "no effect with divergence: forward_kl"),
+        ({"top_k": 0}, "objective.top_k: 0 given"),
+        ({"cache": True}, "objective.cache: true given without top_k"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Distill(**options)
+
+
+def test_as_many_top_tokens_as_the_vocabulary_has_are_refused(refs):
+    with pytest.raises(ConfigError, match=r"objective.top_k: 23 given, but the vocabulary has 23 tokens"):
+        Distill(top_k=23).annotate(refs, a_batch())
+
+
+def test_is_registered_by_name():
+    assert ObjectiveConfig.get_choice_class("distill") is Distill
