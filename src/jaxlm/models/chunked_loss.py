@@ -52,7 +52,7 @@ class ChunkedLoss(abc.ABC):
 
     @abc.abstractmethod
     def sums(
-        self, logits_CV: jax.Array, columns: tuple[jax.Array, ...], heads: tuple[jax.Array, ...]
+        self, logits_CV: jax.Array, columns: tuple[jax.Array, ...], heads: tuple[jax.Array | StoredArray, ...]
     ) -> tuple[jax.Array, Any]:
         """The sums over a chunk, float32 [num_sums], and what `logit_gradient` needs besides."""
 
@@ -183,9 +183,9 @@ class _Gradients(NamedTuple):
 def chunked_loss(
     loss: ChunkedLoss,
     x_BSD: jax.Array,
-    w_VD: jax.Array | None,
+    w_VD: jax.Array | StoredArray | None,
     columns: tuple[jax.Array, ...],
-    heads: tuple[jax.Array, ...] = (),
+    heads: tuple[jax.Array | StoredArray, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """The sums of a loss over all tokens, float32 scalars. Only the first has a gradient, for `x_BSD` and `w_VD`.
 
@@ -213,11 +213,11 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
             if loss.soft_cap is not None:  # the derivative of the cap in terms of its output
                 gradient_CV *= 1 - (logits_CV / loss.soft_cap) ** 2
             dlogits_CV = gradient_CV.astype(dtype)
-        if needed.hidden and w_VD is None:
-            dx_CD = dlogits_CV
-        elif needed.hidden:
+        if needed.hidden and w_VD is not None:
             dx_CD = einsum("cv,vd->cd", dlogits_CV, w_VD, jnp.float32)
             dx_CD = loss.sharding.sum_vocab(dx_CD).astype(x_CD.dtype)
+        elif needed.hidden:
+            dx_CD = dlogits_CV
         if needed.head:
             x_CD = x_CD.astype(dtype)
             dw_VD += jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION, TEACHER_TOP
+from jaxlm.core.matmul import StoredWeight, Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
     checked_cap,
@@ -52,7 +53,7 @@ class TeacherStates(eqx.Module):
     """
 
     hidden: NamedArray
-    head: NamedArray | None
+    head: Weight | None
     soft_cap: float | None = eqx.field(static=True)
 
 
@@ -90,7 +91,7 @@ class DistillationSums(eqx.Module):
 
 def distillation_sums(
     hidden: NamedArray,
-    head: NamedArray | None,
+    head: Weight | None,
     targets: NamedArray,
     loss_mask: NamedArray,
     teacher: TeacherStates | TeacherTopK,
@@ -112,6 +113,8 @@ def distillation_sums(
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`, and half of it
             with `TeacherStates`, because a chunk then has two arrays of logits.
     """
+    if isinstance(head, StoredWeight):
+        head = head.floats(hidden.dtype)  # the backward pass is for arrays
     x_BSD, w_VD = hidden_and_head(hidden, head)
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))

@@ -124,8 +124,9 @@ class AttentionSharding:
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
             return AttentionSharding()
-        of_queries = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, POSITION, HEADS))
-        return AttentionSharding(layout.mesh, *of_queries, mesh_axes(k.resolve_axis(KV_HEADS), layout.compute))
+        batch, position, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, POSITION, HEADS))
+        kv_heads = mesh_axes(k.resolve_axis(KV_HEADS), layout.compute)
+        return AttentionSharding(layout.mesh, batch, position, heads, kv_heads)
 
     def shard_map(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on each device's rows and heads.
