@@ -22,7 +22,7 @@ from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.sophia_h import SophiaHConfig
-from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, one_device, phase
+from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 SOPHIA = SophiaHConfig(learning_rate=3e-3, warmup=0, update_interval=3)
 
@@ -104,6 +104,18 @@ def test_in_float16_with_frozen_leaves_and_unrolled_layers():
     assert_is_the_first_estimate(run, expected)
     losses += [run.step(arrays(number % 4))["train/loss"] for number in range(1, 13)]
     assert losses[-1] < losses[0] - 0.02
+
+
+def test_frozen_leaves_beside_trained_ones_are_sharded():
+    """A layer is gathered as a whole. jax refuses second derivatives of one call for leaves with and without tangents."""
+    where, own = layout(), phase(optimizer=SOPHIA, trainable=("mlp",))
+    abstract = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
+    with where.use():
+        flag_sync = FlagSync(where).to_devices(SyncFlags())
+        after, _ = jax.eval_shape(
+            make_train_step(own, where, F32, abstract), abstract, batch(arrays(0), where), flag_sync
+        )
+    assert jax.tree.structure(after) == jax.tree.structure(abstract)
 
 
 @dataclass(frozen=True)

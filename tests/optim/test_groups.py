@@ -36,6 +36,7 @@ from tests.optim.test_family import (
     config_of,
     curvature,
     flat,
+    kron_layer,
     model,
     orthogonal,
     stepper,
@@ -180,7 +181,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "nested": ([{"match": "q", "groups": [{"match": "q"}]}], r"groups\.0\.groups: given, but groups cannot"),
     "own clipping": (
         [{"match": "q", "max_grad_norm": 0.5}],
-        r"groups\.0\.max_grad_norm: 0\.5 given, but .* set optimizer",
+        r"groups\.0\.max_grad_norm: 0\.5 given, but gradients are clipped",
     ),
     "own guard": ([{"match": "q", "skip_bad_steps": True}], r"groups\.0\.skip_bad_steps: True given, but a step"),
     "nan": ([{"match": "q", "learning_rate": float("nan")}], r"groups\.0\.learning_rate: nan given, a finite"),
@@ -226,6 +227,28 @@ def test_an_entry_that_owns_everything_leaves_nothing_to_the_rest():
         np.testing.assert_array_equal(ours[path], value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Signs(OptimizerConfig):
+    """An optimizer of another package, which does not clip."""
+
+    def build(self, groups, num_steps):
+        signs = optax.stateless(lambda updates, _: jax.tree.map(jnp.sign, updates))
+        return optax.with_extra_args_support(optax.chain(signs, optax.scale(-self.learning_rate)))
+
+
+def test_an_optimizer_of_another_package_is_an_entry_or_has_entries():
+    gradient = model(arrays(1))
+    inside = AdamConfig(learning_rate=0.5, max_grad_norm=None, groups=[Signs(learning_rate=0.5, match="q")])
+    update = first_update(model(arrays(0)), gradient, inside)
+    np.testing.assert_array_equal(update["q.weight"], np.sign(arrays(1)["q.weight"]))
+    around = Signs(learning_rate=0.5, groups=[AdamConfig(match="q")])
+    with pytest.raises(ConfigError, match=r"groups\.0\.max_grad_norm: 1\.0 given, but .*set it to null here"):
+        first_update(model(arrays(0)), gradient, around)
+    around = dataclasses.replace(around, groups=[AdamConfig(match="q", max_grad_norm=None)])
+    update = first_update(model(arrays(0)), gradient, around)
+    np.testing.assert_array_equal(update["head.weight"], np.sign(arrays(1)["head.weight"]))
+
+
 def test_sophia_in_a_group_sees_the_curvature_of_its_own_parameters():
     entry = {"match": r"^q\.", "type": "sophia-h", "update_interval": 1, "beta2": 0.5}
     params, state, step = stepper(config_of("adam", groups=[entry]))
@@ -268,18 +291,36 @@ def random(axes: Any, seed: int) -> hax.NamedArray:
 MUON = MuonConfig(learning_rate=0.5, warmup=0, lr_schedule="constant", max_grad_norm=None, weight_decay=0.0)
 
 
-def test_muon_orthogonalizes_lora_leaves_like_torch():
+def lora_leaves() -> tuple[Any, Any]:
+    """The adapters of two stacked layers with three heads, alone, and a gradient."""
     Layers, Heads, Size, Embed = hax.make_axes(layers=2, heads=3, head_size=4, embed=6)
     base = Linear(random((Layers, Heads, Size, Embed), 0), None, Embed, (Heads, Size))
     layer = LoraLinear.around(base, rank=2, scale=1.0, dropout=0.0, key=jax.random.PRNGKey(1))
     adapters, _ = tree.partition({"q": layer}, tree.select({"q": layer}, [r"\.[ab]$"]))
-    assert matrix_paths(adapters) == {"q.a", "q.b"}
-    gradient = tree.map_leaves(lambda path, leaf: random(leaf.axes, len(path)), adapters)
+    return adapters, tree.map_leaves(lambda path, leaf: random(leaf.axes, ord(path[-1])), adapters)
+
+
+# {layers, outputs, inputs}
+LORA_SHAPES = {"q.a": (2, 2, 6), "q.b": (2, 12, 2)}
+
+
+def test_muon_orthogonalizes_lora_leaves_like_torch():
+    adapters, gradient = lora_leaves()
+    assert matrix_paths(adapters) == LORA_SHAPES.keys()
     update, raw = first_update(adapters, gradient, MUON), flat(gradient)
-    for path, shape in {"q.a": (2, 2, 6), "q.b": (2, 12, 2)}.items():
+    for path, shape in LORA_SHAPES.items():
         scale = np.sqrt(max(1.0, shape[1] / shape[2]))
         for ours, matrix in zip(update[path].reshape(shape), raw[path].reshape(shape), strict=True):
             np.testing.assert_allclose(ours, scale * newton_schulz_of_torch(matrix), atol=2e-4, err_msg=path)
+
+
+def test_kron_whitens_lora_leaves():
+    adapters, gradient = lora_leaves()
+    config: Any = config_of("kron", max_grad_norm=None, weight_decay=0.0, lr_schedule="constant", damping=0.1)
+    update, raw = first_update(adapters, gradient, config), flat(gradient)
+    for path, shape in LORA_SHAPES.items():
+        for ours, matrix in zip(update[path].reshape(shape), raw[path].reshape(shape), strict=True):
+            np.testing.assert_allclose(ours, kron_layer(matrix.astype(np.float64), {}, 1, config), rtol=1e-4, atol=1e-5)
 
 
 def test_muon_treats_stacked_experts_one_by_one():

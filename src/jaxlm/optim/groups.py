@@ -22,7 +22,10 @@ from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
 
 # These act on all parameters together, so that an entry of `groups` cannot have its own.
-_GLOBAL_KEYS = {"max_grad_norm": "the gradient norm is", "skip_bad_steps": "a step is skipped for"}
+_GLOBAL_KEYS = {
+    "max_grad_norm": "gradients are clipped by the norm of all parameters together",
+    "skip_bad_steps": "a step is skipped for all parameters together",
+}
 
 
 def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterGroup]:
@@ -214,12 +217,12 @@ def _check(config: OptimizerConfig) -> None:
             )
         if group.groups:
             raise ConfigError(f"{path}.groups: given, but groups cannot contain groups. Move its entries one level up")
-        for key, what in _GLOBAL_KEYS.items():
+        for key, why in _GLOBAL_KEYS.items():
             own, outer = getattr(group, key, None), getattr(config, key, None)
             if own != outer:
+                expected = "null" if outer is None else outer
                 raise ConfigError(
-                    f"{path}.{key}: {own} given, but {what} of all parameters together. Remove it, and set optimizer.{key},"
-                    f" which is {outer}"
+                    f"{path}.{key}: {own} given, but {why}. Remove it and set optimizer.{key}, or set it to {expected} here"
                 )
         _check_numbers(path, group, config)
 
