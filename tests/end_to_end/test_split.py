@@ -71,7 +71,17 @@ def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     assert exported.code == 0, exported.err
     assert "logits within" in exported.out
     texts = [
-        place.run("--checkpoint", name, "--prompt", "def ", "--temperature", "0", module="jaxlm.sample")
+        place.run(
+            "--checkpoint",
+            name,
+            "--prompt",
+            "def ",
+            "--temperature",
+            "0",
+            "--max_new_tokens",
+            "16",
+            module="jaxlm.sample",
+        )
         for name in ("checkpoints/run", "exported")
     ]
     assert [text.code for text in texts] == [0, 0], texts
