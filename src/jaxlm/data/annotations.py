@@ -96,7 +96,9 @@ class AnnotationFolder:
             np.save(file, block)
 
     def finish(self) -> None:
-        """Makes the cache visible, once all of its blocks are written."""
+        """Makes the cache visible, once all of its blocks are written. Does nothing if it is visible already."""
+        if self.path.exists():
+            return
         paths = (_block_path(self._building, number) for number in range(self.num_blocks))
         metadata = {
             "made_from": self.made_from,

@@ -70,13 +70,13 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
         Args:
             refs: the models named by `references`.
-            batch: {batch, position}. If it has annotations already, it must be returned unchanged.
+            batch: {batch, ...}. If it has annotations already, it must be returned unchanged.
         """
         return batch
 
     @abc.abstractmethod
     def weights(self, batch) -> dict[str, jax.Array]:
-        """Each term's denominator (scalar float32) over a whole batch, before it is split into microbatches."""
+        """Each term's denominator (scalar float32) over a whole batch, before it is split into microbatches and annotated."""
 
     @abc.abstractmethod
     def terms(

@@ -1,5 +1,6 @@
 """Builds the annotations of a phase's training data: the references read every sequence once, before the first step."""
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import all_processes, broadcast_from_main, is_main_process
+from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.annotations import with_annotations as annotated_data
 from jaxlm.data.batch import Columns
@@ -78,26 +79,22 @@ def _made_from(plan: Plan, phase: Phase, examples: Examples) -> dict[str, Any]:
 def _build(folder: AnnotationFolder, annotate: Callable[..., Columns], batch_size: int, log: Log) -> None:
     """Annotates the missing blocks. All processes compute; process 0 writes."""
     with ExitStack() as locked:
-        is_missing = np.zeros(folder.num_blocks + 1, bool)
-        if is_main_process():
-            is_missing[locked.enter_context(folder.prepared(log))] = True
-            is_missing[-1] = not folder.path.exists()
-        is_missing = broadcast_from_main(is_missing)
-        blocks, logged = np.flatnonzero(is_missing[:-1]).tolist(), time.perf_counter()
-        if is_missing[-1]:
-            log(f"annotating {len(folder.examples):,} sequences into {folder.path}: {len(blocks)} blocks to do")
+        missing = main_only(lambda: locked.enter_context(folder.prepared(log)))
+        is_missing = np.zeros(folder.num_blocks, bool)
+        is_missing[missing or []] = True
+        blocks, logged = np.flatnonzero(broadcast_from_main(is_missing)).tolist(), time.perf_counter()
+        log(f"annotating {len(folder.examples):,} sequences into {folder.path}: {len(blocks)} blocks to do")
         for done, number in enumerate(blocks):
             indices = folder.indices(number)
             parts = [
                 annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
             ]
-            if is_main_process():
-                folder.write(number, {path: np.concatenate([part[path] for part in parts]) for path in parts[0]})
+            columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
+            main_only(functools.partial(folder.write, number, columns))
             if time.perf_counter() - logged > _LOG_INTERVAL_S:
                 log(f"annotated {done + 1} of {len(blocks)} blocks")
                 logged = time.perf_counter()
-        if is_main_process() and is_missing[-1]:
-            folder.finish()
+        main_only(folder.finish)
     if not all_processes(folder.path.exists()):
         raise ConfigError(
             f"objective.cache: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"

@@ -52,6 +52,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
+        *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _starting_point(plan)),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
