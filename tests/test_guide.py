@@ -31,6 +31,7 @@ NEEDED: dict[tuple[str, str], dict[str, Any]] = {
     ("", "use_hf_model_config"): {"initialize_from_hf": "qwen-small"},
     ("objective", "beta"): {"divergence": "js"},
     ("objective", "cache"): {"top_k": 8},
+    ("data.format", "prompt_ends_with"): {"prompt_field": None},
 }
 
 

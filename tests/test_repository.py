@@ -99,7 +99,7 @@ def test_files_are_short_and_have_no_todos():
 
 
 def test_only_the_layout_and_the_trace_options_are_ambient():
-    ambient = {"contextvars": "core/sharding.py", "make_user_context": "core/trace_options.py"}
+    ambient = {"contextvars": "core/sharding.py", "make_user_context": "core/tracing.py"}
     for word, home in ambient.items():
         assert [str(p.relative_to(SOURCE)) for p in MODULES if word in p.read_text()] == [home]
 

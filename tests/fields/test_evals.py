@@ -27,7 +27,7 @@ HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 def test_every_field_of_an_eval_is_listed():
     choices = EvalConfig.get_known_choices()
     fields = {kind: [field.name for field in dataclasses.fields(choices[kind])] for kind in choices}
-    assert fields == {"loss": [], "samples": SAMPLES, "harness": HARNESS}
+    assert fields == {"loss": [], "samples": SAMPLES, "harness": HARNESS, "preference": []}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def eval_hook(monkeypatch):
     """The hook of a run with these `trainer` keys, and the context in which its evaluation was opened."""
     sequences = PackedSequences(cache_of([[1] * 40 for _ in range(60)], 64), 16)
     source: Any = SimpleNamespace(name="", config=SimpleNamespace(tags=[]))
-    data: Any = SimpleNamespace(validation=[ValidationData(source, sequences)])
+    data: Any = SimpleNamespace(validation=[ValidationData(source, sequences, TokensConfig().batch_spec(16))])
     tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32))
     opened: list[EvalContext] = []
     loss = EvalConfig.get_known_choices()["loss"]

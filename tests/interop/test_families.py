@@ -12,7 +12,7 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import all_families
 from jaxlm.interop.hf.folder import load_model, open_folder, save_folder

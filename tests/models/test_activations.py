@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.models.activations import ACTIVATIONS, activated, gated
 
 FORMULAS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.models.attention.backends.blockwise import blockwise_attention, query_blocks
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention

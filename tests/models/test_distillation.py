@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.custom_vjp import twice_differentiable
+from jaxlm.core.tracing import tracing
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
 from jaxlm.models.divergences import ForwardKL, JensenShannon, ReverseKL
 
@@ -163,7 +163,7 @@ def test_second_derivatives_equal_differences_of_the_gradient(name, top_k):
         return jax.jvp(gradient, given, u)
 
     given = [tuple(jnp.asarray(a, jnp.float32) for a in pair) for pair in ((x, w), u)]
-    with twice_differentiable():
+    with tracing(twice_differentiable=True):
         _, found = along(*given)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)

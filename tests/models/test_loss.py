@@ -11,7 +11,7 @@ from haliax import Axis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.models.loss import next_token_sums, token_losses
 
 

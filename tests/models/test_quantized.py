@@ -130,6 +130,9 @@ class Quantize(SurgeryConfig):
     def apply(self, model: Any, **_: Any) -> Any:
         return quantized(model)
 
+    def merge(self, model: Any) -> Any:
+        return model
+
 
 def test_int8_weights_cannot_be_trained():
     own = phase(surgeries=(Quantize(),))

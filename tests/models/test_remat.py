@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.remat import CANDIDATES, parse_remat
 

@@ -25,7 +25,7 @@ from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator
-from jaxlm.surgery.lora import LoraConfig, merge_lora
+from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.split_at import SplitAtConfig
 from tests.engine import helpers
 from tests.engine.helpers import F32, MESHES, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
@@ -233,7 +233,7 @@ def test_training_a_split_model_is_training_the_whole_one():
 def test_adapters_apply_to_a_stack_and_merge(built, as_inputs):
     model = split(built(LlamaConfig(**GQA, num_layers=3)), 1)
     lora = LoraConfig(target=r"body\.1.*(q_proj|mlp)", rank=2)
-    adapted = lora.apply(model, refs={}, calibration=None, key=jax.random.key(0))
+    adapted = lora.apply(model, key=jax.random.key(0))
     fill = lambda path, leaf: leaf + 0.1 if path.endswith((".a", ".b")) else leaf  # noqa: E731
     adapted = tree.map_leaves(fill, adapted)
     paths = [path for path, _ in tree.leaves(adapted) if path.endswith(".a")]
@@ -241,7 +241,7 @@ def test_adapters_apply_to_a_stack_and_merge(built, as_inputs):
     assert all(path.startswith("body.1.layers.stacked.") for path in paths)
     run = eqx.filter_jit(lambda m: m.hidden(inputs_of(as_inputs)).final.array)
     assert np.abs(run(adapted) - run(model)).max() > 1e-2
-    np.testing.assert_allclose(run(merge_lora(adapted)), run(adapted), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run(lora.merge(adapted)), run(adapted), rtol=1e-4, atol=1e-4)
     again = split(adapted, 2)
     assert sum(path.endswith(".a") for path, _ in tree.leaves(again)) == 8
     np.testing.assert_allclose(run(again), run(adapted), rtol=1e-5, atol=1e-5)

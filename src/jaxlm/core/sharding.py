@@ -22,7 +22,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.axes import axis_names
-from jaxlm.core.trace_options import trace_options
+from jaxlm.core.tracing import trace_options
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.guards import StepStats
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import Sum
 from jaxlm.engine.phases import Phase

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxlm.core.custom_vjp import CustomVjp
+from jaxlm.core.tracing import CustomVjp
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

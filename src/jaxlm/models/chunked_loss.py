@@ -26,10 +26,9 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
-from jaxlm.core.custom_vjp import CustomVjp
 from jaxlm.core.matmul import StoredArray, Weight, arranged, einsum
 from jaxlm.core.sharding import current_platform
-from jaxlm.core.trace_options import trace_options
+from jaxlm.core.tracing import CustomVjp, trace_options
 from jaxlm.models.token_sharding import TokenSharding
 
 

@@ -34,9 +34,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES
-from jaxlm.core.custom_vjp import CustomVjp
 from jaxlm.core.matmul import StoredArray, Weight, arranged, array_specs, einsum, operand
 from jaxlm.core.sharding import current_layout, current_platform
+from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.types import Sum
 from jaxlm.models.activations import gated
 from jaxlm.models.base import AuxLoss

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.core.custom_vjp import CustomVjp
+from jaxlm.core.tracing import CustomVjp
 
 NORM = "norm"
 """Checkpoint name of the mean and scale of each row in remat policies."""

@@ -20,7 +20,7 @@ from haliax import NamedArray
 from jax import ad_checkpoint
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.trace_options import trace_options
+from jaxlm.core.tracing import trace_options
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.norms import NORM
 

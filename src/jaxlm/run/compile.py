@@ -14,7 +14,7 @@ from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.runtime import all_processes
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, sharded_shapes

@@ -100,6 +100,7 @@ class ChatEncoder(Encoder):
 
 
 def are_messages(value: Any) -> TypeGuard[Messages]:
+    """Whether a value is a list of messages, each with a role."""
     return (
         isinstance(value, list)
         and bool(value)

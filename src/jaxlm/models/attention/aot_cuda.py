@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-from jaxlm.core.trace_options import tracing
+from jaxlm.core.tracing import tracing
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.runtime import all_processes
-from jaxlm.core.trace_options import trace_options
+from jaxlm.core.tracing import trace_options
 from jaxlm.models.attention.backends.cudnn import DOCUMENTS_PER_CALL, cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.core.custom_vjp import CustomVjp
+from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.attention.scores import ScoreRule
 
 ATTENTION = "attention"

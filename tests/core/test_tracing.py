@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from jaxlm.core.custom_vjp import CustomVjp
-from jaxlm.core.trace_options import TraceOptions, trace_options, tracing
+from jaxlm.core.tracing import CustomVjp, TraceOptions, trace_options, tracing
 
 
 def test_other_options_are_another_entry_in_the_caches_of_jax():
