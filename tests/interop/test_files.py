@@ -208,9 +208,10 @@ def adapted():
 
 def saved_adapters(folder, model):
     adapters = [
-        Adapter(path, m.a, m.b, m.base.In, m.base.Out, m.scale) for path, m in tree.modules_by_path(model, LoraLinear)
+        Adapter(path, 0, m.a, m.b, m.base.In, m.base.Out, m.scale)
+        for path, m in tree.modules_by_path(model, LoraLinear)
     ]
-    save_adapters(folder, adapters, CONFIG, one_device(), dtype=np.float32, base="x")
+    save_adapters(folder, adapters, CONFIG, CONFIG.num_layers, one_device(), dtype=np.float32, base="x")
     return folder
 
 

@@ -14,8 +14,6 @@ from jaxlm.engine.phases import StateBuilder
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.engine.watch import WatchConfig, split_watched
-from jaxlm.interop.hf.folder import save_folder
-from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.gpt2 import Gpt2Config
@@ -25,6 +23,7 @@ from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.split_at import SplitAtConfig
 from tests.engine import helpers
@@ -46,7 +45,7 @@ every = pytest.mark.parametrize(
 
 def split(model, *layers):
     for layer in layers:
-        model = SplitAtConfig(layer).apply(model, refs={}, calibration=None, key=jax.random.key(1))
+        model = SplitAtConfig(layer).apply(model, key=jax.random.key(1))
     return model
 
 
@@ -144,16 +143,18 @@ def test_a_prefix_cache_holds_every_stack(built):
         prompt = [*prompt, *found, 5]
 
 
-@every
-def test_exports_are_byte_for_byte_those_of_the_whole_model(name, built, tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_merging_gives_the_whole_model_bit_for_bit(name, built):
+    """Exports and sampling use the merged model. Its static fields, such as the layers' kinds, are the same too."""
     config, layer = MODELS[name]
-    where = one_device()
-    for folder, model in (("whole", built(config)), ("split", split(built(config), layer))):
-        save_folder(tmp_path / folder, model, config, where, dtype=np.float32, files={}, special_ids={})
-    whole, halves = (SafetensorsFile(tmp_path / name / "model.safetensors") for name in ("whole", "split"))
-    assert whole.tensors == halves.tensors
-    for tensor in whole.tensors:
-        np.testing.assert_array_equal(halves.view(tensor), whole.view(tensor), err_msg=tensor)
+    surgeries = [SplitAtConfig(layer)]
+    if config.num_layers > 3:
+        surgeries += [SplitAtConfig(2), SplitAtConfig(config.num_layers - 1)][: 1 + (layer < config.num_layers - 1)]
+    whole = built(config)
+    merged = merge_surgeries(split(whole, *(surgery.layer for surgery in surgeries)), surgeries)
+    assert jax.tree.structure(merged) == jax.tree.structure(whole)
+    for (path, found), (_, expected) in zip(tree.leaves(merged), tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(found.array, expected.array, err_msg=path)
 
 
 def traced(trainable, watch=None):

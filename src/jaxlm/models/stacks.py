@@ -6,6 +6,7 @@ A stack has an axis `layers` of its own. One stack is the usual case; the paths 
 import abc
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -18,7 +19,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
-from jaxlm.core.tree import is_named
+from jaxlm.core.tree import is_named, modules
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache, check_taps, layer_tap, tap_names
@@ -130,6 +131,12 @@ class Body(abc.ABC):
             parts += [stack.between(0, cut), stack.between(cut, size)] if 0 < cut < size else [stack]
         return Stacks(tuple(parts))
 
+    def joined_at(self, layer: int) -> "Body":
+        """The inverse of `split_at`: joins the stack that begins with `layer` to the one before it."""
+        at = self.first_layers.index(layer)
+        parts = (*self.stacks[: at - 1], self.stacks[at - 1].followed_by(self.stacks[at]), *self.stacks[at + 1 :])
+        return parts[0] if len(parts) == 1 else Stacks(parts)
+
     def __call__(
         self,
         x: NamedArray,
@@ -166,7 +173,7 @@ class Body(abc.ABC):
 
 
 def _concatenated(parts: Sequence[T]) -> T:
-    """Outputs of consecutive layers, as if one scan had returned them."""
+    """Parameters or outputs of consecutive layers in one tree."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: hax.concatenate(LAYERS, leaves), *parts, is_leaf=is_named)
@@ -237,6 +244,14 @@ class Stack(Body, eqx.Module):
             kinds=shortest_period(self.kinds_between(start, stop)),
         )
 
+    def followed_by(self, upper: "Stack") -> "Stack":
+        """The layers of both stacks, which must have the same structure, in one stack."""
+        sizes = self.Layers.size, upper.Layers.size
+        stacked = _concatenated([self.layers.stacked, upper.layers.stacked])
+        kinds = [*self.kinds_between(0, sizes[0]), *upper.kinds_between(0, sizes[1])]
+        layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(sum(sizes)))
+        return dataclasses.replace(upper, layers=layers, kinds=shortest_period(kinds))
+
     def run(
         self, x: NamedArray, shared: ForwardPass, cached: LayerCache | None, start: int, stop: int, *, first_layer: int
     ) -> tuple[NamedArray, Any]:
@@ -286,6 +301,18 @@ def _layer_keys(key: jax.Array, num_layers: int, first: int, count: int) -> jax.
     """One key per layer. They do not depend on how the layers are divided into stacks."""
     keys = jax.random.split(key, num_layers)
     return keys if count == num_layers else keys[first : first + count]
+
+
+_NUMBER = re.compile(r"^body\.(\d+)\.")
+
+
+def path_in_one_stack(path: str, model: Any) -> tuple[str, int]:
+    """The path of a layer as if the model had one stack, and the number of the first layer that it stands for."""
+    numbered = _NUMBER.match(path)
+    if numbered is None:
+        return path, 0
+    (body,) = modules(model, Body)
+    return f"body.{path[numbered.end() :]}", body.first_layers[int(numbered[1])]
 
 
 @jax.tree_util.register_pytree_with_keys_class

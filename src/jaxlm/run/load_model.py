@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -236,9 +237,10 @@ def open_model(
     lora = lora_for_inference(folder, config)
 
     def load() -> LanguageModel:
-        return add_adapters(opened.load(), folder, config, layout)
+        merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(opened.load())
+        return add_adapters(merged, folder, config, layout)
 
-    return replace(opened, surgeries=(*opened.surgeries, lora), load=load)
+    return replace(opened, surgeries=(lora,), load=load)
 
 
 def _is_hugging_face(name: str) -> bool:

@@ -37,6 +37,7 @@ from jaxlm.interop.peft.write import Adapter, save_adapters
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
+from jaxlm.models.stacks import Body, path_in_one_stack
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -196,6 +197,11 @@ class LoraConfig(SurgeryConfig):
 
 
 def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapters:
+    if any(len(body.stacks) > 1 for body in tree.modules(model, Body)):
+        raise ConfigError(
+            f"surgery lora: from_peft: the adapters in {folder} are for all layers, but these have been cut into stacks. Put"
+            " the lora surgery before split_at"
+        )
     return read_adapters(folder, config, axis_sizes(tree.leaves(model)).get(LAYERS, 0))
 
 
@@ -227,9 +233,10 @@ def save_peft(
         base: name of the base model, for adapter_config.json.
     """
     adapters = [
-        Adapter(path, layer.a, layer.b, layer.base.In, layer.base.Out, layer.scale, layer.dropout)
-        for path, layer in tree.modules_by_path(model, LoraLinear)
+        Adapter(*path_in_one_stack(path, model), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
+        for path, m in tree.modules_by_path(model, LoraLinear)
     ]
     if not adapters:
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
-    save_adapters(folder, adapters, config, layout, dtype=dtype, base=base)
+    (body,) = tree.modules(model, Body)
+    save_adapters(folder, adapters, config, body.num_layers, layout, dtype=dtype, base=base)

@@ -7,9 +7,7 @@ frozen too, the backward pass ends above the lower stack.
     embedding -> body.0: layers 0 .. k-1 -> body.1: layers k .. and the final norm -> head
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -33,10 +31,7 @@ class SplitAtConfig(SurgeryConfig):
 
     layer: int
 
-    def apply(
-        self, model: LanguageModel, *, refs: Mapping[str, LanguageModel], calibration: Any, key: jax.Array
-    ) -> LanguageModel:
-        """Returns the model with one more stack."""
+    def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         body = next(iter(tree.modules(model, Body)), None)
         if body is None or body.num_layers == 1:
             what = "no stack of layers" if body is None else "only one layer"
@@ -51,3 +46,6 @@ class SplitAtConfig(SurgeryConfig):
         if self.layer in body.first_layers:
             raise ConfigError(f"surgery split_at: layer: {self.layer} given, but a stack already begins there")
         return tree.map_modules(model, Body, ".*", lambda body: body.split_at(self.layer))
+
+    def merge(self, model: LanguageModel) -> LanguageModel:
+        return tree.map_modules(model, Body, ".*", lambda body: body.joined_at(self.layer))

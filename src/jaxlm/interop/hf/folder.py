@@ -20,7 +20,7 @@ from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_js
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
-from jaxlm.interop.hf.weights import Tensor, axis_sizes, by_table_path, expanded, in_stack
+from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -151,7 +151,7 @@ class _Writer:
 
     def __init__(self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype):
         leaves = tree.leaves(model)
-        self._leaves = by_table_path(leaves)
+        self._leaves = dict(leaves)
         self._sizes = axis_sizes(leaves)
         self._layout = layout
         self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
@@ -167,9 +167,9 @@ class _Writer:
         """Yields the tensors one at a time."""
         for name in names:
             tensor, numbers = self._places[name]
-            parts = [in_stack(self._leaves[part.path], numbers) for part in tensor.parts]
-            hosted = [self._on_host(leaf, tensor.stacked, at).astype(self.infos[name].dtype) for leaf, at in parts]
-            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf, _ in parts], self._sizes)
+            leaves = [self._leaves[part.path] for part in tensor.parts]
+            hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
+            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
 
     def write(self, folder: Path, largest_file: int) -> None:
         """Writes the weights files, and an index if there are several."""

@@ -5,7 +5,6 @@ are the features of all heads. It omits the axes `layers` and `experts` if the f
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 from jaxlm.core.axes import EXPERTS, LAYERS
 
 Sizes = dict[str, int]
-_STACK = re.compile(r"^body\.\d+\.")
 _NUMBERS = {LAYERS: "layer", EXPERTS: "expert"}  # axis -> placeholder for its index in tensor names
 _MAY_BE_LONGER = (("vocab",), ("position",))  # in a file than in the model; the additional rows are ignored
 
@@ -134,33 +132,6 @@ def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Ten
                 yield tensor.numbered((layer, *rest)), tensor, (layer, *rest)
 
 
-def by_table_path(leaves: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
-    """Path in the tables -> its leaf in each stack of layers, from first to last.
-
-    The tables describe a model with one stack, and number its layers. With several stacks, that path is in each of them:
-    `body.layers.x` is in `body.0.layers.x` and `body.1.layers.x`.
-    """
-    found: dict[str, list[Any]] = {}
-    for path, leaf in leaves:
-        found.setdefault(_STACK.sub("body.", path), []).append(leaf)
-    return found
-
-
-def in_stack(leaves: Sequence[Any], indices: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    """The leaf that holds a tensor, and the tensor's indices in this leaf. `leaves` is a value of `by_table_path`."""
-    if len(leaves) == 1:
-        return leaves[0], indices
-    layer, *rest = indices
-    for leaf in leaves:
-        if layer < leaf.axis_size(LAYERS):
-            return leaf, (layer, *rest)
-        layer -= leaf.axis_size(LAYERS)
-    raise IndexError(f"layer {indices[0]} of {sum(leaf.axis_size(LAYERS) for leaf in leaves)}")
-
-
 def axis_sizes(leaves: Sequence[tuple[str, Any]]) -> Sizes:
-    """Sizes of all axes of the named leaves. `layers` counts those of all stacks."""
-    sizes = {axis.name: axis.size for _, leaf in leaves for axis in leaf.axes}
-    stacks = by_table_path(leaves).values()
-    counts = [sum(leaf.axis_size(LAYERS) for leaf in each) for each in stacks if each[0].has_axis(LAYERS)]
-    return sizes | ({LAYERS: max(counts)} if counts else {})
+    """Sizes of all axes of the named leaves."""
+    return {axis.name: axis.size for _, leaf in leaves for axis in leaf.axes}

@@ -33,7 +33,8 @@ class Adapter:
     """An adapter that adds scale * b a to a linear layer.
 
     Attributes:
-        path: path of the module.
+        path: path of the module, in a model with one stack of layers.
+        first_layer: number of the first layer in `a` and `b`.
         a: {layers, lora_rank, *In}.
         b: {layers, *Out, lora_rank}.
         In, Out: input and output axes of the layer.
@@ -42,6 +43,7 @@ class Adapter:
     """
 
     path: str
+    first_layer: int
     a: NamedArray
     b: NamedArray
     In: Any
@@ -51,16 +53,24 @@ class Adapter:
 
 
 def save_adapters(
-    folder: Path, adapters: Sequence[Adapter], config: ModelConfig, layout: Layout, *, dtype: Any, base: str
+    folder: Path,
+    adapters: Sequence[Adapter],
+    config: ModelConfig,
+    num_layers: int,
+    layout: Layout,
+    *,
+    dtype: Any,
+    base: str,
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
     Args:
+        num_layers: number of layers of the model.
         base: name of the base model, for adapter_config.json.
 
     Raises:
         ConfigError: the weight of an adapted layer is part of a larger matrix in Hugging Face format, or the adapters have
-            different ranks, scales or dropouts.
+            different ranks, scales or dropouts, or are in different layers.
     """
     check_unused(folder)
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
@@ -74,10 +84,20 @@ def save_adapters(
         )
     tensors: dict[str, np.ndarray] = {}
     modules: set[str] = set()
+    layers: dict[str, list[int]] = {}
     for adapter in adapters:
         owner = _owner(adapter, owners)
         modules.add(owner.name.removesuffix(".weight").rpartition(".")[2])
         tensors |= dict(_tensors(adapter, owner, layout, dtype))
+        if owner.is_stacked:
+            numbers = range(adapter.first_layer, adapter.first_layer + adapter.a.axis_size(LAYERS))
+            layers.setdefault(owner.name, []).extend(numbers)
+    adapted = next(iter(layers.values()), [])
+    if any(numbers != adapted for numbers in layers.values()):
+        raise ConfigError(
+            "the adapters of different modules are in different layers, so that they cannot be exported as one PEFT adapter."
+            " Export the merged model: --adapters merge"
+        )
     if not is_main_process():
         return
     rank = ranks.pop()
@@ -92,6 +112,7 @@ def save_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(modules),
+        **({} if len(adapted) in (0, num_layers) else {"layers_to_transform": adapted}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
     with publish_folder(folder) as unfinished:
@@ -119,7 +140,7 @@ def _tensors(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> Ite
     name = PREFIX + owner.name.removesuffix(".weight")
     if not owner.is_stacked:
         a_np, b_np = a_np[None], b_np[None]
-    for layer, (a_layer, b_layer) in enumerate(zip(a_np, b_np, strict=True)):
+    for layer, (a_layer, b_layer) in enumerate(zip(a_np, b_np, strict=True), adapter.first_layer):
         module = name.format(layer=layer)
         yield f"{module}.lora_A.weight", a_layer.reshape(rank, -1)
         yield f"{module}.lora_B.weight", b_layer.reshape(-1, rank)
