@@ -30,6 +30,12 @@ SIZES = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 
 DOWN = "body.layers.stacked.mlp.down_proj"
 
 
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch):
+    """Other tests list the registered classes."""
+    monkeypatch.setattr(SurgeryConfig, "_choice_registry", dict(SurgeryConfig.get_known_choices()))
+
+
 class Gain(eqx.Module):
     """A linear layer whose outputs are multiplied by {layers, *Out}."""
 
