@@ -110,7 +110,10 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
     required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
 
     def run_with(section: ConfigSection, given: dict[str, Any]) -> RunConfig:
-        value: Any = {"type": section.choice, **given} if section.choice else given
+        kinds = [s for s in found if s.path == section.path and s.choice]
+        without_default = next((s.choice for s in kinds), None) if not any(s.is_default for s in kinds) else None
+        choice = section.choice or without_default
+        value: Any = {"type": choice, **given} if choice else given
         places = section.path.split(".") if section.path else []
         while places:
             *places, last = places

@@ -164,7 +164,7 @@ def traced(trainable, watch=None):
     where, state = one_device(), builder.abstract_state(frozen)
     with where.use():
         step = make_train_step(frozen, where, F32, state, watch)
-        return step.trace(state, batch(arrays(0), where), FlagSync.abstract(where)), state
+        return step.trace(state, {}, batch(arrays(0), where), FlagSync.abstract(where)), state
 
 
 def weights_per_layer():
