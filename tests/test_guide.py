@@ -128,7 +128,9 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
         return decode_run(ConfigSource(value), "example")
 
     for section in found:
-        needed = {key.name: parse_value(example(section, key)) for key in required[section.path, section.choice]}
+        shared = required.get((section.path, None), [])
+        of_section = [*shared, *(key for key in required[section.path, section.choice] if key not in shared)]
+        needed = {key.name: parse_value(example(section, key)) for key in of_section}
         for key in section.keys:
             value = parse_value(example(section, key))
             if key.name == "source":
