@@ -57,6 +57,7 @@ def test_killed_and_resumed(whole, workplace):
     assert place.digest("step-24") == whole.digest("step-24")
 
 
+@pytest.mark.slow
 def test_the_chosen_completion_becomes_more_likely(whole):
     records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
     margins = [record["eval/preference/margin"] for record in records if "eval/preference/margin" in record]
@@ -77,6 +78,7 @@ def test_eight_devices_train_like_one(workplace):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
     shown = whole.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.prepare")
     assert shown.code == 0, shown.err

@@ -52,6 +52,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), MESHES)
 def test_every_mesh_gives_the_numbers_of_one_device(name, mesh):
     expected, _ = trained(one_device(), OBJECTIVES[name])

@@ -14,7 +14,7 @@ from tests.interop.cases import FIRST, reference, tokens
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-QUICK = ("gpt2", "llama-3", "gemma2")
+QUICK = ("gpt2", "llama-3")
 
 
 def opened(name, folder):

@@ -22,6 +22,7 @@ def split(model, layer):
     return eqx.tree_at(lambda m: m.body, model, model.body.split_at(layer))
 
 
+@pytest.mark.slow
 def test_every_tap_is_the_output_of_the_layers_below_it(built, as_inputs):
     """A tap equals the last layer's output of a model that ends there, and does not change the others."""
     model, inputs = built(GEMMA2), as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 32)))

@@ -129,6 +129,7 @@ def test_fewer_bad_steps_than_the_rule_asks_for_go_on(runs, poison):
     assert runs.attempts("two_bad") == [(0, n) for n in range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_data_that_stays_bad_ends_the_run_and_never_in_a_circle(runs, poison):
     poison(5, None)
     trainer = {"checkpointer": {**runs.checkpointer, "delete_old_temp_checkpoints": False}}
@@ -184,6 +185,7 @@ UNTIL = {
 }  # the loss falls, so that the first evaluation is the best
 
 
+@pytest.mark.slow
 def test_patience_ends_the_phase_with_the_best_weights(runs):
     result = runs.run("patient", trainer={"until": UNTIL, "checkpointer": {**runs.checkpointer, "keep": []}})
     assert "phase 'train' ends after step 6: eval/loss has not improved in 2 evaluations" in runs.output
