@@ -219,13 +219,16 @@ def test_guards_and_averages_do_not_change_training(where):
     expected, total = {name: weights() for name in AVERAGES}, 0.0
     for number in range(5):
         one, other = plain.step(arrays(number)), run.step(arrays(number))
-        assert one == {name: value for name, value in other.items() if name in one}
+        # The guards' reasons use the norm, so this program may add its squares in another order.
+        assert one == pytest.approx({name: value for name, value in other.items() if name in one}, rel=1e-6)
         count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
         total += count
         now = weights()
         for name, weight in (("ema", 1 - 0.8), ("late", count / total)):
             expected[name] = {p: a + weight * (now[p] - a) for p, a in expected[name].items()}
-    assert_identical(host(plain), {path: array for path, array in host(run).items() if not path.startswith("slots.")})
+    after = host(run)
+    for path, array in host(plain).items():
+        np.testing.assert_allclose(after[path], array, rtol=1e-6, atol=1e-6, err_msg=path)
     assert float(run.state.slots["loss_scale"].scale) == 2.0**12
 
     for name, model in run.phase.averaged(run.state).items():
