@@ -113,7 +113,7 @@ def test_frozen_leaves_beside_trained_ones_are_sharded():
     with where.use():
         flag_sync = FlagSync(where).to_devices(SyncFlags())
         after, _ = jax.eval_shape(
-            make_train_step(own, where, F32, abstract), abstract, batch(arrays(0), where), flag_sync
+            make_train_step(own, where, F32, abstract), abstract, {}, batch(arrays(0), where), flag_sync
         )
     assert jax.tree.structure(after) == jax.tree.structure(abstract)
 

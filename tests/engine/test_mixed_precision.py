@@ -29,7 +29,7 @@ def test_a_step_keeps_the_dtype_of_every_array(name):
     state = StateBuilder(MODEL, vocab_axis(VOCAB), 0, MIXED, (own,)).abstract_state(own)
     with where.use():
         flags = FlagSync(where).to_devices(SyncFlags())
-        after, _ = jax.eval_shape(make_train_step(own, where, MIXED, state), state, batch(arrays(0), where), flags)
+        after, _ = jax.eval_shape(make_train_step(own, where, MIXED, state), state, {}, batch(arrays(0), where), flags)
     dtypes = {path: tree.raw(leaf).dtype.name for path, leaf in tree.leaves(state)}
     assert {path: tree.raw(leaf).dtype.name for path, leaf in tree.leaves(after)} == dtypes
     stored = {path: dtype for path, dtype in dtypes.items() if path.startswith("model.")}
