@@ -19,6 +19,8 @@ from jaxlm.observe.console import Console
 from jaxlm.run.load_model import open_checkpoint
 from jaxlm.train import train
 
+pytestmark = pytest.mark.slow
+
 EARLIER = Path(__file__).parents[1] / "vectors" / "earlier_run"
 LOSSES = {record["step"]: record["train/loss"] for record in json.loads((EARLIER / "losses.json").read_text())}
 

@@ -20,6 +20,8 @@ from jaxlm.engine.outcome import Next
 from jaxlm.observe.trackers import read_jsonl
 from tests.run.test_init_from import Trainings, saved_arrays
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH = 10, 8
 RULE = {"optimizer": {"skip_bad_steps": {"rewind_after": 3, "max_rewinds": 2}}}
 
