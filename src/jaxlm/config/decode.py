@@ -281,7 +281,7 @@ def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
         return _accept(value is None, value)
     if type(value) is kind:
         return value
-    if lenient and kind is int and isinstance(value, float) and value == int(value):
+    if lenient and kind is int and isinstance(value, float) and value.is_integer():  # not for inf and nan
         return int(value)
     if lenient and kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
