@@ -20,7 +20,7 @@ from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.bad_streak import BadStreak
-from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.conductor import Conductor, EndedPhase
 from jaxlm.engine.loop import run_phase
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
@@ -228,7 +228,8 @@ def _train_phase(
             flag_sync=run.flag_sync,
             stop=run.stop,
         )
-        return conductor.act(outcome, state, phase, saver, batches.state(), evaluations, exports), outcome
+        ended = EndedPhase(phase, state, saver, batches.state(), evaluations, exports)
+        return conductor.act(outcome, ended), outcome
 
 
 def _exit_code(result: TrainResult) -> int:

@@ -8,7 +8,7 @@ Interrupted  the run ends; the same command continues it
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -28,6 +28,22 @@ from jaxlm.engine.state import RunState
 
 class RewindError(Exception):
     """The run cannot go back: it has done so too often, or there is no undamaged checkpoint to go back to."""
+
+
+class EndedPhase(NamedTuple):
+    """A phase at the end of its loop.
+
+    Attributes:
+        position: data position after the last step.
+        evaluations, exports: hooks that run on the weights with which the phase ends, if it did not run to its end.
+    """
+
+    phase: Phase
+    state: RunState
+    saver: Saver
+    position: dict[str, Any]
+    evaluations: Hook
+    exports: Sequence[Hook]
 
 
 class Conductor:
@@ -71,37 +87,24 @@ class Conductor:
         phases = self.state_builder.phases
         return phases[self._index] if self._index < len(phases) else None
 
-    def act(
-        self,
-        outcome: Outcome,
-        state: RunState,
-        phase: Phase,
-        saver: Saver,
-        position: dict[str, Any],
-        evaluations: Hook,
-        exports: Sequence[Hook],
-    ) -> RunState:
+    def act(self, outcome: Outcome, ended: EndedPhase) -> RunState:
         """Does what follows from the outcome of a phase, and returns the state from which the run goes on.
 
-        The buffers of `state` are deleted if another state is loaded.
-
-        Args:
-            position: data position after the last step.
-            evaluations, exports: hooks that run on the weights with which the phase ends, if it did not run to its end.
+        The buffers of `ended.state` are deleted if another state is loaded.
 
         Raises:
             RewindError: the run cannot go back.
         """
         match outcome:
             case Done():
-                self._enter_next(saver.history)
+                self._enter_next(ended.saver.history)
             case Next():
-                return self._end_early(outcome, state, phase, saver, position, evaluations, exports)
+                return self._end_early(outcome, ended)
             case Rewind():
-                return self._go_back(outcome, state, phase, saver.history)
+                return self._go_back(outcome, ended.state, ended.phase, ended.saver.history)
             case Interrupted():
                 pass
-        return state
+        return ended.state
 
     def _enter_next(self, history: History) -> None:
         self._index += 1
@@ -109,17 +112,9 @@ class Conductor:
         self.num_skipped = 0
         self.history = history.in_next_phase()
 
-    def _end_early(
-        self,
-        outcome: Next,
-        state: RunState,
-        phase: Phase,
-        saver: Saver,
-        position: dict[str, Any],
-        evaluations: Hook,
-        exports: Sequence[Hook],
-    ) -> RunState:
+    def _end_early(self, outcome: Next, ended: EndedPhase) -> RunState:
         """Ends the phase with the pinned or the current weights, and saves them as its last checkpoint."""
+        state, phase, saver = ended.state, ended.phase, ended.saver
         step, history = outcome.step, saver.history
         self._log(f"phase '{phase.name}' ends after step {step}: {outcome.reason}")
         if outcome.weights is not None:
@@ -128,15 +123,15 @@ class Conductor:
             self._log(f"going on with the weights of {best.location}")
             counts = [_on_devices(count, self._layout) for count in (step, skipped)]
             state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
-            evaluations.run(step, state)
-        for export in exports:
+            ended.evaluations.run(step, state)
+        for export in ended.exports:
             export.run(step, state)
         if step != phase.end:
             ends = (*(earlier.end for earlier in self.state_builder.phases[: phase.index]), step)
             self.state_builder = with_phase_ends(self.state_builder, ends)
             history = replace(history, phase_ends=ends)
         saver.history = history.in_next_phase()
-        saver.save_end(state, step, position)
+        saver.save_end(state, step, ended.position)
         self._enter_next(saver.history)
         return state
 

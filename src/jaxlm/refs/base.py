@@ -3,12 +3,13 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Generic, TypeVar
 
 import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
+from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.hf.folder import parse_dtype
@@ -17,13 +18,24 @@ from jaxlm.models.base import LanguageModel
 Log = Callable[[str], None]
 
 
-class Ref(abc.ABC):
-    """A reference. Nothing is read before a method is called; all processes must call the methods."""
+C = TypeVar("C", bound="RefConfig")
 
-    @property
-    @abc.abstractmethod
-    def location(self) -> Path | str:
-        """Its path or URL."""
+
+class Ref(abc.ABC, Generic[C]):
+    """A reference. Nothing is read before a method is called; all processes must call the methods.
+
+    Attributes:
+        key: path of its section in the configuration, for messages.
+        location: its path or URL.
+        precision: its dtype, for storage and computation.
+    """
+
+    def __init__(self, config: C, key: str):
+        dtype = config.parsed_dtype(key)
+        self.config = config
+        self.key = key
+        self.location = config.path
+        self.precision = Precision(dtype, dtype)
 
     @abc.abstractmethod
     def abstract(self, Vocab: Axis) -> LanguageModel:

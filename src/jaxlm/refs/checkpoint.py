@@ -12,7 +12,6 @@ from haliax import Axis
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import load_yaml
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -56,17 +55,7 @@ class _Saved:
     state: RunState
 
 
-class _CheckpointRef(Ref):
-    def __init__(self, config: CheckpointRefConfig, key: str):
-        dtype = config.parsed_dtype(key)
-        self.config = config
-        self.key = key
-        self.precision = Precision(dtype, dtype)
-
-    @property
-    def location(self) -> Path | str:
-        return self.config.path
-
+class _CheckpointRef(Ref[CheckpointRefConfig]):
     def abstract(self, Vocab: Axis) -> LanguageModel:
         num_tokens = self._saved.tokenizer.vocab_size
         if num_tokens != Vocab.size:

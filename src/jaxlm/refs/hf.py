@@ -11,7 +11,6 @@ import jax
 from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -36,17 +35,7 @@ class HfRefConfig(RefConfig):
         return _HfRef(self, key)
 
 
-class _HfRef(Ref):
-    def __init__(self, config: HfRefConfig, key: str):
-        dtype = config.parsed_dtype(key)
-        self.config = config
-        self.key = key
-        self.precision = Precision(dtype, dtype)
-
-    @property
-    def location(self) -> Path | str:
-        return self.config.path
-
+class _HfRef(Ref[HfRefConfig]):
     def abstract(self, Vocab: Axis) -> LanguageModel:
         opened = self._opened
         if opened.vocab_size < Vocab.size:
