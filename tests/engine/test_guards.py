@@ -38,7 +38,7 @@ class Judging:
         finite = np.isfinite(loss) and np.isfinite(norm)
         stats = StepStats(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
         verdict = self._judge(self.slot, stats)
-        self.slot, self.reason = verdict.slot, int(verdict.reason)
+        self.slot = verdict.slot
         self.metrics = {name: float(value) for name, value in verdict.metrics.items()}
         return bool(verdict.applies)
 
@@ -120,7 +120,7 @@ def test_the_scale_grows_and_backs_off():
     scale = DynamicLossScale(initial=8.0, growth_interval=3, smallest=2.0, largest=16.0)
     judge, seen = Judging(scale), []
     for loss in [1.0] * 7 + [np.nan] * 4 + [1.0] * 3:
-        assert judge(loss) == np.isfinite(loss)
+        assert judge(loss)  # the engine skips non-finite steps in any case
         seen.append(float(judge.slot.scale))
     assert seen == [8, 8, 16, 16, 16, 16, 16, 8, 4, 2, 2, 2, 2, 4]
 
@@ -137,15 +137,14 @@ def test_the_guard_that_skips_a_step_says_why():
     ):
         judge(loss, norm)
         step = judge.metrics | {"train/objective": loss, "grad/norm/total": norm, "train/loss_scale": 8.0}
-        assert skip_reason((spikes, scale), {"bad_steps": judge.reason, "loss_scale": 0}, step) == said
+        assert skip_reason((spikes, scale), step) == said
     assert judge(3.0, 1.0)
-    assert judge.reason == 0
     assert not judge.metrics["bad_steps/in_a_row"]
-    overflow = {"train/objective": np.inf, "grad/norm/total": 1.0, "train/loss_scale": 8.0}
-    assert skip_reason((spikes, scale), {"bad_steps": 0, "loss_scale": 1}, overflow) == (
+    overflow = judge.metrics | {"train/objective": np.inf, "grad/norm/total": 1.0, "train/loss_scale": 8.0}
+    assert skip_reason((spikes, scale), overflow) == (
         "loss or gradient is not finite; the loss scale 8 may be too large and is halved"
     )
-    assert skip_reason((), {}, overflow) == "loss or gradient is not finite"
+    assert skip_reason((), overflow) == "loss or gradient is not finite"
 
 
 def test_parameters_are_not_stored_in_float16():
@@ -219,16 +218,13 @@ def test_guards_and_averages_do_not_change_training(where):
     expected, total = {name: weights() for name in AVERAGES}, 0.0
     for number in range(5):
         one, other = plain.step(arrays(number)), run.step(arrays(number))
-        # The guards' reasons use the norm, so this program may add its squares in another order.
-        assert one == pytest.approx({name: value for name, value in other.items() if name in one}, rel=1e-6)
+        assert one == {name: value for name, value in other.items() if name in one}
         count = 0.1 if number < 2 else 1 - min(1.0, (number - 2) / 3) ** 0.5
         total += count
         now = weights()
         for name, weight in (("ema", 1 - 0.8), ("late", count / total)):
             expected[name] = {p: a + weight * (now[p] - a) for p, a in expected[name].items()}
-    after = host(run)
-    for path, array in host(plain).items():
-        np.testing.assert_allclose(after[path], array, rtol=1e-6, atol=1e-6, err_msg=path)
+    assert_identical(host(plain), {path: array for path, array in host(run).items() if not path.startswith("slots.")})
     assert float(run.state.slots["loss_scale"].scale) == 2.0**12
 
     for name, model in run.phase.averaged(run.state).items():

@@ -31,13 +31,15 @@ class Curfew(StepGuard):
     """A guard of its own kind, with metrics of its own."""
 
     name = "curfew"
-    reasons = ("too early", "hour {curfew/hour:g} is too late")
 
     def init_slot(self):
         return ()
 
     def judge(self, slot, stats):
-        raise NotImplementedError  # the listener asks only for its reasons
+        raise NotImplementedError  # the listener needs only the reason
+
+    def reason(self, metrics):
+        return f"hour {metrics['curfew/hour']:g} is too late"
 
 
 def test_a_guard_of_its_own_kind_says_why_it_skipped_a_step():
@@ -45,7 +47,7 @@ def test_a_guard_of_its_own_kind_says_why_it_skipped_a_step():
     listener = ProgressListener(Console(shown), phase(), lambda step: "", skipped=0, guards=(Curfew(),))
     metrics = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
     metrics |= {"throughput/hook_time": 0.0, "train/skipped_steps": 1.0, "curfew/hour": 23.0}
-    listener(StepInfo(1, "train", info().metrics | metrics, reasons={"curfew": 2}))
+    listener(StepInfo(1, "train", info().metrics | metrics))
     assert "step 1: hour 23 is too late; update skipped (1 skipped so far)" in shown.getvalue()
 
 

@@ -10,6 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
+OBJECTIVE, GRADIENT_NORM = "train/objective", "grad/norm/total"
+"""Names of the metrics that every step has."""
+
 
 class StepStats(NamedTuple):
     """Values of a step before its update is applied.
@@ -29,19 +32,14 @@ class Verdict(NamedTuple):
     """A guard's decision about a step.
 
     Attributes:
-        reason: int32, 0 if the update may be applied; otherwise the number of one of the guard's `reasons`, from 1.
+        applies: bool, whether the update may be applied.
         slot: the guard's new state, whether the update is applied or not.
         metrics: scalars to log, by name.
     """
 
-    reason: jax.Array
+    applies: jax.Array
     slot: Any
     metrics: dict[str, jax.Array]
-
-    @property
-    def applies(self) -> jax.Array:
-        """bool, whether the update may be applied."""
-        return self.reason == 0
 
 
 class StepGuard(abc.ABC):
@@ -52,8 +50,6 @@ class StepGuard(abc.ABC):
 
     name: ClassVar[str]
     """Name of the guard's slot."""
-    reasons: ClassVar[tuple[str, ...]]
-    """Why the guard skips updates: templates over the step's metrics, such as `loss {train/objective:.4g} is too large`."""
 
     @abc.abstractmethod
     def init_slot(self) -> Any:
@@ -62,6 +58,13 @@ class StepGuard(abc.ABC):
     @abc.abstractmethod
     def judge(self, slot: Any, stats: StepStats) -> Verdict:
         """Judges one step. Traceable."""
+
+    @abc.abstractmethod
+    def reason(self, metrics: Mapping[str, float]) -> str | None:
+        """Why this guard rejected a step whose update was skipped, from the step's metrics; None if it did not.
+
+        It runs on the host. A reason that left the program would change how the program is compiled.
+        """
 
 
 class RewindRule(NamedTuple):
@@ -76,17 +79,12 @@ class RewindRule(NamedTuple):
     max_rewinds: int
 
 
-def skip_reason(guards: Iterable[StepGuard], reasons: Mapping[str, int], metrics: Mapping[str, float]) -> str:
-    """Says why an update was skipped.
+def skip_reason(guards: Iterable[StepGuard], metrics: Mapping[str, float]) -> str:
+    """Why an update was skipped: the guards that judged the step, and its metrics."""
+    texts = [] if is_finite(metrics) else ["loss or gradient is not finite"]
+    return "; ".join([*texts, *filter(None, (guard.reason(metrics) for guard in guards))])
 
-    Args:
-        guards: the guards that judged the step.
-        reasons: guard's name -> its `Verdict.reason`.
-        metrics: the step's metrics.
-    """
-    finite = all(math.isfinite(metrics[name]) for name in ("train/objective", "grad/norm/total"))
-    texts = [] if finite else ["loss or gradient is not finite"]
-    for guard in guards:
-        if reason := reasons.get(guard.name, 0):
-            texts.append(guard.reasons[reason - 1].format_map(metrics))
-    return "; ".join(texts)
+
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether a step's objective and gradient norm are finite."""
+    return all(math.isfinite(metrics[name]) for name in (OBJECTIVE, GRADIENT_NORM))

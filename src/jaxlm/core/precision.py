@@ -6,7 +6,7 @@ adjusted as in the same group's later libraries. It is a power of two, so scalin
 
 import abc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
 from jaxlm.core.matmul import StoredWeight
 from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves
 
@@ -77,7 +77,6 @@ class DynamicLossScale(LossScale, StepGuard):
     """
 
     name: ClassVar[str] = "loss_scale"
-    reasons: ClassVar[tuple[str, ...]] = ("the loss scale {train/loss_scale:g} may be too large and is halved",)
 
     initial: float = 2.0**15
     growth_interval: int = 2000
@@ -100,7 +99,6 @@ class DynamicLossScale(LossScale, StepGuard):
 
     def judge(self, slot: ScaleState, stats: StepStats) -> Verdict:
         """Updates the scale. Never skips a finite step."""
-        reason = jnp.where(stats.finite, 0, 1)
         good_steps = slot.good_steps + 1
         grows = good_steps >= self.growth_interval
         grown = jnp.where(grows, jnp.minimum(slot.scale * 2, self.largest), slot.scale)
@@ -109,7 +107,12 @@ class DynamicLossScale(LossScale, StepGuard):
             scale=jnp.where(stats.finite, grown, halved),
             good_steps=jnp.where(stats.finite & ~grows, good_steps, 0),
         )
-        return Verdict(reason, after, {"train/loss_scale": slot.scale})
+        return Verdict(jnp.asarray(True), after, {"train/loss_scale": slot.scale})
+
+    def reason(self, metrics: Mapping[str, float]) -> str | None:
+        if is_finite(metrics):
+            return None
+        return f"the loss scale {metrics['train/loss_scale']:g} may be too large and is halved"
 
 
 _DTYPES = {

@@ -140,11 +140,9 @@ class StepInfo:
         phase: name of the phase.
         metrics: Python numbers by metric name.
         histograms: histograms of the watched arrays, by name.
-        reasons: guard's name -> its `Verdict.reason`.
     """
 
     step: int
     phase: str
     metrics: Mapping[str, float]
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    reasons: Mapping[str, int] = field(default_factory=dict)

@@ -170,8 +170,7 @@ class AsyncMetrics:
         metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
         metrics |= {"throughput/loading_time": pending.loading_s, "throughput/hook_time": self._hooks_s}
         self._hooks_s = 0.0
-        reasons = {name: int(reason) for name, reason in jax.device_get(report.reasons).items()}
-        info = StepInfo(step, self._phase, metrics, histograms, reasons)
+        info = StepInfo(step, self._phase, metrics, histograms)
         for listener in self._listeners:
             listener(info)
         if self._streak is not None and (rewind := self._streak.after(info)) is not None:

@@ -44,13 +44,11 @@ class StepReport(eqx.Module):
         metrics: float32 scalars by name.
         watched: measurements of `WatchConfig.measure`; empty if `trainer.watch` is not set.
         flags: int32 {flag}, reduced over all processes.
-        reasons: guard's name -> its `Verdict.reason`; empty without guards.
     """
 
     metrics: dict[str, jax.Array]
     watched: Numbers
     flags: jax.Array
-    reasons: dict[str, jax.Array] = eqx.field(default_factory=dict)
 
 
 class _Sums(eqx.Module):
@@ -106,8 +104,7 @@ def make_train_step(
             trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
             watched = watch.measure(state.step + 1, trees, batch)
         scalars = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
-        reasons = {name: jnp.asarray(verdict.reason, jnp.int32) for name, verdict in verdicts.items()}
-        return after, StepReport(scalars, watched, reduce_flags(flags), reasons)
+        return after, StepReport(scalars, watched, reduce_flags(flags))
 
     state_shardings = shardings(abstract, layout)
     return jax.jit(

@@ -93,7 +93,7 @@ class ProgressListener:
         skipped = int(info.metrics["train/skipped_steps"])
         if skipped > self._skipped:
             self._skipped = skipped
-            reason = skip_reason(self._guards, info.reasons, info.metrics)
+            reason = skip_reason(self._guards, info.metrics)
             command = f" (to print it, run jaxlm.prepare --show_batch {info.step - 1})" if self._first_attempt else ""
             self._console.log(
                 f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"

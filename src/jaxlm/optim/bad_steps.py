@@ -5,6 +5,7 @@ failure modes are prevented. Skipped steps never enter the window, so a bad batc
 After several skipped steps in a row the window itself is assumed to be outdated and is reset.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,14 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import RewindRule, StepGuard, StepStats, Verdict
+from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, RewindRule, StepGuard, StepStats, Verdict, is_finite
 from jaxlm.optim.rolling import RollingWindow
 
 # Relative to the median. In a window of nearly equal values any small change would be an outlier.
 _MIN_RELATIVE_STD = 0.02
 _MOST_REWINDS = 1000
-_LOSS = "loss {train/objective:.4g} (limit {bad_steps/loss_limit:.4g})"
-_NORM = "gradient norm {grad/norm/total:.4g} (limit {bad_steps/grad_norm_limit:.4g})"
+# What may be an outlier, and the metrics with its value and its limit.
+_LIMITS = (
+    ("loss", OBJECTIVE, "bad_steps/loss_limit"),
+    ("gradient norm", GRADIENT_NORM, "bad_steps/grad_norm_limit"),
+)
 
 
 class BadStepState(eqx.Module):
@@ -52,11 +56,6 @@ class SkipBadSteps(StepGuard):
     """
 
     name: ClassVar[str] = "bad_steps"
-    reasons: ClassVar[tuple[str, ...]] = (
-        f"{_LOSS} is an outlier",
-        f"{_NORM} is an outlier",
-        f"{_LOSS} and {_NORM} are outliers",
-    )
 
     rolling_interval_length: int = 128
     sigma_factor: float = 6.0
@@ -111,8 +110,17 @@ class SkipBadSteps(StepGuard):
         in_a_row = jnp.where(skipped, slot.in_a_row + 1, jnp.where(applied, 0, slot.in_a_row))
         after = BadStepState(next_window(slot.losses, stats.objective), next_window(slot.norms, stats.norm), in_a_row)
         metrics = {"loss_limit": loss_limit, "grad_norm_limit": norm_limit, "in_a_row": in_a_row}
-        reason = jnp.where(skipped, high_loss + 2 * high_norm, 0)
-        return Verdict(reason, after, {f"{self.name}/{name}": value for name, value in metrics.items()})
+        return Verdict(~skipped, after, {f"{self.name}/{name}": value for name, value in metrics.items()})
+
+    def reason(self, metrics: Mapping[str, float]) -> str | None:
+        if not is_finite(metrics):
+            return None  # not an outlier
+        texts = [
+            f"{name} {metrics[value]:.4g} (limit {metrics[limit]:.4g})"
+            for name, value, limit in _LIMITS
+            if metrics[value] > metrics[limit]
+        ]
+        return f"{' and '.join(texts)} {'are outliers' if len(texts) > 1 else 'is an outlier'}" if texts else None
 
     def _limit(self, window: RollingWindow) -> jax.Array:
         median = window.median()
