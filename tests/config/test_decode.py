@@ -149,3 +149,12 @@ def test_keeping_the_type_keeps_all_keys():
     file = {"shape": {"radius": 3.0}}
     assert drop_stale_keys(Outer, file, {"shape": {"type": "circle", "label": "x"}}) == []
     assert file == {"shape": {"radius": 3.0}}
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("kind", "key", "expected"), [(Circle, "radius", "a finite number"), (Square, "side", "an integer")]
+)
+def test_numbers_are_finite(kind, key, expected, value):
+    with pytest.raises(ConfigError, match=rf"{key}: {value} given, {expected} expected"):
+        decode(kind, ConfigSource({key: value}))

@@ -7,6 +7,7 @@ is one sentence with the file, the line, the dotted path, the given value and th
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +26,13 @@ T = TypeVar("T")
 INHERITS = {"inherits": True}
 """Metadata of a list of sections. Each takes what it does not set from the section around the list: the `type`, and keys that
 are set there."""
-_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a string", timedelta: "a duration (15m)"}
+_SIMPLE = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    timedelta: "a duration (15m)",
+}
 
 
 def decode(kind: type[T], source: ConfigSource) -> T:
@@ -280,7 +287,7 @@ def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
     if kind is type(None):
         return _accept(value is None, value)
     if type(value) is kind:
-        return value
+        return _accept(not isinstance(value, float) or math.isfinite(value), value)
     if lenient and kind is int and isinstance(value, float) and value.is_integer():  # not for inf and nan
         return int(value)
     if lenient and kind is float and isinstance(value, int) and not isinstance(value, bool):
