@@ -153,8 +153,12 @@ def test_keeping_the_type_keeps_all_keys():
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize(
-    ("kind", "key", "expected"), [(Circle, "radius", "a finite number"), (Square, "side", "an integer")]
+    ("tree", "expected"),
+    [
+        (lambda value: {"share": value}, "share: {}.* given, a finite number expected"),
+        (lambda value: {"shape": {"type": "square", "side": value}}, "shape.side: {}.* given, an integer expected"),
+    ],
 )
-def test_numbers_are_finite(kind, key, expected, value):
-    with pytest.raises(ConfigError, match=rf"{key}: {value} given, {expected} expected"):
-        decode(kind, ConfigSource({key: value}))
+def test_numbers_are_finite(tree, expected, value):
+    with pytest.raises(ConfigError, match=expected.format(value)):
+        read(**tree(value))
