@@ -19,25 +19,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from processes import PeerFailedError, answer_of
 
 PEERS = Path(__file__).parent / "peers"
 PROBES = {
-    "jax": "import jax, json; d = jax.devices()[0]; print(json.dumps({'gpu': d.platform == 'gpu', 'is': d.device_kind}))",
+    "jax": "import jax, json; d = jax.devices()[0]; m = (d.memory_stats() or {}).get('bytes_limit', 0);"
+    " print(json.dumps({'gpu': d.platform == 'gpu', 'is': d.device_kind, 'bytes': m}))",
     "torch": "import torch, json; print(json.dumps({'gpu': torch.cuda.is_available(), 'is': torch.__version__}))",
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model at one batch size. `shape` uses the PyTorch peer's names."""
+    """One model at one batch size. `shape` uses the PyTorch peer's names. `small_rows` is for GPUs with 80 GB."""
 
     name: str
     rows: int
     shape: dict
+    small_rows: int
+
+    def sized_for(self, memory_bytes: int) -> "Model":
+        """The model with the batch size for a GPU with that much memory."""
+        return self if memory_bytes > 100e9 else replace(self, rows=self.small_rows)
 
     @property
     def config(self) -> dict:
@@ -57,13 +63,13 @@ class Model:
         return {"data": {"vocab_size": s["vocab"]}, "model": model, "trainer": trainer}
 
 
-def make_model(name: str, rows: int, family: str, **sizes) -> Model:
-    """A model. `mlp`, `kv_heads` and `tied` default to GPT-2's."""
+def make_model(name: str, rows: int, family: str, *, small_rows: int | None = None, **sizes) -> Model:
+    """A model. `mlp`, `kv_heads` and `tied` default to GPT-2's, and `small_rows` to `rows`."""
     usual = {"kv_heads": sizes["heads"], "mlp": 4 * sizes["hidden"], "tied": family == "gpt2"}
-    return Model(name, rows, {"family": family, **usual, **sizes})
+    return Model(name, rows, {"family": family, **usual, **sizes}, rows if small_rows is None else small_rows)
 
 
-LONG = {"family": "llama", "hidden": 2048, "seq_len": 4096}
+LONG = {"family": "llama", "hidden": 2048, "seq_len": 4096, "small_rows": 8}
 MODELS = (
     make_model("GPT-2 124M, T1024", 128, "gpt2", hidden=768, layers=12, heads=12, seq_len=1024, vocab=50304),
     make_model("Llama 1.2B, T4096", 16, **LONG, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256, tied=True),
@@ -102,7 +108,7 @@ class Run:
             answer = answer_of(command, timeout_s=max(1.0, self.left_s))
         except PeerFailedError as error:
             self.failures.append(f"{what}: {error}")
-            print(f"{what}: {error}", file=sys.stderr)
+            print(f"{what}: {str(error)[-1000:]}", file=sys.stderr)
             return None
         answer["process_seconds"] = time.monotonic() - began
         print(f"{what}: {answer['process_seconds']:.0f} s, {self.left_s:.0f} s left", file=sys.stderr)
@@ -123,7 +129,7 @@ class Run:
 
     def commands(self, model: Model, folder: Path) -> Iterator[tuple[str, list[str]]]:
         """Yields (peer, command) for every peer that can run."""
-        path = folder / f"{MODELS.index(model) if model in MODELS else TINY.index(model)}.yaml"
+        path = folder / f"{self.models.index(model)}.yaml"
         path.write_text(json.dumps(model.config))  # JSON is valid YAML
         count = ["--steps", str(self.steps), "--warmup", str(self.warmup)]
         cache = ["--trainer.compilation_cache_dir", str(folder / "programs")]
@@ -171,13 +177,15 @@ def main() -> None:
     if options.forecast:
         forecast(options.jax_python, options.forecast)
         return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax's default is 0.75 of the GPU's memory
     ends = time.monotonic() + 60 * options.minutes
     pythons = {"jax": options.jax_python, "torch": options.torch_python}
     if options.tiny:
         run = Run(TINY, 2, 1, pythons, ends)
     else:
-        run = Run(MODELS, options.steps, options.warmup, usable(pythons), ends)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax's default is 0.75 of the GPU's memory
+        pythons, memory_bytes = usable(pythons)
+        models = tuple(model.sized_for(memory_bytes) for model in MODELS)
+        run = Run(models, options.steps, options.warmup, pythons, ends)
     run.take_turns(2 if options.tiny else options.rounds)
     text = report(run)
     options.output.with_suffix(".md").write_text(text)
@@ -206,13 +214,13 @@ def forecast(python: str, topology: str) -> None:
         print(f"| {model.name} | {rate} | {seconds} | {answer['memory_bytes'] / 2**30:.1f} GiB | {how} |", flush=True)
 
 
-def usable(pythons: dict[str, str]) -> dict[str, str]:
-    """The interpreters whose library finds an NVIDIA GPU.
+def usable(pythons: dict[str, str]) -> tuple[dict[str, str], int]:
+    """The interpreters whose library finds an NVIDIA GPU, and the bytes of its memory that jax may use.
 
     Raises:
         SystemExit: jax finds none.
     """
-    usable_pythons = {}
+    usable_pythons, memory_bytes = {}, 0
     for name, python in pythons.items():
         try:
             answer = answer_of([python, "-c", PROBES[name]])
@@ -220,6 +228,7 @@ def usable(pythons: dict[str, str]) -> dict[str, str]:
             answer = {"gpu": False, "is": str(error).strip().splitlines()[-1]}
         if answer["gpu"]:
             usable_pythons[name] = python
+            memory_bytes = max(memory_bytes, answer.get("bytes", 0))
         else:
             print(f"{name} in {python} finds no NVIDIA GPU: {answer['is']}", file=sys.stderr)
     if "jax" not in usable_pythons:
@@ -229,7 +238,7 @@ def usable(pythons: dict[str, str]) -> dict[str, str]:
         )
     if "torch" not in usable_pythons:
         print("PyTorch is not measured. Set --torch_python to an interpreter that has it", file=sys.stderr)
-    return usable_pythons
+    return usable_pythons, memory_bytes
 
 
 # --- The report -------------------------------------------------------------------------------------------------------

@@ -22,8 +22,13 @@ def answer_of(command: Sequence[str | Path], *, timeout_s: float | None = None) 
     except subprocess.TimeoutExpired as error:
         raise PeerFailedError(f"timed out after {timeout_s:.0f} s") from error
     if process.returncode:
-        raise PeerFailedError(process.stderr[-3000:] or process.stdout[-3000:])
+        raise PeerFailedError(shortened(process.stderr or process.stdout))
     return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+def shortened(text: str, *, limit: int = 4000) -> str:
+    """The beginning and the end of a long text. A GPU's error comes first, followed by hundreds of its consequences."""
+    return text if len(text) <= 2 * limit else f"{text[:limit]}\n[...]\n{text[-limit:]}"
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -24,6 +24,7 @@ from jaxlm.config.load import load_config, refuse_dry_run, run_id_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import configure_jax
+from jaxlm.core.sharding import current_platform
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
@@ -40,7 +41,8 @@ from jaxlm.run.references import annotated, load_references
 from jaxlm.run.startup import check_performance, describe
 
 _STEPS, _WARMUP = 20, 3
-_GEMM = 2048  # large enough for a matrix product to reach full speed on any device
+_GEMM = 2048  # large enough for a matrix product to reach full speed on a CPU
+_GEMM_GPU = 8192  # ... and on an accelerator, where a small one takes less time than its dispatch
 _GEMM_REPEATS = 8
 
 
@@ -163,15 +165,16 @@ def random_batch(plan: Plan, seed: int) -> Any:
 
 def attainable_flops(dtype: Any) -> float:
     """FLOP/s of a large matrix product on one device; the best of several runs."""
+    size = _GEMM if current_platform() == "cpu" else _GEMM_GPU
     product = jax.jit(lambda a, b: a @ b)
-    a, b = (jax.random.normal(jax.random.key(k), (_GEMM, _GEMM)).astype(dtype) for k in (0, 1))
+    a, b = (jax.random.normal(jax.random.key(k), (size, size)).astype(dtype) for k in (0, 1))
     jax.block_until_ready(product(a, b))
     seconds = []
     for _ in range(_GEMM_REPEATS):
         started = time.perf_counter()
         jax.block_until_ready(product(a, b))
         seconds.append(time.perf_counter() - started)
-    return 2 * _GEMM**3 / min(seconds)
+    return 2 * size**3 / min(seconds)
 
 
 def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_seconds: list[float]) -> Result:

@@ -28,7 +28,9 @@ def enable_compilation_cache(folder: str | None) -> None:
     handler.folder = Path(folder)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
+    # Not "all": XLA's kernel cache drops what TMA kernels need, so a program that reuses one ends with
+    # CUDA_ERROR_ILLEGAL_INSTRUCTION on Hopper GPUs (openxla/xla#35951).
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "xla_gpu_per_fusion_autotune_cache_dir")
     jax.config.update("jax_raise_persistent_cache_errors", False)
 
 
