@@ -1,5 +1,6 @@
 """Simulates eight devices for the whole suite; tests with one device build their own mesh or process."""
 
+import gc
 import os
 
 import pytest
@@ -11,10 +12,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
 
 
+FIELDS = "tests/test_fields.py"
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 GROUPS = {
     **dict.fromkeys(
-        (f"tests/end_to_end/test_{name}.py" for name in ("command", "evaluate", "checkpoints", "signals")),
+        (f"tests/end_to_end/test_{name}.py" for name in ("command", "evaluate", "checkpoints", "signals", "resume")),
         "runs on one device",
     ),
     **dict.fromkeys((f"tests/engine/test_{name}.py" for name in ("step", "collectives", "guards")), "steps"),
@@ -46,17 +48,27 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
+            if file == FIELDS and "[" in nodeid:
+                return nodeid.rpartition("-")[0]  # one base, which all its fields are compared with
             return GROUPS.get(file, file)
 
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest tests first: with whole runs of the command started early, workers idle less at the end."""
+    """Puts the longest tests first: whole runs of the command, then the fields. Workers then idle less at the end."""
     if (examples := config.getoption("--examples")) is not None:
         for test in filter(is_hypothesis_test, (getattr(item, "obj", None) for item in items)):
             function = getattr(test, "__func__", test)
             own = function._hypothesis_internal_use_settings
             # There is no public way to change a test's existing settings.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/end_to_end/"))
+    first = ("tests/end_to_end/", FIELDS)
+    items.sort(key=lambda item: next((n for n, start in enumerate(first) if item.nodeid.startswith(start)), len(first)))
+
+
+def pytest_collection_finish():
+    """Keeps the garbage collector from scanning every imported module and collected test again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

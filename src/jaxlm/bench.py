@@ -35,7 +35,7 @@ from jaxlm.observe.console import Console, table
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import CompiledStep, compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import annotated, load_references
 from jaxlm.run.startup import check_performance, describe
@@ -86,12 +86,9 @@ class Result:
     jax: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="jaxlm bench",
         description="Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm train.",

@@ -21,7 +21,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.generation_options import add_generation_options, generation_config_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
@@ -29,9 +29,23 @@ _TOKENS_PER_UPDATE = 4
 _INCOMPLETE_CHARACTER = "\ufffd"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _chat(sys.argv[1:] if arguments is None else arguments))
+    options, keys = parse_with_keys(_parser(), arguments)
+    loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    template = ChatTemplate.load(options.chat_template, loaded.tokenizer, "--chat_template")
+    stop_ids = tuple(dict.fromkeys((*loaded.stop_ids, *turn_ends(template, loaded.tokenizer))))
+    with loaded.plan.layout.use():
+        model = loaded.for_inference(options.quantize)
+        config = generation_config_of(options, stop_ids)
+        conversation = Conversation(model, loaded.tokenizer, template, config, options.system)
+        for line in _input_lines(sys.stdin.isatty()):
+            if line == "/new":
+                conversation.begin()
+            elif line:
+                _answer(conversation, line)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,23 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_generation_options(parser, max_new_tokens=512, temperature=0.7)
     return parser
-
-
-def _chat(arguments: Sequence[str]) -> int:
-    options, keys = parse_with_keys(_parser(), arguments)
-    loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
-    template = ChatTemplate.load(options.chat_template, loaded.tokenizer, "--chat_template")
-    stop_ids = tuple(dict.fromkeys((*loaded.stop_ids, *turn_ends(template, loaded.tokenizer))))
-    with loaded.plan.layout.use():
-        model = loaded.for_inference(options.quantize)
-        config = generation_config_of(options, stop_ids)
-        conversation = Conversation(model, loaded.tokenizer, template, config, options.system)
-        for line in _input_lines(sys.stdin.isatty()):
-            if line == "/new":
-                conversation.begin()
-            elif line:
-                _answer(conversation, line)
-    return 0
 
 
 def _input_lines(interactive: bool) -> Iterator[str]:

@@ -12,16 +12,33 @@ import jax
 
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.verify import verify_folder
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.export import export_model
 from jaxlm.run.load_model import add_checkpoint_options, open_checkpoint
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import save_peft
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _convert(_parser().parse_args(arguments)))
+    options = _parser().parse_args(arguments)
+    trained = open_checkpoint(options.checkpoint)
+    plan, folder = trained.plan, Path(options.output_dir)
+    dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
+    with plan.layout.use():
+        model = trained.load_model(options.weights)
+        if options.adapters == "only":
+            base = str(plan.config.initialize_from_hf)
+            save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base)
+            print(f"wrote the adapters of {trained.checkpoint.location} to {folder}")
+            return 0
+        model = merge_surgeries(model, trained.surgeries)
+        export_model(folder, model, plan, trained.tokenizer, dtype)
+        print(f"wrote {trained.checkpoint.location} to {folder} as {jax.numpy.dtype(dtype).name}")
+        if options.verify == "true":
+            print(verify_folder(folder, model, plan.config.model, plan.layout))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,25 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         help="merge LoRA adapters into the weights, or write only the adapters (default merge)",
     )
     return parser
-
-
-def _convert(options: argparse.Namespace) -> int:
-    trained = open_checkpoint(options.checkpoint)
-    plan, folder = trained.plan, Path(options.output_dir)
-    dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
-    with plan.layout.use():
-        model = trained.load_model(options.weights)
-        if options.adapters == "only":
-            base = str(plan.config.initialize_from_hf)
-            save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base)
-            print(f"wrote the adapters of {trained.checkpoint.location} to {folder}")
-            return 0
-        model = merge_surgeries(model, trained.surgeries)
-        export_model(folder, model, plan, trained.tokenizer, dtype)
-        print(f"wrote {trained.checkpoint.location} to {folder} as {jax.numpy.dtype(dtype).name}")
-        if options.verify == "true":
-            print(verify_folder(folder, model, plan.config.model, plan.layout))
-    return 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.compilation_cache import enable_compilation_cache
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.generation_options import add_quantize_option
 from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks
 from jaxlm.run.load_model import (
@@ -63,12 +63,9 @@ _NO_EFFECT = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
     check_task_options(options)
     if options.tasks is not None:

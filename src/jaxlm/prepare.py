@@ -25,7 +25,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 
@@ -38,12 +38,9 @@ class Prepared:
     data: Data
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _main(sys.argv[1:] if arguments is None else arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="jaxlm prepare",
         description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train.",

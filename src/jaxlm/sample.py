@@ -13,30 +13,14 @@ from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.inference.generate import generate_tokens
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.generation_options import add_generation_options, generation_config_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(lambda: _sample(sys.argv[1:] if arguments is None else arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = checkpoint_parser(
-        "sample",
-        "Generates completions of prompts with a trained model. You can override keys of the saved configuration:"
-        " --trainer.mp f32.",
-        or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
-    )
-    parser.add_argument("--prompt", action="append", help="prompt to complete; may be repeated")
-    parser.add_argument("--stop", action="append", help="string that ends a completion; may be repeated")
-    add_generation_options(parser, max_new_tokens=128, temperature=0.8)
-    return parser
-
-
-def _sample(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
     stop_strings = options.stop or []
     if "" in stop_strings:
@@ -60,6 +44,19 @@ def _sample(arguments: Sequence[str]) -> int:
     rate = f"{count / seconds:.1f} tokens/s, including compilation"
     print(f"{count} tokens in {seconds:.1f} s ({rate}), from {loaded.location}", file=sys.stderr)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = checkpoint_parser(
+        "sample",
+        "Generates completions of prompts with a trained model. You can override keys of the saved configuration:"
+        " --trainer.mp f32.",
+        or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
+    )
+    parser.add_argument("--prompt", action="append", help="prompt to complete; may be repeated")
+    parser.add_argument("--stop", action="append", help="string that ends a completion; may be repeated")
+    add_generation_options(parser, max_new_tokens=128, temperature=0.8)
+    return parser
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.bad_streak import BadStreak
-from jaxlm.engine.conductor import Conductor, EndedPhase
-from jaxlm.engine.loop import run_phase
+from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase, enter_phase
@@ -34,7 +34,7 @@ from jaxlm.run.annotate import with_annotations
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
@@ -61,10 +61,11 @@ class TrainResult:
     plan: Plan
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    argv = sys.argv[1:] if arguments is None else arguments
-    return run_command(lambda: _exit_code(train(load_config(argv, "jaxlm.train"))))
+    outcome = train(load_config(arguments, "jaxlm.train")).outcome
+    return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
 
 
 def train(config: RunConfig, console: Console | None = None) -> TrainResult:
@@ -89,7 +90,9 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
             state = _restore(run, init_from)
         conductor = run.conductor(init_from)
         while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
-            state, outcome = _train_phase(run, phase, state, conductor, init_from)
+            with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
+                state, outcome = run_phase(state, opened)
+                state = conductor.act(outcome, state, opened)
             run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
     plan = run.plan
     newest = plan.checkpoints.checkpoints()[-1].location
@@ -168,16 +171,14 @@ def _restore(run: Run, init_from: InitFrom) -> RunState:
     return state
 
 
-def _train_phase(
+@contextlib.contextmanager
+def _open_phase(
     run: Run, phase: Phase, state: RunState | None, conductor: Conductor, init_from: InitFrom
-) -> tuple[RunState, Outcome]:
-    """Enters a phase, or continues in the middle of it, and trains until it ends or the run goes back.
+) -> Iterator[tuple[RunState, OpenPhase]]:
+    """Enters a phase, or continues in the middle of it. Yields the state to train from, and the phase with all it needs.
 
     Args:
         state: at the end of the phase before, or in the middle of this one; None at the start of a run.
-
-    Returns:
-        The state from which the conductor goes on, and how this call ended.
     """
     plan = run.plan
     resumed = conductor.resumed
@@ -216,24 +217,22 @@ def _train_phase(
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:
             closing.callback(hook.close)
-        state, outcome = run_phase(
+        yield (
             state,
-            phase,
-            steps,
-            refs,
-            batches,
-            metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch, streak),
-            hooks=[*profiling, evaluations, *run.early_stopping(phase, evaluations, saver), *exports],
-            saver=saver,
-            flag_sync=run.flag_sync,
-            stop=run.stop,
+            OpenPhase(
+                phase,
+                steps,
+                refs,
+                batches,
+                metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch, streak),
+                hooks=[*profiling, evaluations, *run.early_stopping(phase, evaluations, saver), *exports],
+                evaluations=evaluations,
+                exports=exports,
+                saver=saver,
+                flag_sync=run.flag_sync,
+                stop=run.stop,
+            ),
         )
-        ended = EndedPhase(phase, state, saver, batches.state(), evaluations, exports)
-        return conductor.act(outcome, ended), outcome
-
-
-def _exit_code(result: TrainResult) -> int:
-    return 128 + result.outcome.signal if isinstance(result.outcome, Interrupted) else 0
 
 
 if __name__ == "__main__":

@@ -265,6 +265,7 @@ print(tries)
 """
 
 
+@pytest.mark.slow
 def test_a_build_killed_at_any_moment_gives_the_same_bytes(tmp_path, corpus, tokenizer):
     expected = contents(build(tmp_path / "whole", corpus, tokenizer).folder)
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TOKENIZERS_PARALLELISM": "false"}

@@ -41,6 +41,7 @@ def base_of(path: str) -> str:
     return path.replace(".base.", ".")
 
 
+@pytest.mark.slow
 def test_frozen_leaves_do_not_change_and_have_no_optimizer_state(whole):
     _, losses, before, after = whole
     assert len(losses) == 24
@@ -53,15 +54,10 @@ def test_frozen_leaves_do_not_change_and_have_no_optimizer_state(whole):
     assert all(path.endswith((".a", ".b")) for path in moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    [
-        pytest.param("first phase", marks=pytest.mark.slow),
-        pytest.param("boundary", marks=pytest.mark.slow),
-        "after surgery",
-        pytest.param("saving the entry", marks=pytest.mark.slow),
-        pytest.param("second phase", marks=pytest.mark.slow),
-    ],
+    ["first phase", "boundary", "after surgery", "saving the entry", "second phase"],
 )
 def test_killed(whole, workplace, fault):
     devices, losses, _, last = whole

@@ -13,7 +13,7 @@ import pytest
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.engine.loop import run_phase
+from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
 from jaxlm.engine.outcome import Done
 from jaxlm.engine.signals import StopRequest
@@ -59,15 +59,19 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
     with run.where.use(), jax.transfer_guard(guard):
         _, outcome = run_phase(
             run.state,
-            run.phase,
-            train_step,
-            {},
-            Given(batches),  # type: ignore[arg-type]
-            metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
-            hooks=(),
-            saver=NoSaver(),  # type: ignore[arg-type]
-            flag_sync=flag_sync,
-            stop=StopRequest(),
+            OpenPhase(
+                run.phase,
+                train_step,
+                {},
+                Given(batches),  # type: ignore[arg-type]
+                metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
+                hooks=(),
+                evaluations=None,  # type: ignore[arg-type]
+                exports=(),
+                saver=NoSaver(),  # type: ignore[arg-type]
+                flag_sync=flag_sync,
+                stop=StopRequest(),
+            ),
         )
     assert isinstance(outcome, Done)
     assert [info.step for info in seen] == list(range(1, run.phase.end + 1))
@@ -142,21 +146,25 @@ def waits(making_s: float, step_s: float) -> list[float]:
     batches = Timed(making_s)
     run_phase(
         SimpleNamespace(step=0),
-        phase(end=20),
-        lambda *_: (None, None),
-        {},
-        batches,
-        metrics=SimpleNamespace(
-            push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),
-            drain=lambda: None,
-            skip_time=lambda: None,
-            flags=None,
-            rewind=None,
+        OpenPhase(
+            phase(end=20),
+            lambda *_: (None, None),
+            {},
+            batches,
+            metrics=SimpleNamespace(
+                push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),
+                drain=lambda: None,
+                skip_time=lambda: None,
+                flags=None,
+                rewind=None,
+            ),
+            hooks=[],
+            evaluations=None,
+            exports=(),
+            saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
+            flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),
+            stop=SimpleNamespace(signal=0),
         ),
-        hooks=[],
-        saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
-        flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),
-        stop=SimpleNamespace(signal=0),
     )
     batches.ahead.close()
     return logged

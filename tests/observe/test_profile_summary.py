@@ -100,17 +100,21 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     flags = SimpleNamespace(save=False, stop=0)
     loop.run_phase(
         SimpleNamespace(step=0),
-        phase(end=3),
-        lambda *_: order.append("step") or (None, None),
-        {},
-        Numbers(),
-        metrics=SimpleNamespace(
-            push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None
+        loop.OpenPhase(
+            phase(end=3),
+            lambda *_: order.append("step") or (None, None),
+            {},
+            Numbers(),
+            metrics=SimpleNamespace(
+                push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None
+            ),
+            hooks=[hook],
+            evaluations=None,
+            exports=(),
+            saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
+            flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),
+            stop=SimpleNamespace(signal=0),
         ),
-        hooks=[hook],
-        saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
-        flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),
-        stop=SimpleNamespace(signal=0),
     )
     assert " ".join(order) == (
         "step ahead push step ahead push drain ( hook ) skip step ahead push drain ( save ) skip"

@@ -205,9 +205,8 @@ def test_load_if_possible_reports_where_it_found_nothing(trainings):
     assert sorted(trainings.losses("possible")) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "kind", ["relative", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("absolute", "url"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["relative", "absolute", "url"])
 @pytest.mark.trap("T2")
 def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
     """Levanter never deletes them with its default, a relative path."""

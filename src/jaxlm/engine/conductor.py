@@ -8,7 +8,6 @@ Interrupted  the run ends; the same command continues it
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,11 +15,11 @@ import numpy as np
 
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
+from jaxlm.engine.checkpoint.manager import CheckpointWriter
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged, restore
 from jaxlm.engine.checkpoint.store import CheckpointFolder
-from jaxlm.engine.loop import Hook
+from jaxlm.engine.loop import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
 from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
 from jaxlm.engine.state import RunState
@@ -28,22 +27,6 @@ from jaxlm.engine.state import RunState
 
 class RewindError(Exception):
     """The run cannot go back: it has done so too often, or there is no undamaged checkpoint to go back to."""
-
-
-class EndedPhase(NamedTuple):
-    """A phase at the end of its loop.
-
-    Attributes:
-        position: data position after the last step.
-        evaluations, exports: hooks that run on the weights with which the phase ends, if it did not run to its end.
-    """
-
-    phase: Phase
-    state: RunState
-    saver: Saver
-    position: dict[str, Any]
-    evaluations: Hook
-    exports: Sequence[Hook]
 
 
 class Conductor:
@@ -87,10 +70,10 @@ class Conductor:
         phases = self.state_builder.phases
         return phases[self._index] if self._index < len(phases) else None
 
-    def act(self, outcome: Outcome, ended: EndedPhase) -> RunState:
+    def act(self, outcome: Outcome, state: RunState, ended: OpenPhase) -> RunState:
         """Does what follows from the outcome of a phase, and returns the state from which the run goes on.
 
-        The buffers of `ended.state` are deleted if another state is loaded.
+        The buffers of `state` are deleted if another state is loaded.
 
         Raises:
             RewindError: the run cannot go back.
@@ -99,12 +82,12 @@ class Conductor:
             case Done():
                 self._enter_next(ended.saver.history)
             case Next():
-                return self._end_early(outcome, ended)
+                return self._end_early(outcome, state, ended)
             case Rewind():
-                return self._go_back(outcome, ended.state, ended.phase, ended.saver.history)
+                return self._go_back(outcome, state, ended.phase, ended.saver.history)
             case Interrupted():
                 pass
-        return ended.state
+        return state
 
     def _enter_next(self, history: History) -> None:
         self._index += 1
@@ -112,9 +95,9 @@ class Conductor:
         self.num_skipped = 0
         self.history = history.in_next_phase()
 
-    def _end_early(self, outcome: Next, ended: EndedPhase) -> RunState:
+    def _end_early(self, outcome: Next, state: RunState, ended: OpenPhase) -> RunState:
         """Ends the phase with the pinned or the current weights, and saves them as its last checkpoint."""
-        state, phase, saver = ended.state, ended.phase, ended.saver
+        phase, saver = ended.phase, ended.saver
         step, history = outcome.step, saver.history
         self._log(f"phase '{phase.name}' ends after step {step}: {outcome.reason}")
         if outcome.weights is not None:
@@ -131,7 +114,7 @@ class Conductor:
             self.state_builder = with_phase_ends(self.state_builder, ends)
             history = replace(history, phase_ends=ends)
         saver.history = history.in_next_phase()
-        saver.save_end(state, step, ended.position)
+        saver.save_end(state, step, ended.batches.state())
         self._enter_next(saver.history)
         return state
 

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -40,36 +41,49 @@ def pause() -> jax.profiler.TraceAnnotation:
     return jax.profiler.TraceAnnotation(PAUSE)
 
 
-def run_phase(
-    state: RunState,
-    phase: Phase,
-    train_step: Callable[[RunState, Any, Any, jax.Array], tuple[RunState, Any]],
-    refs: Any,
-    batches: Batches,
-    *,
-    metrics: AsyncMetrics,
-    hooks: Sequence[Hook],
-    saver: Saver,
-    flag_sync: FlagSync,
-    stop: StopRequest,
-) -> tuple[RunState, Outcome]:
-    """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until `metrics` or
-    a hook ends the phase. Steps that were dispatched after the one that ends it are neither logged nor saved.
+@dataclass(frozen=True)
+class OpenPhase:
+    """A phase with everything that its loop needs.
+
+    Attributes:
+        train_step: (state, refs, batch, flags) -> (state, report); the state is donated.
+        refs: the models that the objective asks, by name.
+        hooks: in the order in which they run after a step, `evaluations` and `exports` among them.
+        evaluations, exports: run on the weights with which the phase ends, if it does not run to its end.
     """
+
+    phase: Phase
+    train_step: Callable[[RunState, Any, Any, jax.Array], tuple[RunState, Any]]
+    refs: Any
+    batches: Batches
+    metrics: AsyncMetrics
+    hooks: Sequence[Hook]
+    evaluations: Hook
+    exports: Sequence[Hook]
+    saver: Saver
+    flag_sync: FlagSync
+    stop: StopRequest
+
+
+def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
+    """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until the metrics
+    or a hook end the phase. Steps that were dispatched after the one that ends it are neither logged nor saved.
+    """
+    batches, metrics, saver, stop = at.batches, at.metrics, at.saver, at.stop
     step = int(state.step)
     first = True
-    while step < phase.end:
+    while step < at.phase.end:
         started = time.perf_counter()
         batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
-        state, report = train_step(state, refs, batch, flag_sync.to_devices(flags))
+        state, report = at.train_step(state, at.refs, batch, at.flag_sync.to_devices(flags))
         batches.read_ahead()  # loads the next batch while this thread waits for the devices
         step += 1
         metrics.push(step, report, loading_s)
-        agreed = flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
-        ending = step == phase.end or bool(agreed.stop)
-        due = [hook for hook in hooks if hook.due(step)]
+        agreed = at.flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
+        ending = step == at.phase.end or bool(agreed.stop)
+        due = [hook for hook in at.hooks if hook.due(step)]
         saving = ending or agreed.save or saver.due_by_step(step)
         if due or saving:
             metrics.drain()

@@ -9,7 +9,7 @@ devices (up to the order of float additions).
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.guards import StepStats
+from jaxlm.core.guards import StepGuard, StepStats
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
@@ -72,38 +72,48 @@ def make_train_step(
 
     `watch` sees the parameters and the optimizer state before the update.
     """
-    optimizer = phase.transformation(abstract.model)
-    schedule = phase.optimizer.schedule(phase.num_steps)
-    others = group_schedules(phase.optimizer, phase.num_steps)
-    guards = phase.guards(precision)
+    objective, loss_scale = phase.objective, precision.loss_scale
+    update = _GuardedUpdate(
+        phase,
+        phase.transformation(abstract.model),
+        phase.guards(precision),
+        phase.optimizer.schedule(phase.num_steps),
+        watch,
+    )
 
     def train_step(state: RunState, refs: Refs, batch: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
-        sums = _accumulate(phase, layout, precision, state, refs, batch)
-        norm = optax.global_norm(sums.gradient)
-        finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
-        stats = StepStats(sums.objective, norm, finite)
-        verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in guards}
-        applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
+        trainable, frozen = phase.split(state.model)
+        # Cast once per step, outside the accumulation loop.
+        compute, frozen = precision.cast_to_compute(trainable), precision.cast_to_compute(frozen)
+        denominators = _denominators(objective, batch)
+        key = step_key(state)
+
+        def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
+            model = eqx.combine(compute, frozen, is_leaf=is_named)
+            terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
+            total = _total(terms, denominators)
+            return loss_scale.scaled(total, state.slots), (total, metrics, slot)
+
+        def accumulate_microbatch(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):
+            gradient, slot = carry
+            microbatch = objective.annotate(refs, microbatch)
+            (_, (total, metrics, slot)), microbatch_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
+                compute, microbatch, slot, number
+            )
+            gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, microbatch_gradient)
+            return (at_rest(gradient, layout), slot), (total, metrics)
+
+        Microbatch = microbatch_axis(batch)
+        carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
+        (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
+            carry, batch, jnp.arange(Microbatch.size)
+        )
+        sum_microbatches = lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)  # noqa: E731
+        slots = state.slots if slot is None else {**state.slots, "objective": slot}
+        gradient = loss_scale.unscaled(gradient, state.slots)
+        sums = _Sums(gradient, sum_microbatches(totals), sum_microbatches(metrics), slots)
         curvature = _curvature(phase, layout, precision, state, refs, batch)
-        updated, updates = _apply_update(phase, optimizer, state, sums, curvature)
-        after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)
-        skipped = state.guard.skipped + jnp.where(applies, 0, 1)
-        always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
-        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
-        metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
-            "train/objective": sums.objective,
-            "train/skipped_steps": skipped,
-            "grad/norm/total": norm,
-            "optim/learning_rate": schedule(state.guard.updates),
-            **{f"optim/learning_rate/{name}": other(state.guard.updates) for name, other in others.items()},
-        }
-        for verdict in verdicts.values():
-            metrics |= verdict.metrics
-        watched: Numbers = {}
-        if watch is not None:
-            trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
-            watched = watch.measure(state.step + 1, trees, batch)
-        scalars = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+        after, scalars, watched = update(state, sums, curvature, batch)
         return after, StepReport(scalars, watched, reduce_flags(flags))
 
     state_shardings = shardings(abstract, layout)
@@ -113,6 +123,47 @@ def make_train_step(
         in_shardings=(state_shardings, None, None, None),
         out_shardings=(state_shardings, layout.replicated()),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _GuardedUpdate:
+    """The update that a batch's sums make to the state, if they are finite and all guards accept it."""
+
+    phase: Phase
+    optimizer: optax.GradientTransformationExtraArgs
+    guards: Sequence[StepGuard]
+    schedule: optax.Schedule
+    watch: WatchConfig | None
+
+    def __call__(
+        self, state: RunState, sums: _Sums, curvature: Curvature, batch: Any
+    ) -> tuple[RunState, dict[str, jax.Array], Numbers]:
+        """The state after the step, its metrics, and what `watch` measured."""
+        norm = optax.global_norm(sums.gradient)
+        finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
+        stats = StepStats(sums.objective, norm, finite)
+        verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in self.guards}
+        applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
+        updated, updates = _apply_update(self.phase, self.optimizer, state, sums, curvature)
+        after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)
+        skipped = state.guard.skipped + jnp.where(applies, 0, 1)
+        always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
+        after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
+        others = group_schedules(self.phase.optimizer, self.phase.num_steps)
+        metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
+            "train/objective": sums.objective,
+            "train/skipped_steps": skipped,
+            "grad/norm/total": norm,
+            "optim/learning_rate": self.schedule(state.guard.updates),
+            **{f"optim/learning_rate/{name}": other(state.guard.updates) for name, other in others.items()},
+        }
+        for verdict in verdicts.values():
+            metrics |= verdict.metrics
+        watched: Numbers = {}
+        if self.watch is not None:
+            trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
+            watched = self.watch.measure(state.step + 1, trees, batch)
+        return after, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}, watched
 
 
 def _apply_update(
@@ -132,40 +183,6 @@ def _apply_update(
         slots=sums.slots | averages,
     )
     return after, updates
-
-
-def _accumulate(phase: Phase, layout: Layout, precision: Precision, state: RunState, refs: Refs, batch: Any) -> _Sums:
-    """Sums gradient (in the parameters' dtype and sharding), objective and metrics over a batch's microbatches."""
-    objective, loss_scale = phase.objective, precision.loss_scale
-    trainable, frozen = phase.split(state.model)
-    # Cast once per step, outside the accumulation loop.
-    compute, frozen = precision.cast_to_compute(trainable), precision.cast_to_compute(frozen)
-    denominators = _denominators(objective, batch)
-    key = step_key(state)
-
-    def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
-        model = eqx.combine(compute, frozen, is_leaf=is_named)
-        terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
-        total = _total(terms, denominators)
-        return loss_scale.scaled(total, state.slots), (total, metrics, slot)
-
-    def accumulate_microbatch(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):
-        gradient, slot = carry
-        microbatch = objective.annotate(refs, microbatch)
-        (_, (total, metrics, slot)), microbatch_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
-            compute, microbatch, slot, number
-        )
-        gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, microbatch_gradient)
-        return (at_rest(gradient, layout), slot), (total, metrics)
-
-    Microbatch = microbatch_axis(batch)
-    carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
-    (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
-        carry, batch, jnp.arange(Microbatch.size)
-    )
-    sum_microbatches = lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)  # noqa: E731
-    slots = state.slots if slot is None else {**state.slots, "objective": slot}
-    return _Sums(loss_scale.unscaled(gradient, state.slots), sum_microbatches(totals), sum_microbatches(metrics), slots)
 
 
 def _curvature(

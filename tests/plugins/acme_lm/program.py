@@ -1,11 +1,12 @@
 """A program around jaxlm's training: `python -m acme_lm.program --config_path run.yaml --greeting hi`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxlm.config.load import load_config
 from jaxlm.config.run import RunConfig
-from jaxlm.run.exit_codes import run_command
+from jaxlm.run.exit_codes import command
 from jaxlm.train import train
 
 
@@ -20,16 +21,13 @@ class AcmeConfig(RunConfig):
     greeting: str = "hello"
 
 
-def main() -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-
-    def body() -> int:
-        config = load_config(sys.argv[1:], "acme_lm.program", AcmeConfig)
-        print(config.greeting)
-        train(config)
-        return 0
-
-    return run_command(body)
+    config = load_config(arguments, "acme_lm.program", AcmeConfig)
+    print(config.greeting)
+    train(config)
+    return 0
 
 
 if __name__ == "__main__":
