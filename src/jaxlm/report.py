@@ -37,6 +37,13 @@ def final_report(plan: Plan, console: Console) -> None:
 
 def write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
     """Writes `loss.png`, `schedule.png` and `step_time.png` to the log folder, and returns report rows for them."""
+    try:
+        return _write_plots(plan, records)
+    except OSError as error:
+        return [("plots", f"not written: {error}")]
+
+
+def _write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
     title = f"{plan.run_id}: {plan.num_steps} steps"
     loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
     loss_curve(records, loss, title)

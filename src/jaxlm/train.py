@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxlm.config.load import load_config, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, same_on_all_processes
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.bad_streak import BadStreak
@@ -41,7 +41,7 @@ from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import check_references, load_references
 from jaxlm.run.resources import Run, open_run
 from jaxlm.run.resume_checks import changed_stages, check_cursor, check_same_data, check_same_run, config_changes
-from jaxlm.run.startup import check_accelerator, check_performance, describe, group_rows
+from jaxlm.run.startup import check_accelerator, check_performance, check_same_start, describe, group_rows
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,7 @@ def _make_checked_plan(config: RunConfig) -> Plan:
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     run_id = run_id_of(config)
-    if not same_on_all_processes(run_id):
-        raise ConfigError(
-            f"trainer.id: '{run_id}' on this process, but not on all others. Set RUN_ID to the same value on every process"
-        )
+    check_same_start(config, run_id)
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     check_performance(plan)
     check_accelerator(plan)

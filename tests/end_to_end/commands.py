@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,14 +87,20 @@ class Workplace:
         """Starts the command as one run of several processes."""
         if processes == 1:
             return [self.start(*arguments, module=module, **environment)]
+        return self.start_each([arguments] * processes, module=module, **environment)
+
+    def start_each(
+        self, arguments: Sequence[Sequence[str]], *, module: str = "jaxlm.train", **environment: str
+    ) -> list[subprocess.Popen[str]]:
+        """Starts one run of several processes, each with its own arguments."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         where = "--trainer.distributed."
-        common = (f"{where}coordinator_address", address, f"{where}num_processes", str(processes))
+        common = (f"{where}coordinator_address", address, f"{where}num_processes", str(len(arguments)))
         return [
-            self.start(*arguments, *common, f"{where}process_id", str(number), module=module, **environment)
-            for number in range(processes)
+            self.start(*own, *common, f"{where}process_id", str(number), module=module, **environment)
+            for number, own in enumerate(arguments)
         ]
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:

@@ -36,3 +36,37 @@ def test_a_folder_that_process_0_cannot_write_ends_all_processes(workplace):
     assert ends[1][2] != 0
     assert "cannot write to the checkpoint folder" in ends[0][1]
     assert "process 0: SaveError: cannot write to the checkpoint folder" in ends[1][1]
+
+
+DIFFERENT = {
+    "rate": (("--optimizer.learning_rate", "0.5"), "optimizer.learning_rate: 0.01 on process 0; 0.5 on process 1"),
+    "batch": (("--trainer.train_batch_size", "8"), "trainer.train_batch_size: 16 on process 0; 8 on process 1"),
+    "steps": (("--trainer.num_train_steps", "30"), "trainer.num_train_steps: 24 on process 0; 30 on process 1"),
+    "seed": (("--trainer.seed", "1"), "trainer.seed: 0 on process 0; 1 on process 1"),
+    "model": (("--model.hidden_dim", "64"), "model.hidden_dim: 32 on process 0; 64 on process 1"),
+    "data": (("--data.vocab_size", "301"), "data.vocab_size: 300 on process 0; 301 on process 1"),
+    "evaluation": (("--trainer.steps_per_eval", "7"), "trainer.steps_per_eval: 9 on process 0; 7 on process 1"),
+    "identity": (("--trainer.id", "other"), "trainer.id: run on process 0; other on process 1"),
+    "jax": (
+        ("--trainer.jax_config", "{jax_default_matmul_precision: highest}"),
+        "jax_default_matmul_precision: None on",
+    ),
+    "objective": (("--objective.z_loss_weight", "0.1"), "objective.z_loss_weight: "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_processes_with_different_configurations_end_before_they_train(workplace, difference):
+    more, line = DIFFERENT[difference]
+    place = workplace(2)
+    place.write()
+    began = time.monotonic()
+    processes = place.start_each([RUN, (*RUN, *more)])
+    ends = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert time.monotonic() - began < 60
+    for _, err, code in ends:
+        assert code == 2, err
+        assert line in err
+        assert "Traceback" not in err
+    assert place.checkpoints() == []

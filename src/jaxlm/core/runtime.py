@@ -1,7 +1,8 @@
 """Multi-process utilities: jax options, broadcasts and agreement between processes, and work that only process 0 does."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -56,6 +57,37 @@ def same_on_all_processes(text: str) -> bool:
 
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
     return bool(np.all(multihost_utils.process_allgather(digest) == digest))
+
+
+def differences_between_processes(facts: Mapping[str, str]) -> list[str]:
+    """One line for each fact that is not the same on all processes, with its values. Every process must call this."""
+    if same_on_all_processes(json.dumps(facts, sort_keys=True)):
+        return []
+    of_process = [json.loads(text) for text in _texts_of_all_processes(json.dumps(facts))]
+    lines = []
+    for name in sorted(set().union(*of_process)):
+        owners: dict[str, list[int]] = {}
+        for process, known in enumerate(of_process):
+            owners.setdefault(known.get(name, "missing"), []).append(process)
+        if len(owners) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{value} on {_processes(owners[value])}" for value in owners))
+    return lines
+
+
+def _texts_of_all_processes(text: str) -> list[str]:
+    from jax.experimental import multihost_utils
+
+    raw = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.asarray(len(raw), np.int32)))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(raw)] = raw
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+    return f"process {shown}" if len(numbers) == 1 else f"processes {shown}"
 
 
 def main_only(act: Callable[[], T]) -> T | None:

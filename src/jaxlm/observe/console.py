@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxlm.core.runtime import is_main_process
+from jaxlm.observe.log_file import LogFile
 
 _PROGRESS_INTERVAL_S = 10.0  # between progress lines if the output is not a terminal
 
@@ -19,13 +20,13 @@ class Console:
         self._is_terminal = self._stream.isatty()
         self._showing_progress = False
         self._last_progress = -_PROGRESS_INTERVAL_S
-        self._log_file: TextIO | None = None
+        self._log_file: LogFile | None = None
 
     def log_to(self, path: Path) -> None:
-        """Also appends lines to this file from now on."""
+        """Also appends lines to this file from now on. Raises `OSError` if it cannot be opened."""
         if is_main_process():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._log_file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._log_file = LogFile(path, self._print)
+            self._log_file.open()
 
     def log(self, text: str = "") -> None:
         """Prints one or more lines."""
@@ -34,9 +35,13 @@ class Console:
         if self._showing_progress:
             print("\r\x1b[2K", end="", file=self._stream)
             self._showing_progress = False
-        print(text, file=self._stream, flush=True)
+        self._print(text)
         if self._log_file is not None:
-            print(text, file=self._log_file, flush=True)
+            self._log_file.append(f"{text}\n")
+            self._log_file.flush(sync=False)
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
 
     def progress(self, text: str, *, last: bool = False) -> None:
         """Replaces the progress line on a terminal; otherwise prints a line every 10 s."""

@@ -14,6 +14,7 @@ import jax
 from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.load import as_run_config
 from jaxlm.core import tree
+from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.data.base import Batches
@@ -213,7 +214,8 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, in
 
 def _write_config(folder: Path, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(text)
+    with atomic_file(folder / "config.yaml") as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def totals_at(metrics: Path, step: int) -> Totals:
@@ -227,7 +229,7 @@ def totals_at(metrics: Path, step: int) -> Totals:
 def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[Tracker, ...]:
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
     path, attempt = plan.log_folder / "metrics.jsonl", init_from.history.attempt
-    jsonl = JsonlTracker(path, resume_step=init_from.resume_step or 0, attempt=attempt)
+    jsonl = JsonlTracker(path, resume_step=init_from.resume_step or 0, attempt=attempt, warn=console.log)
     configs = plan.config.trainer.trackers
     if not configs:
         return (jsonl,)

@@ -42,7 +42,10 @@ class SavedRun:
 
 
 def load_saved_run(plan: Plan) -> SavedRun | None:
-    """The configuration in this run's newest undamaged checkpoint, or else in its log folder; None for a new run."""
+    """The configuration in this run's newest undamaged checkpoint, or else in its log folder; None for a new run.
+
+    The log folder's file may be damaged: without a checkpoint, nothing that it says would have to be kept.
+    """
     for checkpoint in reversed(plan.checkpoints.checkpoints()):
         try:
             checkpoint.verify(below="run/")
@@ -57,7 +60,10 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
                 json.loads(references.read_text()) if references.is_file() else {},
             )
     logged = plan.log_folder / "config.yaml"
-    return SavedRun(str(logged), read_config(logged), None, {}) if logged.is_file() else None
+    try:
+        return SavedRun(str(logged), read_config(logged), None, {}) if logged.is_file() else None
+    except ConfigError:
+        return None
 
 
 def check_same_run(plan: Plan) -> RunConfig | None:

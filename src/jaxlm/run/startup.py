@@ -1,15 +1,26 @@
-"""The start-up table: what will run, on which devices, and why each choice was made."""
+"""Checks of a start, and its table: what will run, on which devices, and why each choice was made."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
-from jaxlm.config.decode import choice_name
+import jaxlm
+from jaxlm.config.decode import choice_name, encode
+from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
 from jaxlm.core.lr_shapes import lr_shape_name
 from jaxlm.core.precision import Precision
+from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
@@ -25,6 +36,8 @@ from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
+
+_PACKAGE = Path(jaxlm.__file__).parent
 
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
@@ -172,6 +185,51 @@ def _starting_point(plan: Plan) -> str:
     }
     parts = [own[trainer.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
     return "; ".join(parts) + (" (missing arrays are newly initialized)" if trainer.allow_partial_checkpoint else "")
+
+
+def check_same_start(config: RunConfig, run_id: str) -> None:
+    """Raises `ConfigError` on every process if the processes run different code or configurations.
+
+    Each process compiles its own program and reads its own part of the data. Programs that differ wait for each other for
+    ever, or train on a mixture of both.
+    """
+    if jax.process_count() == 1:
+        return
+    different = differences_between_processes(_start_facts(config, run_id))
+    if different:
+        raise ConfigError(
+            "the processes of this run were not started with the same configuration and code:\n"
+            + "\n".join(f"  {line}" for line in different)
+            + "\nStart the same command, with the same files and versions, on all machines"
+        )
+
+
+# Keys that may differ between machines. What they name is compared when it is read, or only used by process 0.
+_LOCAL_KEYS = re.compile(
+    r"config\.(trainer\.(log_dir|compilation_cache_dir|checkpointer\.staging_dir|(distributed|tracker|ray)\b.*)|.*cache_dir)"
+)
+_JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+
+
+def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
+    """Everything that shapes the program and the order of the data, as name -> text."""
+    flat = dict(_flat("config", encode(config)))
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py")))).hexdigest()
+    return {
+        "trainer.id": run_id,
+        **{key.removeprefix("config."): value for key, value in flat.items() if not _LOCAL_KEYS.fullmatch(key)},
+        "version of jaxlm": f"{jaxlm.__version__}, source {source[:8]}",
+        **{f"version of {name}": version(name) for name in ("jax", "jaxlib", "haliax", "equinox", "optax")},
+        **{name: str(getattr(jax.config, name)) for name in _JAX_OPTIONS},
+    }
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(f"{path}.{key}", item)
+    else:
+        yield path, json.dumps(value, default=str)
 
 
 def check_accelerator(plan: Plan) -> None:

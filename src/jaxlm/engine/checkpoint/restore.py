@@ -49,19 +49,19 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
     """The newest undamaged checkpoint of a run; sets damaged newer ones aside. None if there are no checkpoints.
 
     All processes must call this and get the same result. Process 0 reads the files. Raises `NoUsableCheckpointError` if all
-    checkpoints are damaged.
+    checkpoints are damaged. They keep their names then, so that the next start does not take the run for a new one.
     """
-    num_damaged = 0
-    while checkpoints := main_first(folder.checkpoints):
-        newest = checkpoints[-1]
-        set_aside = functools.partial(_set_aside, folder, newest.name, log=log)
-        if _is_undamaged(lambda newest=newest: newest, set_aside):
-            return VerifiedCheckpoint(newest, main_first(newest.cursor))
-        num_damaged += 1
-    if num_damaged:
+    damages: dict[str, DamagedError] = {}  # on process 0
+    checkpoints = main_first(folder.checkpoints)
+    for checkpoint in reversed(checkpoints):
+        if _is_undamaged(lambda it=checkpoint: it, functools.partial(damages.__setitem__, checkpoint.name)):
+            main_only(lambda: [_set_aside(folder, name, damage, log) for name, damage in damages.items()])
+            return VerifiedCheckpoint(checkpoint, main_first(checkpoint.cursor))
+    if checkpoints:
+        lines = "\n".join(f"  {name}: {damage}" for name, damage in damages.items())
         raise NoUsableCheckpointError(
-            f"all {num_damaged} checkpoints in {folder.location} are damaged and were set aside as *.damaged. Nothing was"
-            " loaded. To train from scratch, set another trainer.id or move the folder away"
+            f"all {len(checkpoints)} checkpoints in {folder.location} are damaged:\n{lines}\nNothing was loaded, and nothing"
+            " was changed. To train from scratch, set another trainer.id or move the folder away"
         )
     return None
 

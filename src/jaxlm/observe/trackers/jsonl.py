@@ -1,16 +1,15 @@
-"""The tracker that writes `metrics.jsonl`, and histograms to `histograms.jsonl`.
-
-It is always on, and it is the primary record of the metrics, so its failure stops the run.
-"""
+"""The tracker that writes `metrics.jsonl`, and histograms to `histograms.jsonl`. It is always on."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram
+from jaxlm.observe.log_file import LogFile
 
 
 class JsonlTracker:
@@ -20,28 +19,39 @@ class JsonlTracker:
     `low`, `high` and `counts`, which is created with the first histogram.
     """
 
-    def __init__(self, path: Path, *, resume_step: int, attempt: int = 0):
+    def __init__(self, path: Path, *, resume_step: int, attempt: int = 0, warn: Callable[[str], None] = print):
         """Args:
-        resume_step: records of later steps are removed from the file, because the run logs them again.
-        attempt: how often the run had gone back. The records of earlier attempts stay.
+            resume_step: records of later steps are removed from the file, because the run logs them again.
+            attempt: how often the run had gone back. The records of earlier attempts stay.
+            warn: is told if a file cannot be written, or has other content.
+
+        Raises:
+            ConfigError: the files cannot be read and written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_after(path, (attempt, resume_step))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._histograms = path.with_name("histograms.jsonl")
-        if self._histograms.exists():
-            _drop_after(self._histograms, (attempt, resume_step))
+        histograms = path.with_name("histograms.jsonl")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for file in (path, histograms):
+                _drop_after(file, (attempt, resume_step), warn)
+            self._file = LogFile(path, warn)
+            self._file.open()
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.log_dir: {error.filename or path} cannot be read and written ({error.strerror}). Move it away,"
+                " free up disk space, or set another folder"
+            ) from error
+        self._histograms = LogFile(histograms, warn)
         self._attempt = attempt
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = self._key(step) | {k: _finite(v) for k, v in metrics.items()}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.append(json.dumps(record) + "\n")
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        with open(self._histograms, "a", encoding="utf-8") as file:
-            for name, h in histograms.items():
-                ends = {"low": _finite(h.low), "high": _finite(h.high)}
-                file.write(json.dumps(self._key(step) | {"name": name, **ends, "counts": h.counts}) + "\n")
+        for name, h in histograms.items():
+            ends = {"low": _finite(h.low), "high": _finite(h.high)}
+            self._histograms.append(json.dumps(self._key(step) | {"name": name, **ends, "counts": h.counts}) + "\n")
+        self._histograms.flush(sync=False)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._attempt = attempt
@@ -50,21 +60,19 @@ class JsonlTracker:
         return {"step": step, "attempt": self._attempt} if self._attempt else {"step": step}
 
     def flush(self) -> None:
-        """Flushes and syncs the file to disk."""
         self._file.flush()
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self.flush()
         self._file.close()
+        self._histograms.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
     """The complete records of a metrics file, without those that a later attempt of the run supersedes.
 
-    A last line that was cut off when the process was killed is ignored.
+    Lines that are not records are ignored, such as a last line that was cut off when the process was killed.
     """
-    records = _read_all(path)
+    records, _ = _read_all(path)
     first_steps: dict[float, float] = {}
     for record in records:
         first_steps.setdefault(record.get("attempt", 0), record["step"])
@@ -74,32 +82,45 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
     return [record for record in records if record["step"] < ends[record.get("attempt", 0)]]
 
 
-def _read_all(path: Path) -> list[dict[str, float]]:
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+def _read_all(path: Path) -> tuple[list[dict[str, float]], int]:
+    """All records, and the number of other lines. A last line without its end is not counted."""
+    records, num_others = [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        else:
+            num_others += line.endswith(b"\n")
+    return records, num_others
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _drop_after(path: Path, place: tuple[int, int]) -> None:
-    """Removes the records after an attempt and step, and those of later attempts."""
+def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> None:
+    """Removes the records after an attempt and step, and those of later attempts. A file with other lines is kept aside."""
+    if not path.exists():
+        return
     attempt, step = place
 
     def stays(record: Mapping[str, float]) -> bool:
         number = record.get("attempt", 0)
         return number < attempt or (number == attempt and record["step"] <= step)
 
-    records = list(filter(stays, _read_all(path)))
+    records, num_others = _read_all(path)
+    if num_others:
+        aside = path.with_name(f"{path.name}.damaged")
+        aside.write_bytes(path.read_bytes())
+        warn(
+            f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old file"
+        )
     unfinished = path.with_name(path.name + ".unfinished")
     with open(unfinished, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(record) + "\n" for record in filter(stays, records))
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
