@@ -170,3 +170,18 @@ def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
     processes = place.start_all(2, *RUN, "--trainer.num_train_steps", "6", module="tests.end_to_end.slow_to_commit")
     ends = [process.communicate(timeout=300) for process in processes]
     assert ["ends with checkpoints/run/step-6\n" in out for out, _ in ends] == [True, True], ends
+
+
+@pytest.mark.slow
+def test_a_second_start_of_a_running_run_ends_with_a_message_and_does_no_harm(uninterrupted, workplace):
+    place = workplace()
+    place.write()
+    first = place.start(*RUN, *EVERY_STEP)
+    while first.poll() is None and not any("." not in name for name in place.checkpoints()):
+        time.sleep(0.01)
+    second = place.run(*RUN)
+    _, err = first.communicate(timeout=300)
+    assert second.code == 2
+    assert f"already being trained (process {first.pid} on" in second.err
+    assert first.returncode == 0, err
+    assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)

@@ -72,3 +72,16 @@ def test_incomplete_folders_are_not_checkpoints_for_any_phase_name(tmp_path, pha
         assert latest_valid(folder, logged.append).checkpoint.name == "step-9"
         assert f"It was set aside as {aside};" in logged.pop()
     assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-9"]
+
+
+def test_a_second_start_of_a_run_is_refused_until_the_first_ends(tmp_path):
+    first, second = LocalFolder(tmp_path / "run"), LocalFolder(tmp_path / "run")
+    with (
+        first.locked(),
+        pytest.raises(ConfigError, match=rf"already being trained \(process {os.getpid()} on .*trainer.id"),
+    ):
+        second.locked().__enter__()
+    with second.locked():
+        pass
+    with first.locked(), LocalFolder(tmp_path / "other").locked():
+        pass

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,31 @@ class LocalFolder(CheckpointFolder):
         self._check_shared(broadcast_from_main(token).tobytes())
         main_only(self._probe.unlink)
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The lock is a file beside the folder. The kernel releases it when the process ends, however it ends."""
+        import fcntl  # not on Windows
+
+        path = self.location.with_name(f".{self.location.name}.lock")
+        with self._save_errors():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by the next block
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise ConfigError(
+                    f"this run is already being trained ({file.read().strip() or 'by another process'}): both would save to"
+                    f" {self.location.absolute()}. Wait until it ends, stop it, or set another trainer.id"
+                ) from error
+            except OSError:
+                pass  # this file system has no locks
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            yield
+
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes the files to a hidden folder."""
         folder = self._unfinished(name)
@@ -122,11 +148,16 @@ class LocalFolder(CheckpointFolder):
             self._remove(old.path)
 
     def _prepare(self, token: bytes) -> None:
-        try:
+        with self._save_errors():
             self.location.mkdir(parents=True, exist_ok=True)
             for path in self.location.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
+
+    @contextlib.contextmanager
+    def _save_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise SaveError(
                 f"cannot write to the checkpoint folder {self.location.absolute()}: {error}."

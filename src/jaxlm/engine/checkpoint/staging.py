@@ -5,6 +5,7 @@ import functools
 import hashlib
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
@@ -69,6 +70,9 @@ class StagedFolder(CheckpointFolder):
         """Prepares the staging folder, and uploads what an earlier process left pending."""
         self._local.prepare()
         main_only(self._prepare)
+
+    def locked(self) -> AbstractContextManager[None]:
+        return self._local.locked()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         self._local.begin(name, files)

@@ -12,6 +12,7 @@ In every kind of folder, a checkpoint is either complete or invisible.
 """
 
 import abc
+import contextlib
 import errno
 import os
 import posixpath
@@ -133,6 +134,14 @@ class CheckpointFolder(abc.ABC):
             SaveError: the folder cannot be written to.
             ConfigError: the folder is not the same on all processes, or its store does not respond.
         """
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keeps a second start of the same run away while the context is open. A bucket has no locks.
+
+        Raises:
+            ConfigError: another start of the run holds the lock.
+        """
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
