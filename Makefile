@@ -26,7 +26,7 @@ test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)
 
 test-slow: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m slow $(TESTS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m "slow and not soak" $(TESTS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

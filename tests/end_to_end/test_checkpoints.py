@@ -35,7 +35,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
-SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -77,7 +77,8 @@ def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, workplace, numb
     check_falls_back(uninterrupted, workplace, number, damage)
 
 
-@pytest.mark.parametrize("damage", [pytest.param(d, marks=SLOW if d == "flipped" else SOAK) for d in DAMAGES])
+@pytest.mark.soak
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_each_file_of_the_newest_checkpoint_in_turn(uninterrupted, workplace, damage):
     for number in range(len(files_of(uninterrupted.place.folder / "checkpoints/run/step-24"))):
         check_falls_back(uninterrupted, workplace, number, damage)

@@ -76,8 +76,15 @@ def close(found: dict[int, str], expected: dict[int, str], tolerance: float) -> 
         assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=tolerance), step
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("form", ["live", "cached"])
+@pytest.mark.parametrize(
+    ("form", "devices"),
+    [
+        ("live", 1),
+        ("cached", 8),
+        pytest.param("live", 8, marks=pytest.mark.soak),
+        pytest.param("cached", 1, marks=pytest.mark.soak),
+    ],
+)
 def test_killed(whole, workplace, teacher, form, devices):
     losses, digest, *_ = whole(form, devices)
     place = prepared(workplace, teacher, form, devices)

@@ -59,19 +59,25 @@ def test_a_run_that_went_back_ends_like_a_clean_one(whole, uninterrupted):
     assert [r["eval/loss"] for r in found if "eval/loss" in r][-1] == pytest.approx(clean[-1], rel=0.01)
 
 
+PLACES = {
+    ("rewind", "in the streak"): 8,
+    ("rewind", "before going back"): 1,
+    ("rewind", "before the save"): 8,
+    ("rewind", "during the save"): 1,
+    ("rewind", "after going back"): 8,
+    ("until", "after the best"): 1,
+    ("until", "before the last save"): 8,
+    ("until", "during the last save"): 1,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(
-    ("case", "place"),
+    ("case", "place", "devices"),
     [
-        ("rewind", "in the streak"),
-        ("rewind", "before going back"),
-        ("rewind", "before the save"),
-        ("rewind", "during the save"),
-        ("rewind", "after going back"),
-        ("until", "after the best"),
-        ("until", "before the last save"),
-        ("until", "during the last save"),
+        pytest.param(*one, devices, marks=() if devices == PLACES[one] else pytest.mark.soak)
+        for one in PLACES
+        for devices in (1, 8)
     ],
 )
 def test_killed(workplace, whole, case, place, devices):
@@ -100,6 +106,7 @@ def test_two_processes_agree(workplace, whole, case):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_too_many_rewinds_end_the_command_with_a_message(workplace):
     place = workplace(4)
     place.write()

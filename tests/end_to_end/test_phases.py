@@ -26,9 +26,7 @@ def start(workplace, devices: int) -> Workplace:
     return place
 
 
-@pytest.fixture(
-    scope="session", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids=["one device", "four devices"]
-)
+@pytest.fixture(scope="session", params=[1, 4], ids=["one device", "four devices"])
 def whole(request, workplace):
     """The uninterrupted run: (devices, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
@@ -54,10 +52,18 @@ def test_frozen_leaves_do_not_change_and_have_no_optimizer_state(whole):
     assert all(path.endswith((".a", ".b")) for path in moments)
 
 
+FAULTS = ("first phase", "boundary", "after surgery", "saving the entry", "second phase")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault",
-    ["first phase", "boundary", "after surgery", "saving the entry", "second phase"],
+    ("whole", "fault"),
+    [
+        pytest.param(devices, fault, marks=pytest.mark.soak if devices > 1 and fault != "after surgery" else ())
+        for devices in (1, 4)
+        for fault in FAULTS
+    ],
+    indirect=["whole"],
 )
 def test_killed(whole, workplace, fault):
     devices, losses, _, last = whole

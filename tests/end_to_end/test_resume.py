@@ -97,7 +97,10 @@ def test_killed_once(workplace, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", OTHERS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(name, marks=pytest.mark.soak if name == "float32 router, one device" else ()) for name in OTHERS],
+)
 def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupted, setting):
     check(workplace, uninterrupted, setting, seed=3, kills=1)
 
@@ -123,8 +126,8 @@ def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
         assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow  # FSDP 8 is killed in the default suite
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.soak if m == "fsdp 8" else ()) for m in MESHES])
 def test_killed_four_times(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=10, kills=4)
 

@@ -38,7 +38,7 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
         (1, signal.SIGTERM, 0),
         pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
