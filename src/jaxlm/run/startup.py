@@ -216,8 +216,8 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
     flat = dict(_flat("config", encode(config)))
     source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py")))).hexdigest()
     return {
-        "trainer.id": run_id,
         **{key.removeprefix("config."): value for key, value in flat.items() if not _LOCAL_KEYS.fullmatch(key)},
+        "trainer.id": run_id,
         "version of jaxlm": f"{jaxlm.__version__}, source {source[:8]}",
         **{f"version of {name}": version(name) for name in ("jax", "jaxlib", "haliax", "equinox", "optax")},
         **{name: str(getattr(jax.config, name)) for name in _JAX_OPTIONS},
