@@ -12,7 +12,6 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
-import jaxlm
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
@@ -37,7 +36,7 @@ from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 
-_PACKAGE = Path(jaxlm.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def describe(plan: Plan) -> list[tuple[str, str]]:
@@ -218,7 +217,7 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
     return {
         **{key.removeprefix("config."): value for key, value in flat.items() if not _LOCAL_KEYS.fullmatch(key)},
         "trainer.id": run_id,
-        "version of jaxlm": f"{jaxlm.__version__}, source {source[:8]}",
+        "source of jaxlm": source[:8],
         **{f"version of {name}": version(name) for name in ("jax", "jaxlib", "haliax", "equinox", "optax")},
         **{name: str(getattr(jax.config, name)) for name in _JAX_OPTIONS},
     }
