@@ -96,8 +96,11 @@ def test_valid_values_are_decoded(given, value):
         ({"sizes": 3}, "sizes: 3 given, a list"),
         ({"sizes": [1, "x"]}, "sizes.1: 'x' given"),
         ({"mapping": {"x": 1}}, "mapping.x: 1 given"),
-        ({"shape": {"type": "sqare"}}, "shape.type: 'sqare' given. Allowed: circle, square. Did you mean 'square'?"),
-        ({"shapes": [{}]}, "shapes.0.type: no type given. Allowed: circle, square"),
+        (
+            {"shape": {"type": "sqare"}},
+            "shape.type: 'sqare' given. Allowed: circle, half, square. Did you mean 'square'?",
+        ),
+        ({"shapes": [{}]}, "shapes.0.type: no type given. Allowed: circle, half, square"),
         ({"shape": {"side": 2}}, "no such key in shape (type circle)"),
         ({"shape": 3}, "shape: 3 given, a section"),
         ({"inner": {}}, "the key 'text' is missing"),
@@ -162,3 +165,15 @@ def test_keeping_the_type_keeps_all_keys():
 def test_numbers_are_finite(tree, expected, value):
     with pytest.raises(ConfigError, match=expected.format(value)):
         read(**tree(value))
+
+
+@Shape.register_subclass("half")
+@dataclass(frozen=True)
+class Half(Shape):
+    @abc.abstractmethod
+    def area(self): ...
+
+
+def test_a_class_that_lacks_a_method_is_named():
+    with pytest.raises(ConfigError, match="shape: the class Half does not define area"):
+        read(shape={"type": "half"})

@@ -431,3 +431,11 @@ def test_a_run_without_groups_keeps_its_state():
     ours, own = (o.init(params) for o in (build_optimizer(config, groups, STEPS), config.build(groups, STEPS)))
     assert jax.tree.structure(ours) == jax.tree.structure(own)
     assert {g.name for g in groups} == {"decay", "no decay"}
+
+
+def test_the_class_of_an_entry_need_not_have_the_keys_of_all_parameters_together():
+    config = AdamConfig(max_grad_norm=0.5, groups=[Signs(learning_rate=0.5, match="q")])
+    params = model(arrays(0))
+    assert parameter_groups(params, config)
+    with pytest.raises(ConfigError, match=r"groups\.0\.max_grad_norm: 1\.0 given, but gradients are clipped"):
+        parameter_groups(params, AdamConfig(max_grad_norm=0.5, groups=[AdamConfig(match="q", max_grad_norm=1.0)]))

@@ -132,3 +132,18 @@ def test_what_is_saved_needs_no_file(tmp_path, gains):
     assert shape == gains.shape, "a resumed run rebuilds the tree"
     with pytest.raises(ConfigError, match=r"gains\.npy not found"):
         again.state_builder.initial_leaves(again.phases[0])
+
+
+@pytest.mark.parametrize(
+    ("brought", "message"),
+    [
+        (lambda: {f"{DOWN}.gian": np.ones((2, 32))}, rf"surgery.0: .*gian' has no place .*Did you mean '{DOWN}.gain'"),
+        (lambda: {f"{DOWN}.gain": np.ones(32)}, r"surgery.0: .* has shape \(32,\), but .*'layers': 2, 'embed': 32"),
+        (lambda: {f"{DOWN}.gain": np.load("nothing.npy")}, r"surgery.0: nothing.npy cannot be read \(No such file"),
+    ],
+)
+def test_leaves_that_do_not_fit_are_one_message(tmp_path, gains, monkeypatch, brought, message):
+    plan = planned(tmp_path)
+    monkeypatch.setattr(Gains, "initial_leaves", lambda *_: brought())
+    with pytest.raises(ConfigError, match=message):
+        plan.state_builder.initial_leaves(plan.phases[0])

@@ -7,6 +7,7 @@ is one sentence with the file, the line, the dotted path, the given value and th
 
 import dataclasses
 import difflib
+import inspect
 import math
 import types
 import typing
@@ -175,6 +176,9 @@ class _Decoder:
         return self._construct(kind, values | inner, path) if inner else section
 
     def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
+        if inspect.isabstract(kind):
+            missing = ", ".join(sorted(kind.__abstractmethods__))
+            raise self._error(path, f"the class {kind.__qualname__} does not define {missing}. Add what is missing")
         try:
             return kind(**values)
         except ValueError as error:

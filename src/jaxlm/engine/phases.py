@@ -3,11 +3,12 @@
 Tracing the same functions on shapes gives the structure that a checkpoint of the phase must have.
 """
 
+import difflib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxlm.core.imports import gc_paused
 
@@ -32,6 +33,7 @@ from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.surgery.base import SurgeryConfig
 
+T = TypeVar("T")
 InitialLeaves = Sequence[Mapping[str, hax.NamedArray]]
 """For each surgery of a phase: leaf path -> the value that replaces the one made by the surgery."""
 # Folded into the run's key first, so that no two uses share randomness.
@@ -162,7 +164,8 @@ class StateBuilder:
         for number, surgery in enumerate(phase.surgeries):
             model = jax.eval_shape(functools.partial(self._apply_surgery, phase=phase, number=number), model)
             stored = dict(tree.leaves(jax.eval_shape(self.precision.cast_to_params, model)))
-            leaves: Mapping[str, Any] = surgery.initial_leaves(model, self.model)
+            leaves: Mapping[str, Any] = _readable(surgery.initial_leaves, f"surgery.{number}", model, self.model)
+            _check_fit(leaves, stored, f"surgery.{number}")
             found.append({p: hax.NamedArray(a.astype(stored[p].dtype), stored[p].axes) for p, a in leaves.items()})
         return found
 
@@ -234,6 +237,27 @@ def with_phase_ends(state_builder: StateBuilder, ends: Sequence[int]) -> StateBu
 
 
 @gc_paused()
+def _readable(read: Callable[..., T], path: str, *arguments: Any) -> T:
+    try:
+        return read(*arguments)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.filename or 'a file'} cannot be read ({error.strerror or error})") from error
+
+
+def _check_fit(leaves: Mapping[str, Any], stored: Mapping[str, hax.NamedArray], path: str) -> None:
+    """Raises `ConfigError` if an array that a surgery brings has no place in the model, or another shape."""
+    for name, array in leaves.items():
+        if name not in stored:
+            near = difflib.get_close_matches(name, stored, n=1)
+            hint = f". Did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"{path}: the array '{name}' has no place in the model{hint}")
+        sizes = {axis.name: axis.size for axis in stored[name].axes}
+        if tuple(array.shape) != tuple(sizes.values()):
+            raise ConfigError(
+                f"{path}: the array '{name}' has shape {tuple(array.shape)}, but the model's has the axes {sizes}"
+            )
+
+
 def enter_phase(
     state_builder: StateBuilder,
     phase: Phase,

@@ -21,6 +21,7 @@ import optax
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.guards import StepGuard, StepStats
 from jaxlm.core.precision import Precision
+from jaxlm.core.schedules import Schedule
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named
@@ -132,7 +133,7 @@ class _GuardedUpdate:
     phase: Phase
     optimizer: optax.GradientTransformationExtraArgs
     guards: Sequence[StepGuard]
-    schedule: optax.Schedule
+    schedule: Schedule
     watch: WatchConfig | None
 
     def __call__(

@@ -218,7 +218,8 @@ def _check(config: OptimizerConfig) -> None:
         if group.groups:
             raise ConfigError(f"{path}.groups: given, but groups cannot contain groups. Move its entries one level up")
         for key, why in _GLOBAL_KEYS.items():
-            own, outer = getattr(group, key, None), getattr(config, key, None)
+            outer = getattr(config, key, None)
+            own = getattr(group, key, outer)  # an entry's class need not have the key
             if own != outer:
                 expected = "null" if outer is None else outer
                 raise ConfigError(

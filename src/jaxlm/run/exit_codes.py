@@ -15,8 +15,9 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
-def command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Decorates a command's `main`: fills in the command line's arguments, and converts known exceptions to exit codes.
+def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """Decorates a command's `main`: converts known exceptions to exit codes. Called without arguments, it takes those of the
+    command line.
 
     2: the configuration or the data is wrong. 1: a checkpoint could not be saved, no checkpoint could be loaded, another
     process of the run failed, a loss or gradient was not finite and the configuration says to stop, or the run cannot go

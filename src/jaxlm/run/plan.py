@@ -167,7 +167,8 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
             )
     for name in config.refs:
         if name not in needed:
-            raise ConfigError(f"refs.{name}: no phase's objective asks this model. Remove it, or set objective.type")
+            asked = f"the objectives ask {', '.join(needed)}" if needed else "no objective asks a model"
+            raise ConfigError(f"refs.{name}: not used, because {asked}. Remove or rename it, or set objective.type")
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
 
