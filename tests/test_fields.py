@@ -11,7 +11,7 @@ ENTRIES: dict[tuple[str, str], Entry] = {
     (base, path): entry for table in TABLES for base, fields in table.items() for path, entry in fields.items()
 }
 QUICK = ("llama", "gpt2", "flax")
-SLOW_BASES = ("distill", "rope linear", "rope llama3", "rope longrope", "rope yarn")
+SLOW_BASES = ("distill", "watch", "rope linear", "rope llama3", "rope longrope", "rope yarn")
 
 
 def test_every_field_is_listed():
@@ -25,7 +25,7 @@ def test_the_fields_of_each_section_are_listed():
 
 
 def changes() -> list:
-    """The fields with a change. Fields that only Llama's relatives, scaled RoPE or distillation have are slow tests."""
+    """The fields with a change. Those of Llama's relatives, scaled RoPE, distillation and watching are slow tests."""
     quick = lambda base: BASES[base]["model"]["type"] in QUICK and base not in SLOW_BASES  # noqa: E731
     return [
         pytest.param(base, path, marks=() if quick(base) else pytest.mark.slow)

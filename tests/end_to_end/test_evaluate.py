@@ -61,6 +61,7 @@ def test_the_loss_does_not_depend_on_the_batch_size_and_skipped_batches_are_repo
     assert last == {"loss": None, "bpb": None, "tokens": 0.0, "bytes": 0.0}
 
 
+@pytest.mark.slow
 def test_other_text_gets_its_own_cache(finished):
     before = sorted(p.name for p in (finished.cache / "validation").iterdir())
     other = str(finished.corpus / "train" / "textwrap.py")

@@ -57,6 +57,7 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
     assert (place.losses(), place.digest("step-24")) == whole(processes)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()

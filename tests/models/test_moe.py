@@ -158,6 +158,7 @@ def routed(experts: Experts, x: np.ndarray):
     return logits, experts(x_named, hax.ones(axes[:2], jnp.int32))[0]
 
 
+@pytest.mark.slow
 def test_a_float32_router_in_a_bfloat16_model_equals_that_of_transformers():
     torch = pytest.importorskip("torch")
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
