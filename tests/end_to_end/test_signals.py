@@ -90,4 +90,4 @@ def test_processes_with_different_run_ids_are_refused(workplace):
         patch.setattr(Workplace, "start", lambda *a, **k: start(*a, **k, RUN_ID=next(names)))
         results = [process_end(process) for process in place.start_all(2, *RUN)]
     assert [code for code, _, _ in results] == [2, 2], results
-    assert "trainer.id: 'two' on this process, but not on all others" in results[1][2]
+    assert "trainer.id: one on process 0; two on process 1" in results[1][2]

@@ -255,6 +255,21 @@ def test_a_failing_tracker_is_reported_once_and_does_no_harm(where, tmp_path):
     assert len(other.records) == len(read_jsonl(tmp_path / "m.jsonl")) == 19
 
 
+def test_a_tracker_is_opened_again_if_python_could_not_parse_in_its_thread():
+    recording, lines, failures = Recording(), [], [SystemError("AST constructor recursion depth mismatch")]
+
+    def opened():
+        if failures:
+            raise failures.pop()
+        return recording.opened()
+
+    tracker = BackgroundTracker("t", opened, lines.append)
+    tracker.log(1, {"x": 1.0})
+    tracker.close()
+    assert lines == []
+    assert len(recording.records) == 1
+
+
 @pytest.mark.parametrize("where", ["open", "log", "flush", "close"])
 def test_a_blocking_tracker_does_not_delay_the_run(where):
     stuck, lines = Recording(block=where), []

@@ -122,9 +122,16 @@ class BackgroundTracker:
     def _warn(self, problem: str) -> None:
         self._print_line(f"tracker {self._name} {problem}. metrics.jsonl has all metrics")
 
+    def _open_again_if_parsing_failed(self) -> Tracker:
+        """Python 3.11 cannot parse source in two threads at once (python/cpython#106905); libraries do so as they start."""
+        try:
+            return self._open()
+        except SystemError:
+            return self._open()
+
     def _work(self) -> None:
         try:
-            tracker = self._open()
+            tracker = self._open_again_if_parsing_failed()
             self._opened = True
             while (job := self._next()) is not None:
                 job(tracker)
