@@ -74,14 +74,7 @@ def save_adapters(
     """
     check_unused(folder)
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
-    ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
-    scales = {adapter.scale for adapter in adapters}
-    dropouts = {adapter.dropout for adapter in adapters}
-    if max(map(len, (ranks, scales, dropouts))) > 1:
-        raise ConfigError(
-            f"adapters with different ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
-            " cannot be exported as one PEFT adapter. Export the merged model: --adapters merge"
-        )
+    settings = _common_settings(adapters)
     tensors: dict[str, np.ndarray] = {}
     modules: set[str] = set()
     layers: dict[str, list[int]] = {}
@@ -100,14 +93,11 @@ def save_adapters(
         )
     if not is_main_process():
         return
-    rank = ranks.pop()
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": scales.pop() * rank,
-        "lora_dropout": dropouts.pop(),
+        **settings,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -118,6 +108,20 @@ def save_adapters(
     with publish_folder(folder) as unfinished:
         (unfinished / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
+
+
+def _common_settings(adapters: Sequence[Adapter]) -> dict[str, float]:
+    """The keys of adapter_config.json that all adapters share. Raises `ConfigError` if they differ."""
+    ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
+    scales = {adapter.scale for adapter in adapters}
+    dropouts = {adapter.dropout for adapter in adapters}
+    if max(map(len, (ranks, scales, dropouts))) > 1:
+        raise ConfigError(
+            f"adapters with different ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
+            " cannot be exported as one PEFT adapter. Export the merged model: --adapters merge"
+        )
+    (rank,), (scale,), (dropout,) = ranks, scales, dropouts
+    return {"r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout}
 
 
 def _owner(adapter: Adapter, owners: dict[str, Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ class JsonlTracker:
         """Args:
             resume_step: records of later steps are removed from the file, because the run logs them again.
             attempt: how often the run had gone back. The records of earlier attempts stay.
-            warn: is told if a file cannot be written, or has other content.
+            warn: prints a warning, if a file cannot be written or has lines that are not records.
 
         Raises:
             ConfigError: the files cannot be read and written.
