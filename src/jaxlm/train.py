@@ -79,9 +79,9 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
-    plan, tokenizer, init_from = _prepare(plan, console)
     state, outcome = None, Done()
     with (
+        _prepared(plan, console) as (plan, tokenizer, init_from),
         plan.layout.use(),
         stop_on_signals() as stop,
         open_run(plan, tokenizer, console, stop, init_from) as run,
@@ -119,8 +119,12 @@ def _make_checked_plan(config: RunConfig) -> Plan:
     return plan
 
 
-def _prepare(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
-    """Loads the tokenizer and finds the checkpoint to start from. Returns the plan updated for the tokenizer, and both."""
+@contextlib.contextmanager
+def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom]]:
+    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, and both.
+
+    From the first write on, and while the context is open, a second start of the run is refused.
+    """
     config = plan.config
     plan.checkpoints.open(console.log)
     check_init_from(plan)
@@ -137,6 +141,20 @@ def _prepare(plan: Plan, console: Console) -> tuple[Plan, Tokenizer, InitFrom]:
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
+    with contextlib.ExitStack() as closing:
+        main_only(lambda: closing.enter_context(plan.checkpoints.locked()))
+        yield _start(plan, tokenizer, saved, console)
+
+
+def _start(
+    plan: Plan, tokenizer: Tokenizer, saved: RunConfig | None, console: Console
+) -> tuple[Plan, Tokenizer, InitFrom]:
+    """Opens the log and finds the checkpoint to start from.
+
+    Args:
+        saved: the configuration of the last start, on process 0.
+    """
+    config = plan.config
     try:
         console.log_to(plan.log_folder / "train.log")
     except OSError as error:

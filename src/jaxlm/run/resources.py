@@ -202,7 +202,6 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, in
         files[REFERENCES_IDENTITY] = json.dumps(references_identity(plan)).encode()
     writer = CheckpointWriter(plan.checkpoints, files)
     with contextlib.ExitStack() as closing:
-        main_only(lambda: closing.enter_context(plan.checkpoints.locked()))
         plan.checkpoints.prepare()
         main_only(lambda: _write_config(plan.log_folder, config_text))
         trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
