@@ -35,7 +35,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, monkeypatch):
     file.append("4\n")
     file.close()
     assert path.read_text() == "1\n2\n3\n4\n"
-    assert heard[1:] == [f"{path} is written again, and no line is missing"]
+    assert heard[1:] == [f"{path} is written again"]
 
 
 def test_a_line_that_a_real_limit_cuts_off_is_completed(tmp_path):

@@ -67,7 +67,7 @@ class LogFile:
             self._problem = error
             return
         if self._problem is not None:
-            self._warn(f"{self._path} is written again, and no line is missing")
+            self._warn(f"{self._path} is written again")
         self._problem = None
 
     def _current_file(self) -> BinaryIO:
@@ -94,5 +94,6 @@ class LogFile:
     def _content(self, file: BinaryIO) -> bytes:
         try:
             return os.pread(file.fileno(), self._size, 0)
-        except OSError:  # for example a stale handle of a network disk
+        except OSError as error:  # for example a stale handle of a network disk
+            self._warn(f"warning: the earlier lines of {self._path} are lost ({error.strerror or error})")
             return b""
