@@ -26,6 +26,7 @@ from jaxlm.core.hardware import peak_flops
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.sharding import current_platform
 from jaxlm.data.loader import leading_axes
+from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.forecast.forecast import forecast_all, simulate_devices
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
+    watch_peers(config.trainer.distributed.heartbeat_timeout.total_seconds())
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)
     console = Console()

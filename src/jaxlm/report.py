@@ -10,6 +10,7 @@ from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.plan import Plan
 
 _MAX_COMPRESSED_BYTES = 64 << 20
+_MAX_SPANS = 8  # of skipped steps, in the report
 
 
 def final_report(plan: Plan, console: Console) -> None:
@@ -19,7 +20,8 @@ def final_report(plan: Plan, console: Console) -> None:
     checkpoint = plan.checkpoints.checkpoints()[-1].location
     rows = [
         ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
-        ("training loss", _number(latest, "train/loss")),
+        ("training loss", training_loss(records)),
+        *skipped_updates(records),
     ]
     if "eval/loss" in latest:
         rows += [("validation loss", _number(latest, "eval/loss")), ("bits per byte", _number(latest, "eval/bpb"))]
@@ -73,6 +75,34 @@ def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
     return [
         (f"  {name} on all text", f"{8 * size / len(raw):.4f} ({len(raw):,} bytes)") for name, size in sizes.items()
     ]
+
+
+def training_loss(records: Records) -> str:
+    """The loss of the last step. If it is not finite, the last finite loss too."""
+    losses = [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
+    finite = [(step, loss) for step, loss in losses if loss is not None]
+    if not finite:
+        return "never finite" if losses else "none"
+    step, loss = finite[-1]
+    return f"{loss:.4f}" if losses[-1][0] == step else f"not finite; {loss:.4f} at step {int(step)}"
+
+
+def skipped_updates(records: Records) -> list[tuple[str, str]]:
+    """A report row with the steps whose update was skipped, as far as the records go back; none if there are none."""
+    steps = [record for record in records if "train/skipped_steps" in record]
+    counts = [0, *(int(record["train/skipped_steps"]) for record in steps)]
+    spans: list[list[int]] = []
+    for record, before, after in zip(steps, counts, counts[1:], strict=False):
+        step = int(record["step"])
+        if after > before and spans and spans[-1][1] == step - 1:
+            spans[-1][1] = step
+        elif after > before:
+            spans.append([step, step])
+    if not spans:
+        return []
+    shown = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
+    listed = ", ".join(shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."])
+    return [("skipped updates", f"{counts[-1]} of {len(steps)} steps: {listed}")]
 
 
 def _number(latest: dict[str, float], name: str) -> str:

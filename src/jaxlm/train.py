@@ -24,6 +24,7 @@ from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
@@ -109,6 +110,7 @@ def _make_checked_plan(config: RunConfig) -> Plan:
     """Makes the plan of a run and checks everything that needs neither data nor checkpoints."""
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
+    watch_peers(config.trainer.distributed.heartbeat_timeout.total_seconds())
     run_id = run_id_of(config)
     check_same_start(config, run_id)
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
@@ -225,7 +227,12 @@ def _open_phase(
             run.begin_attempt(saver.history, first_step)
         run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state, batches, saver.history)
-        streak = BadStreak(phase.optimizer.rewind_rule, saver, skipped=int(state.guard.skipped))
+        streak = BadStreak(
+            phase.optimizer.rewind_rule,
+            plan.config.trainer.crash_after_skipped,
+            saver,
+            skipped=int(state.guard.skipped),
+        )
         evaluations, exports = run.eval_hook(phase, data), run.export_hooks(phase)
         run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.

@@ -123,7 +123,7 @@ def test_errors_name_file_and_line():
 outers = st.builds(
     Outer,
     count=st.integers(-(10**9), 10**9),
-    share=st.floats(allow_nan=False, allow_infinity=False),
+    share=st.floats(allow_nan=False, allow_infinity=False, width=32),
     on=st.booleans(),
     name=st.none() | st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"))),
     axes=st.none() | st.sampled_from(["embed", ["mlp", "heads"], []]),

@@ -27,7 +27,7 @@ MISTAKES = {
     "wrong type": (
         GOOD,
         ("--trainer.num_train_steps", "many"),
-        ["num_train_steps", "'many' given", "an integer expected"],
+        ["num_train_steps", "'many' given", "an integer of 1 or more expected"],
     ),
     "null": (GOOD, ("--trainer.seed", "null"), ["trainer.seed", "null given"]),
     "true is no number": (GOOD, ("--trainer.seed", "true"), ["trainer.seed", "true given"]),

@@ -69,7 +69,10 @@ def test_the_error_for_a_missing_file_shows_the_path(tmp_path):
         ("true", True),
         ("null", None),
         ("[a, 1]", ["a", 1]),
-        ("1:30:00", 5400),
+        ("1:30:00", "1:30:00"),
+        ("0x10", "0x10"),
+        ("010", 10),
+        ("2026-01-01", "2026-01-01"),
         ("", None),
     ],
 )

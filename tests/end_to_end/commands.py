@@ -11,9 +11,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tests.end_to_end.fork_server import READ_AT_START, fork_server
 from tests.xla_flags import flags_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,21 +71,21 @@ class Workplace:
         path.write_text(text + textwrap.dedent(extra))
         return path
 
-    def start(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> subprocess.Popen[str]:
-        """Starts a command."""
+    def start(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Any:
+        """Starts a command. Returns a `subprocess.Popen`, or a process with the same methods."""
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags_for(self.devices),
             "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}",
             **environment,
         }
+        if not any(name.startswith(READ_AT_START) for name in environment):
+            return fork_server().start(module, arguments, self.folder, env)
         command = [sys.executable, "-m", module, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=env, **pipes)
 
-    def start_all(
-        self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
-    ) -> list[subprocess.Popen[str]]:
+    def start_all(self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str) -> list[Any]:
         """Starts the command as one run of several processes."""
         if processes == 1:
             return [self.start(*arguments, module=module, **environment)]
@@ -91,7 +93,7 @@ class Workplace:
 
     def start_each(
         self, arguments: Sequence[Sequence[str]], *, module: str = "jaxlm.train", **environment: str
-    ) -> list[subprocess.Popen[str]]:
+    ) -> list[Any]:
         """Starts one run of several processes, each with its own arguments."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

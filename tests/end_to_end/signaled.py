@@ -1,7 +1,11 @@
-"""`jaxlm.train` that sends itself a signal when a step is dispatched: `<signal>:<process>:<step>[:twice]`."""
+"""`jaxlm.train` that sends itself a signal when a step is dispatched: `<signal>:<process>:<step>[:twice]`.
+
+At step 0 it sends the signal in a compilation that takes ten minutes.
+"""
 
 import os
 import sys
+import time
 
 import jax
 
@@ -18,6 +22,13 @@ def signalling(self, step, *args, push=reports.AsyncMetrics.push):
             os.kill(os.getpid(), int(NUMBER))
 
 
+def compiling(*args):
+    os.kill(os.getpid(), int(NUMBER))
+    time.sleep(600)
+
+
 if __name__ == "__main__":
+    if int(STEP) == 0:
+        train.compile_steps = compiling
     reports.AsyncMetrics.push = signalling
     sys.exit(train.main())

@@ -150,8 +150,8 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling
     place.write()
     (place.folder / "checkpoints").write_text("a file where the folder should be")
     result = place.run(*RUN)
-    assert result.code == 1
-    assert "cannot write to the checkpoint folder" in result.err
+    assert result.code == 2
+    assert "trainer.checkpointer.base_path: cannot write to" in result.err
     assert "compiling" not in result.out
     assert "Traceback" not in result.err
 

@@ -70,6 +70,20 @@ def test_a_second_signal_ends_at_once(workplace):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
+    place = workplace()
+    place.write()
+    code, _, err = process_end(
+        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0")
+    )
+    assert code == 128 + number
+    assert f"stopped by {signal.Signals(number).name} before training started; nothing was lost" in err
+    assert "Traceback" not in err
+    assert not place.checkpoints()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2])
 def test_two_processes_have_the_losses_of_one(whole, processes):
     alone, together = whole(1)[0], whole(processes)[0]

@@ -13,7 +13,8 @@ from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import StepStats, skip_reason
+from jaxlm.core.field_types import check_fields
+from jaxlm.core.guards import UPDATE_NORM, StepStats, skip_reason
 from jaxlm.core.precision import DynamicLossScale, parse_precision
 from jaxlm.engine.phases import StateBuilder
 from jaxlm.models.base import vocab_axis
@@ -136,15 +137,22 @@ def test_the_guard_that_skips_a_step_says_why():
         (30.0, 9.0, "loss 30 (limit 3.36) and gradient norm 9 (limit 1.12) are outliers"),
     ):
         judge(loss, norm)
-        step = judge.metrics | {"train/objective": loss, "grad/norm/total": norm, "train/loss_scale": 8.0}
+        step = judge.metrics | {
+            "train/objective": loss,
+            "grad/norm/total": norm,
+            "train/loss_scale": 8.0,
+            UPDATE_NORM: 1.0,
+        }
         assert skip_reason((spikes, scale), step) == said
     assert judge(3.0, 1.0)
     assert not judge.metrics["bad_steps/in_a_row"]
-    overflow = judge.metrics | {"train/objective": np.inf, "grad/norm/total": 1.0, "train/loss_scale": 8.0}
+    overflow = step | {"train/objective": np.inf, "grad/norm/total": np.inf}
     assert skip_reason((spikes, scale), overflow) == (
-        "loss or gradient is not finite; the loss scale 8 may be too large and is halved"
+        "loss and gradient are not finite; the loss scale 8 may be too large and is halved"
     )
-    assert skip_reason((), overflow) == "loss or gradient is not finite"
+    assert skip_reason((), overflow) == "loss and gradient are not finite"
+    ruinous = judge.metrics | {"train/objective": 1.0, "grad/norm/total": 1.0, UPDATE_NORM: np.nan}
+    assert skip_reason((spikes,), ruinous) == "update is not finite"
 
 
 def test_parameters_are_not_stored_in_float16():
@@ -154,6 +162,22 @@ def test_parameters_are_not_stored_in_float16():
 
 
 HALF = replace(parse_precision("p=f32,c=float16"), loss_scale=DynamicLossScale(initial=2.0**10))
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    # Adam divides 0 by 0 for a token that no batch has had yet, though loss and gradient are finite.
+    run = TinyRun(one_device(), phase(optimizer=replace(ADAM, epsilon=0.0)))
+    columns = arrays(0)
+    columns["tokens"] = np.where(columns["tokens"] == 3, 4, columns["tokens"])
+    before = host(run)
+    metrics = run.step(columns)
+    assert np.isfinite(metrics["train/objective"])
+    assert np.isfinite(metrics["grad/norm/total"])
+    assert not np.isfinite(metrics[UPDATE_NORM])
+    assert metrics["train/skipped_steps"] == 1
+    assert_identical(host(run), before, but=("step", "guard.skipped"))
+
+
 WATCHED = phase(optimizer=replace(ADAM, skip_bad_steps=SkipBadSteps(8)))
 
 
@@ -292,4 +316,4 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
 @pytest.mark.parametrize("wrong", [lambda: Ema(1.0), lambda: Ema(-0.1), lambda: EmaDecaySqrt(decay_steps=0)])
 def test_invalid_averages_are_refused(wrong):
     with pytest.raises(ConfigError, match="model_averaging"):
-        wrong()
+        check_fields(wrong(), "trainer.model_averaging")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.core.guards import UPDATE_NORM
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import StepReport
@@ -62,7 +63,13 @@ def test_steps_fetched_together_share_their_time():
     progress = ProgressListener(Console(shown), phase, lambda step: "", skipped=0)
     workload = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, phase.end)
     reports = AsyncMetrics("train", workload, [seen.append, progress], clock=clock)
-    values = {"train/objective": 1.0, "grad/norm/total": 1.0, "train/skipped_steps": 0.0, "optim/learning_rate": 1.0}
+    values = {
+        "train/objective": 1.0,
+        "grad/norm/total": 1.0,
+        "train/skipped_steps": 0.0,
+        "optim/learning_rate": 1.0,
+        UPDATE_NORM: 1.0,
+    }
     metrics = {name: jnp.float32(value) for name, value in values.items()}
     for step in range(phase.end - 2, phase.end + 1):
         now[0] += 2.0

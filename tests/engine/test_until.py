@@ -6,9 +6,10 @@ import math
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.guards import RewindRule
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.bad_streak import BadStreak
+from jaxlm.engine.bad_streak import BadStreak, SkippedStepsError
 from jaxlm.engine.checkpoint.manifest import BestEval, CheckpointName, Cursor, History, in_order
 from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.phases import StateBuilder, with_phase_ends
@@ -65,23 +66,33 @@ def test_bounds():
     ],
 )
 def test_impossible_conditions_are_refused(keys, named):
+    def check() -> None:
+        until = UntilConfig(**{"metric": "eval/loss", **keys})
+        check_fields(until, "trainer.until")
+        until.check("trainer.until")
+
     with pytest.raises(ConfigError, match=named):
-        UntilConfig(**{"metric": "eval/loss", **keys}).check("trainer.until")
+        check()
 
 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"rewind_after": 0}, "rewind_after: 0 given, null or 1 to 8"),
+        ({"rewind_after": 0}, "rewind_after: 0 given, an integer of 1 or more"),
         ({"rewind_after": 9}, "rewind_after: 9 given, null or 1 to 8"),
-        ({"rewind_after": 3, "max_rewinds": 0}, "max_rewinds: 0 given, 1 to 1000"),
+        ({"rewind_after": 3, "max_rewinds": 0}, "max_rewinds: 0 given, an integer of 1 or more and at most 1000"),
         ({"rewind_after": 3, "max_rewinds": 1001}, "max_rewinds: 1001 given"),
         ({"max_rewinds": 5}, "no effect without rewind_after"),
     ],
 )
 def test_impossible_rewinds_are_refused(keys, named):
+    def check() -> None:
+        guard = SkipBadSteps(**keys)
+        check_fields(guard, "optimizer.skip_bad_steps")
+        bad_step_guards(guard)
+
     with pytest.raises(ConfigError, match=named):
-        bad_step_guards(SkipBadSteps(**keys))
+        check()
     assert SkipBadSteps().rewind_rule is None
     assert SkipBadSteps(rewind_after=3).rewind_rule == RewindRule(3, 3)
 
@@ -95,13 +106,21 @@ class Saving:
 
 def test_a_streak_goes_on_after_a_restart_and_ends_with_an_applied_update():
     saver = Saving(History(bad_steps=1))
-    streak = BadStreak(RewindRule(3, 1), saver, skipped=5)  # type: ignore[arg-type]
+    streak = BadStreak(RewindRule(3, 1), 4, saver, skipped=5)  # type: ignore[arg-type]
     found = [streak.after(StepInfo(n, "train", {"train/skipped_steps": s})) for n, s in enumerate([6, 6, 7, 8, 9], 11)]
     assert found == [None, None, None, None, Rewind(13, 15)]
     assert saver.history.bad_steps == 3
-    uncounted = Saving(History())
-    assert BadStreak(None, uncounted, skipped=0).after(StepInfo(1, "train", {"train/skipped_steps": 1})) is None  # type: ignore[arg-type]
-    assert uncounted.history == History()
+
+
+def test_a_run_that_does_not_go_back_ends_at_the_limit():
+    saver = Saving(History(bad_steps=1))
+    streak = BadStreak(None, 3, saver, skipped=5)  # type: ignore[arg-type]
+    assert streak.after(StepInfo(11, "train", {"train/skipped_steps": 6})) is None
+    with pytest.raises(SkippedStepsError, match=r"step 12: the updates of 3 steps in a row were skipped"):
+        streak.after(StepInfo(12, "train", {"train/skipped_steps": 7}))
+    assert saver.history.bad_steps == 3
+    unlimited = BadStreak(None, None, saver, skipped=7)  # type: ignore[arg-type]
+    assert [unlimited.after(StepInfo(n, "train", {"train/skipped_steps": n})) for n in range(8, 50)] == [None] * 42
 
 
 def test_the_cursor_of_a_run_that_never_went_back_has_no_history():

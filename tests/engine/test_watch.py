@@ -6,6 +6,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.engine.phases import StateBuilder, enter_phase
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags
@@ -88,5 +89,11 @@ def test_a_batchs_hash_depends_on_its_tokens_but_not_on_the_mesh():
     "wrong", [{"interval": 0}, {"watch_targets": []}, {"include_norms": False, "include_per_parameter_norms": False}]
 )
 def test_watching_nothing_is_an_error(wrong):
+    watch = WatchConfig(**wrong)
+
+    def check() -> None:
+        check_fields(watch, "trainer.watch")
+        watch.check()
+
     with pytest.raises(ConfigError, match=r"trainer\.watch"):
-        WatchConfig(**wrong).check()
+        check()

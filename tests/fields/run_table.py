@@ -106,6 +106,9 @@ TRAINER: dict[str, Entry] = {
     "trainer.crash_on_inf": ShownIn(
         "tests/observe/test_hooks.py::test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values"
     ),
+    "trainer.crash_after_skipped": ShownIn(
+        "tests/engine/test_until.py::test_a_run_that_does_not_go_back_ends_at_the_limit"
+    ),
     "trainer.shutdown_at_exit": Change(True, Refused(r"trainer\.shutdown_at_exit: ")),
     "trainer.jax_config": ShownIn(
         "tests/run/test_startup.py::test_jax_config_sets_options_of_jax_and_names_wrong_ones"

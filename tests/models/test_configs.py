@@ -144,7 +144,7 @@ def test_llama_initialization():
         (LlamaConfig(num_kv_heads=3), r"model\.num_kv_heads: 3 given, .* model\.num_heads = 32. Allowed: 1, 2, 4, 8"),
         (LlamaConfig(num_kv_heads=64), r"model\.num_kv_heads: 64 given"),
         (LlamaConfig(hidden_dim=96), r"model\.num_heads: 32 .* 3 features .* even"),
-        (Gpt2Config(num_layers=0), r"model\.num_layers: 0 given, 1 or more"),
+        (Gpt2Config(num_layers=0), r"model\.num_layers: 0 given, an integer of 1 or more"),
         (Gpt2Config(activation_function="swish"), r"model\.activation_function: 'swish' .* gelu, gelu_new, relu, silu"),
         (Gpt2Config(attn_pdrop=1.0), r"model\.attn_pdrop: 1\.0 given"),
         (LlamaConfig(rope=DefaultRotary(theta=0)), r"model\.rope\.theta: 0 given"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
@@ -104,7 +105,7 @@ def test_a_teacher_in_bfloat16_computes_in_bfloat16(refs):
 )
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        Distill(**options)
+        check_fields(Distill(**options), "objective")
 
 
 def test_as_many_top_tokens_as_the_vocabulary_has_are_refused(refs):

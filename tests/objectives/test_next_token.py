@@ -10,6 +10,7 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
@@ -106,7 +107,7 @@ def test_weights_of_a_whole_batch():
 )
 def test_invalid_options_are_refused(options, path):
     with pytest.raises(ConfigError, match=path):
-        NextToken(**options)
+        check_fields(NextToken(**options), "objective")
 
 
 def test_is_registered_by_name():

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from jaxlm.core.guards import StepGuard
+from jaxlm.core.guards import UPDATE_NORM, StepGuard
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.metrics import CrashListener, NonFiniteError
 from jaxlm.observe.console import Console
@@ -12,7 +12,7 @@ from tests.engine.helpers import phase
 
 
 def info(objective: float = 1.0, norm: float = 1.0, **more) -> StepInfo:
-    return StepInfo(7, "train", {"train/objective": objective, "grad/norm/total": norm}, **more)
+    return StepInfo(7, "train", {"train/objective": objective, "grad/norm/total": norm, UPDATE_NORM: 1.0}, **more)
 
 
 @pytest.mark.parametrize(("value", "key"), [(math.nan, "on_nan"), (math.inf, "on_inf"), (-math.inf, "on_inf")])
@@ -46,7 +46,7 @@ def test_a_guard_of_its_own_kind_says_why_it_skipped_a_step():
     shown = io.StringIO()
     listener = ProgressListener(Console(shown), phase(), lambda step: "", skipped=0, guards=(Curfew(),))
     metrics = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
-    metrics |= {"throughput/hook_time": 0.0, "train/skipped_steps": 1.0, "curfew/hour": 23.0}
+    metrics |= {"throughput/hook_time": 0.0, "train/skipped_steps": 1.0, "curfew/hour": 23.0, UPDATE_NORM: 1.0}
     listener(StepInfo(1, "train", info().metrics | metrics))
     assert "step 1: hour 23 is too late; update skipped (1 skipped so far)" in shown.getvalue()
 
@@ -61,13 +61,19 @@ def test_only_skipped_steps_look_up_their_records():
     shown = io.StringIO()
     listener = ProgressListener(Console(shown), phase(), records, skipped=3)
     usual = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
-    usual |= {"train/objective": 1.0, "grad/norm/total": 1.0, "throughput/hook_time": 0.0, "train/skipped_steps": 3.0}
+    usual |= {
+        "train/objective": 1.0,
+        "grad/norm/total": 1.0,
+        "throughput/hook_time": 0.0,
+        "train/skipped_steps": 3.0,
+        UPDATE_NORM: 1.0,
+    }
     for step in (1, 2):
         listener(StepInfo(step, "train", usual))
     assert not asked
     listener(StepInfo(3, "train", {**usual, "train/objective": math.nan, "train/skipped_steps": 4.0}))
     assert asked == [2]
     assert (
-        "step 3: loss or gradient is not finite; update skipped (4 skipped so far). Batch: sequences of batch 2"
+        "step 3: loss is not finite; update skipped (4 skipped so far). Batch: sequences of batch 2"
         " (to print it, run jaxlm.prepare --show_batch 2)"
     ) in shown.getvalue()

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from jaxlm.config.decode import decode
+from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
@@ -216,7 +217,7 @@ def own() -> set[str]:
 
 
 def config_of(kind: str, **keys: Any) -> OptimizerConfig:
-    return decode(OptimizerConfig, ConfigSource({"type": kind, **COMMON, **keys}))
+    return decode(RunConfig, ConfigSource({"optimizer": {"type": kind, **COMMON, **keys}})).optimizer
 
 
 def by_hand(kind: str, config: Any, scale: float) -> Arrays:

@@ -190,7 +190,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"match": "q", "lr_schedule": {"type": "cosine", "exponent": float("inf")}}],
         r"groups\.0\.lr_schedule\.exponent: inf given",
     ),
-    "negative": ([{"match": "q", "weight_decay": -0.1}], r"groups\.0\.weight_decay: -0\.1 given, 0 or more"),
+    "negative": (
+        [{"match": "q", "weight_decay": -0.1}],
+        r"groups\.0\.weight_decay: -0\.1 given, a finite number of 0 or more",
+    ),
     "schedule": ([{"match": "q", "min_lr_ratio": 3.0}], r"^optimizer\.groups\.0\.min_lr_ratio: 3\.0 given"),
     "decay of norms": (
         [{"match": "norm", "weight_decay": 0.7}],

@@ -2,7 +2,7 @@
 
 import gzip
 
-from jaxlm.report import compressors
+from jaxlm.report import compressors, skipped_updates, training_loss
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():
@@ -14,3 +14,20 @@ def test_compressors_are_measured_on_all_texts_as_one_stream():
 
 def test_a_last_phase_without_validation_text_has_no_compressors():
     assert compressors([]) == []
+
+
+def test_the_report_says_which_updates_were_skipped():
+    counts = [0, 1, 2, 3, 3, 4, 4]
+    records = [{"step": step, "train/skipped_steps": count} for step, count in enumerate(counts, 1)]
+    assert skipped_updates([{"step": 1, "eval/loss": 1.0}, *records]) == [
+        ("skipped updates", "4 of 7 steps: 2 to 4, 6")
+    ]
+    assert skipped_updates(records[:1]) == skipped_updates([]) == []
+
+
+def test_the_report_does_not_show_an_earlier_loss_as_the_last():
+    records = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.5}, {"step": 3, "train/loss": None}]
+    assert training_loss(records[:2]) == "2.5000"
+    assert training_loss(records) == "not finite; 2.5000 at step 2"
+    assert training_loss(records[2:]) == "never finite"
+    assert training_loss([]) == "none"

@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
@@ -28,7 +29,9 @@ def model():
 
 
 def adapted(model, **config):
-    return LoraConfig(**config).apply(model, key=jax.random.PRNGKey(1))
+    surgery = LoraConfig(**config)
+    check_fields(surgery, "surgery lora")
+    return surgery.apply(model, key=jax.random.PRNGKey(1))
 
 
 def randomised(model):
@@ -167,7 +170,7 @@ def test_the_layer_and_its_gradients_match_peft_with_the_same_mask():
     ("config", "named"),
     [
         ({"target": "nothing"}, "q_proj"),
-        ({"rank": 0}, "rank 0"),
+        ({"rank": 0}, "rank: 0 given"),
         ({"dropout": 1.0}, "dropout: 1.0 given"),
         ({"dropout": 0.1}, "matches head. The loss reads its weight directly"),
     ],

@@ -8,7 +8,7 @@ is one sentence with the file, the line, the dotted path, the given value and th
 import dataclasses
 import difflib
 import inspect
-import math
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -22,18 +22,13 @@ from jaxlm.config.durations import format_duration, parse_duration
 from jaxlm.config.plugins import import_choice, is_import_path
 from jaxlm.config.yaml import ConfigSource, KeyPath
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, in_range
 
 T = TypeVar("T")
 INHERITS = {"inherits": True}
 """Metadata of a list of sections. Each takes what it does not set from the section around the list: the `type`, and keys that
 are set there."""
-_SIMPLE = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a finite number",
-    str: "a string",
-    timedelta: "a duration (15m)",
-}
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def decode(kind: type[T], source: ConfigSource) -> T:
@@ -91,6 +86,8 @@ def choice_name(kind: Any) -> str:
 def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
     """The class that a section selects: by its `type`, else the class of the default, else the registry's default."""
     name = tree.get(CHOICE_TYPE_KEY)
+    if name is not None and not isinstance(name, str):
+        return None
     if name is None and is_choice(type(default)):
         return type(default)
     name = name or kind.default_choice_name()
@@ -154,7 +151,7 @@ class _Decoder:
             kind = self._choice(kind, tree, path, default)
             tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
         fields = {field.name: field for field in dataclasses.fields(kind)}
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         for key in tree:
             if key not in fields:
                 choice = choice_name(kind) if is_choice(kind) else None
@@ -196,9 +193,9 @@ class _Decoder:
                 return self._fit(kind, value, path, default, lenient)
             except _MismatchError:
                 continue
-        lacks_brackets = typing.get_origin(kind) is list and isinstance(value, str)
-        hint = f". Write [{value}] for a list of one" if lacks_brackets else ""
-        raise self._error(path, f"{_format_value(value)} given, {_expected(kind)} expected{hint}")
+        raise self._error(
+            path, f"{_format_value(value)} given, {describe_type(kind, value)} expected{_hint(kind, value)}"
+        )
 
     def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -206,8 +203,11 @@ class _Decoder:
             return value
         if origin in (typing.Union, types.UnionType):
             return self._fit_union(arguments, value, path, default, lenient)
+        if (bounds := bounds_of(kind)) is not None:
+            number = _fit_simple(arguments[0], value, lenient)
+            return _accept(in_range(number, bounds), number)
         if origin is typing.Literal:
-            return _accept(value in arguments and not isinstance(value, bool), value)
+            return _accept(any(value == one and type(value) is type(one) for one in arguments), value)
         if origin is list:
             _accept(isinstance(value, list), value)
             return [self.value(arguments[0], item, (*path, i)) for i, item in enumerate(value)]
@@ -259,8 +259,9 @@ class _Decoder:
 
 def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigError:
     """The error for a problem at a path, with file, line and dotted path."""
-    where = source.where(path)
-    return ConfigError(f"{where + ': ' if where else ''}{'.'.join(map(str, path)) or 'configuration'}: {problem}")
+    where, dotted = source.where(path), ".".join(map(str, path)) or "configuration"
+    is_option = where == f"command line --{dotted}"  # the key is named already
+    return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [dotted]), problem]))
 
 
 def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:
@@ -290,28 +291,29 @@ def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
     """Decodes bool, int, float, str or None. The only conversions are 512.0 to an int and 1 to a float."""
     if kind is type(None):
         return _accept(value is None, value)
-    if type(value) is kind:
-        return _accept(not isinstance(value, float) or math.isfinite(value), value)
     if lenient and kind is int and isinstance(value, float) and value.is_integer():  # not for inf and nan
-        return int(value)
-    if lenient and kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    raise _MismatchError
+        value = int(value)
+    if lenient and kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
+        value = float(value)
+    return _accept(type(value) is kind and _is_representable(value), value)
 
 
-def _expected(kind: Any) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_expected(argument) for argument in arguments)
-    if origin is typing.Literal:
-        return " or ".join(map(repr, arguments))
-    if origin is list:
-        return f"a list (each entry {_expected(arguments[0])})"
-    if origin is dict:
-        return f"a mapping (each value {_expected(arguments[1])})"
-    if kind is type(None):
-        return "null"
-    return _SIMPLE.get(kind, "a section with keys")
+def _hint(kind: Any, value: Any) -> str:
+    """What to change in a value that does not fit a type, if the types alone do not say it."""
+    if typing.get_origin(kind) is list and isinstance(value, str):
+        return f". Write [{value}] for a list of one"
+    if isinstance(value, str) and not _is_representable(value):
+        return " without control characters"
+    return " of at most 64 bits" if isinstance(value, int) and not _is_representable(value) else ""
+
+
+def _is_representable(value: Any) -> bool:
+    """Whether a program or a file system can take a value."""
+    if isinstance(value, str):
+        return not _UNPRINTABLE.search(value)
+    if isinstance(value, float):
+        return abs(value) <= LARGEST_FLOAT  # false for nan
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _format_value(value: Any) -> str:

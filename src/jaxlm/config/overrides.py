@@ -67,7 +67,7 @@ def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:
     for name, value in options.items():
         path: KeyPath = tuple(name.split("."))
         tree = _set(tree, path, value, name)
-        marks[tuple(int(p) if str(p).isdigit() else p for p in path)] = f"command line --{name}"
+        marks[tuple(int(p) if str(p).isdecimal() else p for p in path)] = f"command line --{name}"
     return ConfigSource(tree, marks)
 
 
@@ -88,7 +88,7 @@ def _set(node: Any, path: KeyPath, value: Any, name: str) -> Any:
     if isinstance(node, dict):
         return {**node, key: _set(node.get(key), rest, value, name)}
     if isinstance(node, list):
-        if not str(key).isdigit() or int(key) >= len(node):
+        if not str(key).isdecimal() or int(key) >= len(node):
             raise ConfigError(f"command line: --{name}: '{key}' is not an index of a list of length {len(node)}")
         return [_set(item, rest, value, name) if i == int(key) else item for i, item in enumerate(node)]
     raise ConfigError(f"command line: --{name}: {node!r} is neither a section nor a list, so it has no '{key}'")

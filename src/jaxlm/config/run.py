@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from jaxlm.config.trainer import TrainerConfig
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.until import UntilConfig
@@ -35,7 +36,7 @@ class PhaseConfig:
     """
 
     name: str
-    num_train_steps: int | None = None
+    num_train_steps: PositiveInt | None = None
     until: UntilConfig | None = None
     surgery: list[SurgeryConfig] = field(default_factory=list)
     trainable: list[str] = field(default_factory=lambda: [".*"])
@@ -84,11 +85,11 @@ class RunConfig:
     refs: dict[str, RefConfig] = field(default_factory=dict)
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
-    epoch: int = 0
+    epoch: NonNegativeInt = 0
     initialize_from_hf: bool | str = False
     hf_weight_names: dict[str, str] = field(default_factory=dict)
     use_hf_model_config: bool = False
     hf_save_path: str | None = None
-    hf_save_steps: int = 10_000
+    hf_save_steps: PositiveInt = 10_000
     hf_save_dtype: str | None = None
     dry_run: bool = False

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from jaxlm.config.decode import default_of, encode, is_choice
+from jaxlm.core.field_types import bounds_of, describe_limits
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _walk(
     is_default = place.default is not None if choice is None else default is not None
     own = tuple(key for key in keys if key not in shared)
     yield ConfigSection(place.path, choice, is_default, place.meaning, own, tuple(key.name for key in keys))
-    docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
+    docs, hints = attribute_docs(kind), typing.get_type_hints(kind, include_extras=True)
     for item in dataclasses.fields(kind):
         for inner, suffix in _dataclasses_in(hints[item.name]):
             if inner not in seen:
@@ -90,7 +91,7 @@ def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[ConfigSection]:
 
 
 def _keys(kind: Any, instance: Any) -> Iterator[ConfigKey]:
-    docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
+    docs, hints = attribute_docs(kind), typing.get_type_hints(kind, include_extras=True)
     for item in dataclasses.fields(kind):
         default = _default(item, instance)
         meaning = docs.get(item.name, "")
@@ -103,7 +104,7 @@ def _keys(kind: Any, instance: Any) -> Iterator[ConfigKey]:
 
 def _dataclasses_in(hint: Any) -> Iterator[tuple[Any, str]]:
     """Each dataclass in a type, and the part of its path after the field's name."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         yield hint, ""
         return
     suffix = {list: ".N", dict: ".NAME"}.get(typing.get_origin(hint), "")
@@ -130,6 +131,8 @@ def attribute_docs(kind: type) -> dict[str, str]:
 def _type_name(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return "section"
+    if (bounds := bounds_of(kind)) is not None:
+        return f"{kind.__origin__.__name__} ({describe_limits(bounds, shortened=True)})"
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)

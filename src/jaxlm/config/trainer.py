@@ -1,10 +1,12 @@
 """The `trainer` section: run length, batch size, devices, checkpoints and logging."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
-from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt, Seed
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig
 from jaxlm.data.cache.ray_workers import RayConfig
@@ -70,8 +72,10 @@ class TrainerConfig:
         allow_partial_checkpoint: initialize parameters that are missing from the checkpoint, and ignore parameters that
             only the checkpoint has. Both are listed.
         require_accelerator: true fails if only CPUs are available.
-        crash_on_nan: stop the run at a NaN loss or gradient instead of skipping that update.
-        crash_on_inf: stop the run at an infinite loss or gradient instead of skipping that update.
+        crash_on_nan: stop the run at a NaN loss, gradient or update instead of skipping that update.
+        crash_on_inf: stop the run at an infinite loss, gradient or update instead of skipping that update.
+        crash_after_skipped: stop the run when this many updates in a row were skipped; null never does. Dynamic loss scaling
+            skips up to 15 at the start.
         shutdown_at_exit: only false is supported. Shut machines down in the command that starts the run.
         jax_config: jax configuration options, such as `jax_default_matmul_precision: highest`.
         log_jaxprs: save the jaxpr of each phase's training step to `<log_dir>/<id>/artifacts/`.
@@ -86,16 +90,16 @@ class TrainerConfig:
     """
 
     id: str | None = None
-    seed: int = 0
-    num_train_steps: int = 400_000
+    seed: Seed = 0
+    num_train_steps: PositiveInt = 400_000
     until: UntilConfig | None = None
-    train_batch_size: int | list[BatchSize] = 32
-    per_device_parallelism: int = -1
-    per_device_train_parallelism: int = -1
+    train_batch_size: PositiveInt | Literal[-1] | list[BatchSize] = 32
+    per_device_parallelism: PositiveInt | Literal[-1] = -1
+    per_device_train_parallelism: PositiveInt | Literal[-1] = -1
     allow_nondivisible_batch_size: bool = False
-    per_device_eval_parallelism: int = -1
-    steps_per_eval: int = 1000
-    max_eval_batches: int | None = None
+    per_device_eval_parallelism: PositiveInt | Literal[-1] = -1
+    steps_per_eval: PositiveInt = 1000
+    max_eval_batches: PositiveInt | None = None
     mp: str | PrecisionConfig = "f32"
     log_dir: str = "logs/"
     compilation_cache_dir: str | None = "cache/xla"
@@ -103,9 +107,9 @@ class TrainerConfig:
     batch_axis: str | None = "batch"
     fsdp_axis: str | list[str] | None = "embed"
     tensor_parallel_axes: str | list[str] | None = None
-    model_axis_size: int = 1
-    replica_ici_axis_size: int = 1
-    replica_dcn_axis_size: int = 1
+    model_axis_size: PositiveInt = 1
+    replica_ici_axis_size: PositiveInt = 1
+    replica_dcn_axis_size: PositiveInt = 1
     axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
     parameter_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
     compute_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
@@ -118,6 +122,7 @@ class TrainerConfig:
     require_accelerator: bool | None = None
     crash_on_nan: bool = False
     crash_on_inf: bool = False
+    crash_after_skipped: PositiveInt | None = 25
     shutdown_at_exit: bool | float = False
     jax_config: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     log_jaxprs: bool = False
@@ -133,13 +138,8 @@ class TrainerConfig:
     def check(self) -> None:
         """Raises `ConfigError` for values that are invalid for every model and every set of devices."""
         self.checkpointer.check()
-        if self.profiler is not None:
-            self.profiler.check()
         if self.watch is not None:
             self.watch.check()
-        check_at_least("trainer.steps_per_eval", self.steps_per_eval, 1)
-        if self.max_eval_batches is not None and self.max_eval_batches < 1:
-            raise ConfigError(f"trainer.max_eval_batches: {self.max_eval_batches} given, null, or 1 or more, expected")
         if self.shutdown_at_exit:
             raise ConfigError(
                 "trainer.shutdown_at_exit: a run does not shut machines down. Do it in the command that starts the run:"

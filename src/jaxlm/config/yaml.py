@@ -3,12 +3,13 @@
     key: !include other.yaml      uses the other file's content as the value; paths are relative to the including file
     <<: !include base.yaml        inherits the other file's keys; this file overrides them, and sections are merged
 
-`6E-4` is a number, and only `true` and `false` are booleans. A duplicate key is an error, because YAML would silently drop
-the first one.
+`6E-4` is a number, only `true` and `false` are booleans, and `1:30`, `0x10` and `2026-01-01` are strings. A duplicate key is
+an error, because YAML would silently drop the first one.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from jaxlm.config.recipes import config_file
 from jaxlm.core.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
+_MAX_VALUES = 100_000
+_SHOWN = 60  # characters of an invalid value in a message
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def load_yaml(path: Path | str) -> ConfigSource:
     """Loads a file and all files that it includes. Errors name the file and line."""
     path = config_file(path)
     reader = _Reader()
-    tree = reader.file(path, at=(), chain=())
+    with _limited_depth(str(path)):
+        tree = reader.file(path, at=(), chain=())
     if tree is None:
         raise ConfigError(f"{path}: the file is empty. Add at least one section, such as `trainer:`")
     if not isinstance(tree, dict):
@@ -62,21 +66,43 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parses a value from the command line as YAML. Raises `ConfigError` on a syntax error."""
+    """Parses a value from the command line as YAML. Paths of `!include` are relative to the current folder.
+
+    Raises:
+        ConfigError: the text is not YAML.
+    """
+    with _limited_depth("the value"):
+        try:
+            return _Reader().text(text, "the value", (), (Path.cwd() / "command line",))
+        except ConfigError as error:
+            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            raise ConfigError(f"{shown!r} is not a valid YAML value: {error}") from error
+
+
+@contextlib.contextmanager
+def _limited_depth(name: str) -> Iterator[None]:
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"'{text}' is not a valid YAML value: {_problem(error)}") from error
+        yield
+    except RecursionError:  # no cause: its traceback has a thousand lines
+        raise ConfigError(
+            f"{name}: nested too deeply, or contains itself. Use fewer levels, aliases or includes"
+        ) from None
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the number and boolean syntax of YAML 1.2."""
+    """PyYAML's safe loader with the number and boolean syntax of YAML 1.2, but with decimal integers only."""
 
 
+_OWN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "int", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, rule) for tag, rule in rules if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [(tag, rule) for tag, rule in rules if tag not in _OWN_TAGS]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda loader, node: int(loader.construct_scalar(node).replace("_", "")),  # not octal
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
@@ -95,8 +121,11 @@ class _Reader:
 
     def __init__(self) -> None:
         self.marks: dict[KeyPath, str] = {}
+        self._num_values = 0
 
     def file(self, path: Path, at: KeyPath, chain: tuple[Path, ...]) -> Any:
+        if "\0" in str(path):
+            raise ConfigError(f"{str(path)!r}: a path cannot contain a NUL character")
         resolved = path.resolve()
         if resolved in chain:
             circle = " -> ".join(p.name for p in (*chain, resolved))
@@ -107,33 +136,45 @@ class _Reader:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             by = f"{self.marks.get(at, '')}: !include " if chain else ""
             raise ConfigError(f"{by}{path}: cannot be read ({reason}). The full path is {resolved}") from error
-        loader = _Loader(text)
-        loader.name = str(path)
+        return self.text(text, str(path), at, (*chain, resolved))
+
+    def text(self, text: str, name: str, at: KeyPath, chain: tuple[Path, ...]) -> Any:
+        """The value of a YAML text. Args: name: what messages call it; chain: the files that include it, and itself."""
         try:
+            loader = _Loader(text)
+            loader.name = name
             node = loader.get_single_node()
-            return None if node is None else self.value(loader, node, at, (*chain, resolved))
+            return None if node is None else self.value(loader, node, at, chain)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: {_problem(error)}") from error
-        finally:
-            loader.dispose()
+            raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: {_problem(error)}") from error
 
     def value(self, loader: _Loader, node: yaml.Node, at: KeyPath, chain: tuple[Path, ...]) -> Any:
         self.marks[at] = self._mark(node)
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise ConfigError(f"{self.marks[at]}: more than {_MAX_VALUES} values, aliases counted where they are used")
         if node.tag == "!include":
             return self.file(chain[-1].parent / str(node.value), at, chain)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(loader, node, at, chain)
         if isinstance(node, yaml.SequenceNode):
             return [self.value(loader, child, (*at, i), chain) for i, child in enumerate(node.value)]
-        return loader.construct_object(node)
+        return self._scalar(loader, node)
+
+    def _scalar(self, loader: _Loader, node: yaml.Node) -> Any:
+        try:
+            return loader.construct_object(node)
+        except (ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:  # `!!int x`, 5000 digits
+            given = str(node.value)[:_SHOWN]
+            raise ConfigError(f"{self._mark(node)}: '{given}' is not a valid {node.tag.rpartition(':')[2]}") from error
 
     def mapping(self, loader: _Loader, node: yaml.MappingNode, at: KeyPath, chain: tuple[Path, ...]) -> dict[str, Any]:
         below: dict[str, Any] = {}
         written: dict[str, yaml.Node] = {}
         for key_node, value_node in node.value:
             if key_node.tag != "tag:yaml.org,2002:merge":
-                key = str(loader.construct_object(key_node))
+                key = str(self._scalar(loader, key_node))
                 if key in written:
                     dotted, first = ".".join(map(str, (*at, key))), written[key].start_mark.line + 1
                     raise ConfigError(
@@ -149,7 +190,7 @@ class _Reader:
         above = {}
         for key_node, value_node in node.value:
             if key_node.tag != "tag:yaml.org,2002:merge":
-                key = str(loader.construct_object(key_node))
+                key = str(self._scalar(loader, key_node))
                 above[key] = self.value(loader, value_node, (*at, key), chain)
                 self.marks[(*at, key)] = self._mark(key_node)
         return merge(below, above)

@@ -8,6 +8,8 @@ examples   0 ....... 31,999  | 32,000 ........     a step's examples are compute
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+
 
 @dataclass(frozen=True)
 class BatchSize:
@@ -18,8 +20,8 @@ class BatchSize:
         value: sequences per step, over all devices.
     """
 
-    start: int
-    value: int
+    start: NonNegativeInt
+    value: PositiveInt
 
 
 @dataclass(frozen=True)

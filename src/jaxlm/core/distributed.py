@@ -11,6 +11,7 @@ from datetime import timedelta
 import jax
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -32,8 +33,8 @@ class DistributedConfig:
     """
 
     coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
+    num_processes: PositiveInt | None = None
+    process_id: NonNegativeInt | None = None
     local_device_ids: int | list[int] | None = None
     initialization_timeout: timedelta = timedelta(minutes=5)
     heartbeat_timeout: timedelta = timedelta(seconds=100)
@@ -50,7 +51,15 @@ class DistributedConfig:
                 f"trainer.distributed: coordinator_address {self.coordinator_address}, num_processes {self.num_processes},"
                 f" process_id {self.process_id} given. They go together: set all three or none"
             )
-        if (None in explicit and detect_launcher(os.environ) is None) or jax.distributed.is_initialized():
+        if self.coordinator_address is not None:
+            self._check_address()
+        launcher = detect_launcher(os.environ)
+        if None in explicit and launcher is None and self.local_device_ids is not None:
+            raise ConfigError(
+                "trainer.distributed.local_device_ids: given, but this is the only process of the run. Select devices with"
+                " CUDA_VISIBLE_DEVICES or JAX_PLATFORMS, or set coordinator_address, num_processes and process_id too"
+            )
+        if (None in explicit and launcher is None) or jax.distributed.is_initialized():
             return
         # jax would otherwise handle SIGTERM itself; the run has its own handler, which saves a checkpoint first.
         jax.config.update("jax_enable_preemption_service", False)
@@ -63,6 +72,19 @@ class DistributedConfig:
             heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds()),
             shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
         )
+
+    def _check_address(self) -> None:
+        host, _, port = str(self.coordinator_address).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"trainer.distributed.coordinator_address: '{self.coordinator_address}' given, host:port expected, such as"
+                " 10.0.0.1:1234"
+            )
+        if self.num_processes is not None and self.process_id is not None and self.process_id >= self.num_processes:
+            raise ConfigError(
+                f"trainer.distributed.process_id: {self.process_id} given, 0 to {self.num_processes - 1} expected, because"
+                f" num_processes is {self.num_processes}"
+            )
 
     def _devices(self) -> list[int] | None:
         if isinstance(self.local_device_ids, int):

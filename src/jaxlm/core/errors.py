@@ -25,18 +25,6 @@ def check_at_least(path: str, given: float, least: float) -> None:
         raise ConfigError(f"{path}: {given} given, {least} or more expected")
 
 
-def check_positive(path: str, given: float) -> None:
-    """Raises `ConfigError` unless `given` is above 0."""
-    if not given > 0:
-        raise ConfigError(f"{path}: {given} given, a number above 0 expected")
-
-
-def check_probability(path: str, given: float) -> None:
-    """Raises `ConfigError` unless `given` is in [0, 1)."""
-    if not 0 <= given < 1:
-        raise ConfigError(f"{path}: {given} given, a probability of at least 0 and less than 1 expected")
-
-
 def check_choice(path: str, given: str, allowed: Iterable[str]) -> None:
     """Raises `ConfigError` unless `given` is one of `allowed`."""
     if given not in (names := sorted(allowed)):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-OBJECTIVE, GRADIENT_NORM = "train/objective", "grad/norm/total"
+OBJECTIVE, GRADIENT_NORM, UPDATE_NORM = "train/objective", "grad/norm/total", "updates/norm/total"
 """Names of the metrics that every step has."""
 
 
@@ -20,7 +20,7 @@ class StepStats(NamedTuple):
     Attributes:
         objective: float32, the minimized loss.
         norm: float32, the global gradient norm.
-        finite: bool, whether both are finite.
+        finite: bool, whether both, and the norm of the optimizer's update, are finite.
     """
 
     objective: jax.Array
@@ -81,10 +81,12 @@ class RewindRule(NamedTuple):
 
 def skip_reason(guards: Iterable[StepGuard], metrics: Mapping[str, float]) -> str:
     """Why an update was skipped: the guards that judged the step, and its metrics."""
-    texts = [] if is_finite(metrics) else ["loss or gradient is not finite"]
+    names = (("loss", OBJECTIVE), ("gradient", GRADIENT_NORM), ("update", UPDATE_NORM))
+    infinite = [text for text, name in names if not math.isfinite(metrics[name])]
+    texts = [f"{' and '.join(infinite)} {'is' if len(infinite) == 1 else 'are'} not finite"] if infinite else []
     return "; ".join([*texts, *filter(None, (guard.reason(metrics) for guard in guards))])
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether a step's objective and gradient norm are finite."""
-    return all(math.isfinite(metrics[name]) for name in (OBJECTIVE, GRADIENT_NORM))
+    """Whether a step's objective, gradient norm and update norm are finite."""
+    return all(math.isfinite(metrics[name]) for name in (OBJECTIVE, GRADIENT_NORM, UPDATE_NORM))

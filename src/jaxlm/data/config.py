@@ -11,6 +11,7 @@ import draccus
 
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.cache.token_cache import TokenCache
@@ -60,14 +61,14 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     cache_dir: str = "cache/"
     tokenizer: str = TRAIN_BPE
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     shuffle: bool | EraShuffle = True
     enforce_bos: bool = True
     enforce_eos: bool = True
     configs: dict[str, SourceConfig] = field(default_factory=dict)
     train_weights: dict[str, float] | list[list[Any]] | None = None
     stop_strategy: StopStrategy = "restart"
-    mixture_block_size: int = 2048
+    mixture_block_size: PositiveInt = 2048
 
     reads: ClassVar[str] = "documents"
     """What the formats of its sources make."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 
 _BLOCK = 4096  # examples permuted in one call: numpy's cost per call is far above its cost per element
 _ROUNDS = 10  # with 6, permutations of very small sets are measurably non-uniform over many epochs
@@ -87,12 +87,8 @@ class EraShuffle:
         era_length: sequences per era.
     """
 
-    era_length: int
+    era_length: PositiveInt
     type: Literal["era"] = "era"
-
-    def __post_init__(self):
-        if self.era_length < 1:
-            raise ConfigError(f"data.shuffle.era_length: {self.era_length} given, 1 or more sequences expected")
 
 
 Shuffle = bool | EraShuffle

@@ -77,6 +77,7 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
         batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
+        stop.is_training = True
         state, report = at.train_step(state, at.refs, batch, at.flag_sync.to_devices(flags))
         batches.read_ahead()  # loads the next batch while this thread waits for the devices
         step += 1

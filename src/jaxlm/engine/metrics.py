@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM
 from jaxlm.core.types import Histogram, StepInfo
 from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.outcome import Rewind
@@ -193,7 +194,7 @@ class AsyncMetrics:
 
 
 class NonFiniteError(Exception):
-    """A step's loss or gradient norm is not finite, and the configuration says to stop."""
+    """A step's loss, gradient norm or update norm is not finite, and the configuration says to stop."""
 
 
 class CrashListener:
@@ -204,7 +205,7 @@ class CrashListener:
         self._on_inf = on_inf
 
     def __call__(self, info: StepInfo) -> None:
-        for name in ("train/objective", "grad/norm/total"):
+        for name in (OBJECTIVE, GRADIENT_NORM, UPDATE_NORM):
             value = info.metrics[name]
             if (self._on_nan and math.isnan(value)) or (self._on_inf and math.isinf(value)):
                 raise NonFiniteError(

@@ -1,8 +1,13 @@
-"""Preemption (SIGTERM) and Ctrl-C (SIGINT): the first signal saves and stops, the second exits at once."""
+"""Preemption (SIGTERM) and Ctrl-C (SIGINT): the first signal saves and stops, the second exits at once.
+
+Python runs signal handlers on the main thread, which may be inside a compilation or a long step for minutes. So a thread
+watches the file descriptor to which Python writes each signal at once, and answers for the main thread.
+"""
 
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -15,17 +20,31 @@ class StopRequest:
 
     Attributes:
         signal: signal number; 0 if none was received.
+        is_training: whether a step has been dispatched. Before that there is nothing to save, and a signal ends the process.
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self.is_training = False
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self.signal:
-            # Not sys.exit: on a second signal, do not wait for anything, not even a save.
-            os._exit(128 + number)
-        self.signal = number
+        self.signal = self.signal or number
+
+    def answer(self, signals: socket.socket) -> None:
+        """Answers the signals that arrive at a socket, until it is closed."""
+        num_received = 0
+        while number := signals.recv(1):
+            if number[0] not in _HANDLED:
+                continue
+            num_received += 1
+            name = signal.Signals(number[0]).name
+            if not self.is_training:
+                _exit(number[0], f"stopped by {name} before training started; nothing was lost")
+            if num_received > 1:
+                # Not sys.exit: on a second signal, do not wait for anything, not even a save.
+                _exit(number[0], f"stopped by a second {name}; the run continues from its newest checkpoint")
+            _say(f"{name} received: saving after the current step, then stopping. A second signal stops at once")
 
 
 @contextlib.contextmanager
@@ -38,9 +57,28 @@ def stop_on_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
+    ours, pythons = socket.socketpair()
+    pythons.setblocking(False)
+    previous_fd = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
     previous = {number: signal.signal(number, request.receive) for number in _HANDLED}
+    watcher = threading.Thread(target=request.answer, args=(ours,), name="jaxlm-signals", daemon=True)
+    watcher.start()
     try:
         yield request
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_fd)
+        pythons.close()
+        watcher.join()
+        ours.close()
+
+
+def _exit(number: int, text: str) -> None:
+    _say(text)
+    os._exit(128 + number)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may be closed
+        os.write(2, f"\n{text}\n".encode())

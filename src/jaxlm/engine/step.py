@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.guards import StepGuard, StepStats
+from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM, StepGuard, StepStats
 from jaxlm.core.precision import Precision
-from jaxlm.core.schedules import Schedule
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named
@@ -34,6 +33,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import group_schedules
+from jaxlm.optim.schedules import Schedule
 
 Refs = Mapping[str, LanguageModel]
 
@@ -68,8 +68,9 @@ def make_train_step(
 
     `refs` are the models that the objective asks, by name; they keep their buffers.
 
-    If the objective or gradient norm is not finite, or a guard rejects the step, only `step`, `guard.skipped` and the
-    guards' slots change. The program itself makes this choice, because the donated input state is gone afterwards.
+    If the objective, the gradient norm or the update norm is not finite, or a guard rejects the step, only `step`,
+    `guard.skipped` and the guards' slots change. The program itself makes this choice, because the donated input state is
+    gone afterwards.
 
     `watch` sees the parameters and the optimizer state before the update.
     """
@@ -141,20 +142,22 @@ class _GuardedUpdate:
     ) -> tuple[RunState, dict[str, jax.Array], Numbers]:
         """The state after the step, its metrics, and what `watch` measured."""
         norm = optax.global_norm(sums.gradient)
-        finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
+        updated, updates = _apply_update(self.phase, self.optimizer, state, sums, curvature)
+        update_norm = optax.global_norm(updates)
+        finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
         stats = StepStats(sums.objective, norm, finite)
         verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in self.guards}
         applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
-        updated, updates = _apply_update(self.phase, self.optimizer, state, sums, curvature)
         after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)
         skipped = state.guard.skipped + jnp.where(applies, 0, 1)
         always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         others = group_schedules(self.phase.optimizer, self.phase.num_steps)
         metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
-            "train/objective": sums.objective,
+            OBJECTIVE: sums.objective,
             "train/skipped_steps": skipped,
-            "grad/norm/total": norm,
+            GRADIENT_NORM: norm,
+            UPDATE_NORM: update_norm,
             "optim/learning_rate": self.schedule(state.guard.updates),
             **{f"optim/learning_rate/{name}": other(state.guard.updates) for name, other in others.items()},
         }

@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.engine.checkpoint.manifest import BestEval
 
 _PREFIX = "eval/"
@@ -33,8 +34,8 @@ class UntilConfig:
     metric: str
     below: float | None = None
     above: float | None = None
-    patience: int | None = None
-    min_delta: float = 0.0
+    patience: PositiveInt | None = None
+    min_delta: NonNegativeFloat = 0.0
     mode: Literal["min", "max"] = "min"
 
     def check(self, path: str) -> None:
@@ -48,17 +49,11 @@ class UntilConfig:
         for name, value, mode in (("below", self.below, "min"), ("above", self.above, "max")):
             if value is None:
                 continue
-            if not math.isfinite(value):
-                raise ConfigError(f"{path}.{name}: {value} given, a finite number expected")
             if self.mode != mode:
                 raise ConfigError(
                     f"{path}.{name}: {value} given with mode: {self.mode}. Set mode: {mode}, or use"
                     f" {'above' if name == 'below' else 'below'}"
                 )
-        if self.patience is not None:
-            check_at_least(f"{path}.patience", self.patience, 1)
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ConfigError(f"{path}.min_delta: {self.min_delta} given, 0 or a finite number above it expected")
         if self.patience is None and self.min_delta:
             raise ConfigError(f"{path}.min_delta: {self.min_delta} given, which has no effect without patience")
 

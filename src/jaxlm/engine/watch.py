@@ -14,6 +14,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.types import Histogram
 
 NUM_BINS = 64
@@ -44,12 +45,10 @@ class WatchConfig:
     include_per_parameter_norms: bool = True
     include_histograms: bool = False
     split_scan_layers: bool = True
-    interval: int = 10
+    interval: PositiveInt = 10
 
     def check(self) -> None:
         """Raises `ConfigError` if nothing would ever be logged."""
-        if self.interval < 1:
-            raise ConfigError(f"trainer.watch.interval: {self.interval} given, must be at least 1 step")
         includes_any = self.include_norms or self.include_per_parameter_norms or self.include_histograms
         if not self.watch_targets or not (includes_any or "batch" in self.watch_targets):
             raise ConfigError(

@@ -4,6 +4,7 @@ Source: the model interface of github.com/EleutherAI/lm-evaluation-harness (`doc
 the harness's `hf` backend does, so the results match it.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
@@ -40,9 +42,9 @@ class HarnessEvalConfig(EvalConfig):
 
     tasks: list[str] = field(default_factory=list)
     task_folder: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    batch_size: int = 16
+    num_fewshot: NonNegativeInt | None = None
+    limit: PositiveInt | None = None
+    batch_size: PositiveInt = 16
 
     def open(self, ctx: EvalContext) -> Eval:
         """Raises `ConfigError` if a task cannot be loaded or run (see `open_tasks`)."""
@@ -109,7 +111,7 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
             raise ConfigError(f"{_NAME}: {name}: {value} given, must be at least {least}")
     evaluate, manager_type = _harness()
     manager = manager_type(include_path=config.task_folder)
-    is_file = lambda name: name.endswith(".yaml") and Path(name).expanduser().is_file()  # noqa: E731
+    is_file = lambda name: name.endswith(".yaml") and Path(os.path.expanduser(name)).is_file()  # noqa: E731
     unknown = [task for task in config.tasks if not (task in manager.all_tasks or is_file(task))]
     if unknown:
         advice = f" They are not in {config.task_folder} either" if config.task_folder else " Do you need task_folder?"

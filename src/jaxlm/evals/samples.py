@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Seed
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import generate
@@ -26,11 +27,11 @@ class SamplesEvalConfig(EvalConfig):
     """
 
     prompts: list[str] = field(default_factory=lambda: [""])
-    max_new_tokens: int = 64
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    max_new_tokens: NonNegativeInt = 64
+    temperature: NonNegativeFloat = 0.8
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    seed: Seed = 0
 
     def open(self, ctx: EvalContext) -> Eval:
         if not self.prompts or self.max_new_tokens < 1:

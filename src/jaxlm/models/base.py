@@ -12,6 +12,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.types import Sum
 from jaxlm.models.chunked_loss import soft_capped
@@ -193,7 +194,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
             one and why.
     """
 
-    seq_len: int = 1024
+    seq_len: PositiveInt = 1024
     gradient_checkpointing: bool | str | list[str] = AUTO
     scan_layers: bool | Literal["auto"] = AUTO
     attn_backend: str = AUTO

@@ -14,7 +14,8 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
-from jaxlm.core.errors import check_at_least, check_choice, check_divides
+from jaxlm.core.errors import check_choice, check_divides
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
@@ -82,12 +83,12 @@ class TransformerConfig(ModelConfig):
     hidden_dim: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    num_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
     mlp_matrices: ClassVar[int] = 3
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
-    num_experts: int = 0
-    num_experts_per_token: int = 1
+    num_experts: PositiveInt = 0
+    num_experts_per_token: PositiveInt = 1
 
     @property
     def Embed(self) -> Axis:
@@ -168,16 +169,16 @@ class DecoderConfig(TransformerConfig):
         tie_word_embeddings: use the token embedding as the output head.
     """
 
-    seq_len: int = 2048
-    hidden_dim: int = 4096
-    intermediate_dim: int = 11008
-    num_layers: int = 32
-    num_heads: int = 32
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    seq_len: PositiveInt = 2048
+    hidden_dim: PositiveInt = 4096
+    intermediate_dim: PositiveInt = 11008
+    num_layers: PositiveInt = 32
+    num_heads: PositiveInt = 32
+    num_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
     activation_function: str = "silu"
-    initializer_range: float = 0.02
-    layer_norm_epsilon: float = 1e-5
+    initializer_range: NonNegativeFloat = 0.02
+    layer_norm_epsilon: NonNegativeFloat = 1e-5
     tie_word_embeddings: bool = False
 
     @property
@@ -284,12 +285,8 @@ def rms_norm(config: DecoderConfig) -> RMSNorm:
 
 def check_sizes(config: DecoderConfig) -> None:
     """Raises `ConfigError` if the keys of `DecoderConfig` are invalid."""
-    for name in ("seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-        if getattr(config, name) is not None:
-            check_at_least(f"model.{name}", getattr(config, name), 1)
+    check_fields(config, "model")
     if config.head_dim is None:
         check_divides("model.num_heads", config.num_heads, "model.hidden_dim", config.hidden_dim)
     check_divides("model.num_kv_heads", config.KVHeads.size, "model.num_heads", config.num_heads)
     check_choice("model.activation_function", config.activation_function, ACTIVATIONS)
-    for name in ("initializer_range", "layer_norm_epsilon"):
-        check_at_least(f"model.{name}", getattr(config, name), 0)

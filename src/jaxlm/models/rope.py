@@ -17,7 +17,8 @@ import numpy as np
 from haliax import NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE
-from jaxlm.core.errors import ConfigError, check_positive
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
 
 _HALF = "half_head_size"
 
@@ -49,8 +50,8 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         partial_rotary_factor: fraction of each head's features that are rotated, counted from the first.
     """
 
-    theta: float = 10000.0
-    partial_rotary_factor: float = 1.0
+    theta: PositiveFloat = 10000.0
+    partial_rotary_factor: PositiveFraction = 1.0
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -65,7 +66,6 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
             seq_len: the model's maximum sequence length.
         """
 
-    @abc.abstractmethod
     def check(self, size: int) -> None:
         """Raises `ConfigError` if the keys are invalid for `size` rotated features."""
 
@@ -84,11 +84,6 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
 
 def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
     """Raises `ConfigError` if the keys are invalid, alone or for heads of this size."""
-    _check_positive(rope, "theta")
-    if not 0 < rope.partial_rotary_factor <= 1:
-        raise ConfigError(
-            f"model.rope.partial_rotary_factor: {rope.partial_rotary_factor} given, more than 0 and at most 1 expected"
-        )
     num_rotated = rope.num_rotated(head_size)
     if num_rotated % 2 or not num_rotated:
         raise ConfigError(
@@ -99,11 +94,6 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
     rope.check(num_rotated)
 
 
-def _check_positive(rope: RotaryConfig, *names: str) -> None:
-    for name in names:
-        check_positive(f"model.rope.{name}", getattr(rope, name))
-
-
 @RotaryConfig.register_subclass("default")
 @dataclass(frozen=True)
 class DefaultRotary(RotaryConfig):
@@ -111,9 +101,6 @@ class DefaultRotary(RotaryConfig):
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         return _unscaled_frequencies(self.theta, size), 1.0
-
-    def check(self, size: int) -> None:
-        pass
 
 
 @RotaryConfig.register_subclass("linear")
@@ -125,13 +112,10 @@ class LinearRotary(RotaryConfig):
         factor: context length after extension divided by the original context length.
     """
 
-    factor: float = 8.0
+    factor: PositiveFloat = 8.0
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         return _unscaled_frequencies(self.theta, size) / self.factor, 1.0
-
-    def check(self, size: int) -> None:
-        _check_positive(self, "factor")
 
 
 @RotaryConfig.register_subclass("llama3")
@@ -146,11 +130,11 @@ class Llama3Rotary(RotaryConfig):
         original_max_position_embeddings: context length before extension, in tokens.
     """
 
-    theta: float = 500000.0
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    theta: PositiveFloat = 500000.0
+    factor: PositiveFloat = 8.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position_embeddings: PositiveInt = 8192
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         unscaled = _unscaled_frequencies(self.theta, size)
@@ -160,7 +144,6 @@ class Llama3Rotary(RotaryConfig):
         return unscaled * (smooth + (1 - smooth) / self.factor), 1.0
 
     def check(self, size: int) -> None:
-        _check_positive(self, "factor", "low_freq_factor", "original_max_position_embeddings")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"model.rope.high_freq_factor: {self.high_freq_factor} given, more than model.rope.low_freq_factor"
@@ -183,11 +166,11 @@ class YarnRotary(RotaryConfig):
         original_max_position_embeddings: context length before extension, in tokens.
     """
 
-    factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    original_max_position_embeddings: int = 32768
+    factor: PositiveFloat = 4.0
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    attention_factor: PositiveFloat | None = None
+    original_max_position_embeddings: PositiveInt = 32768
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
 
@@ -202,9 +185,6 @@ class YarnRotary(RotaryConfig):
         amplitude = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
         amplitude = amplitude if self.attention_factor is None else self.attention_factor
         return unscaled * (1 - ramp) + unscaled / self.factor * ramp, amplitude
-
-    def check(self, size: int) -> None:
-        _check_positive(self, "factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 
 
 @RotaryConfig.register_subclass("longrope")
@@ -222,10 +202,10 @@ class LongRotary(RotaryConfig):
             multiplied by.
     """
 
-    short_factor: list[float] = field(default_factory=list)
-    long_factor: list[float] = field(default_factory=list)
-    original_max_position_embeddings: int = 4096
-    max_position_embeddings: int = 131072
+    short_factor: list[PositiveFloat] = field(default_factory=list)
+    long_factor: list[PositiveFloat] = field(default_factory=list)
+    original_max_position_embeddings: PositiveInt = 4096
+    max_position_embeddings: PositiveInt = 131072
 
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):  # the config is a static field of the model: it must be hashable
@@ -239,7 +219,6 @@ class LongRotary(RotaryConfig):
         return _unscaled_frequencies(self.theta, size) / np.asarray(factors, np.float64), amplitude
 
     def check(self, size: int) -> None:
-        _check_positive(self, "original_max_position_embeddings", "max_position_embeddings")
         for name in ("short_factor", "long_factor"):
             if len(getattr(self, name)) != size // 2:
                 raise ConfigError(

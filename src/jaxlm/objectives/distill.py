@@ -5,15 +5,16 @@ a temperature, mixed with the loss on the true targets; reverse and generalized 
 et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import haliax as hax
 import jax
+from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
 from jaxlm.core.types import Sum, TokenBatch
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
@@ -47,27 +48,19 @@ class Distill(ObjectiveConfig):
 
     teacher: str = "teacher"
     divergence: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"
-    beta: float = _EVEN
-    temperature: float = 1.0
-    weight: float = 0.5
-    top_k: int | None = None
+    beta: Annotated[float, Interval(gt=0, lt=1)] = _EVEN
+    temperature: PositiveFloat = 1.0
+    weight: PositiveFraction = 0.5
+    top_k: PositiveInt | None = None
     cache: bool = False
 
     def __post_init__(self):
-        if not 0 < self.beta < 1:
-            raise ConfigError(f"objective.beta: {self.beta} given, a number above 0 and below 1 expected")
         if self.beta != _EVEN and self.divergence != "js":
             raise ConfigError(
                 f"objective.beta: {self.beta} given, which has no effect with divergence: {self.divergence}. Remove it, or"
                 " set divergence: js"
             )
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"objective.temperature: {self.temperature} given, a finite number above 0 expected")
-        if not 0 < self.weight <= 1:
-            raise ConfigError(f"objective.weight: {self.weight} given, a number above 0 and at most 1 expected")
-        if self.top_k is not None:
-            check_at_least("objective.top_k", self.top_k, 1)
-        elif self.cache:
+        if self.cache and self.top_k is None:
             raise ConfigError("objective.cache: true given without top_k. Set top_k: a whole distribution is too large")
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import haliax as hax
 import jax
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import BelowOne, NonNegativeFloat
 from jaxlm.core.types import PairBatch, Sum, TokenBatch, TokenScores
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums, token_losses
@@ -29,16 +29,8 @@ class NextToken(ObjectiveConfig):
 
     batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, PairBatch)
 
-    z_loss_weight: float = 0.0
-    label_smoothing: float = 0.0
-
-    def __post_init__(self):
-        if not self.z_loss_weight >= 0:
-            raise ConfigError(f"objective.z_loss_weight: {self.z_loss_weight} given, 0 or more expected")
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(
-                f"objective.label_smoothing: {self.label_smoothing} given, at least 0 and less than 1 expected"
-            )
+    z_loss_weight: NonNegativeFloat = 0.0
+    label_smoothing: BelowOne = 0.0
 
     def weights(self, batch: TokenBatch | PairBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.runtime import is_main_process
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
@@ -25,14 +25,8 @@ class ProfilerConfig:
         num_steps: number of steps to record. Recording stops early if the batch size, and thus the program, changes.
     """
 
-    start_step: int = 5
-    num_steps: int = 10
-
-    def check(self) -> None:
-        """Raises `ConfigError` if a value is below 1."""
-        for name, value in (("start_step", self.start_step), ("num_steps", self.num_steps)):
-            if value < 1:
-                raise ConfigError(f"trainer.profiler.{name}: {value} given, must be at least 1")
+    start_step: PositiveInt = 5
+    num_steps: PositiveInt = 10
 
 
 class ProfileHook:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import optax
 
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
 
@@ -23,9 +24,9 @@ class AdagradConfig(OptimizerConfig):
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
-    initial_accumulator_value: float = 0.1
-    epsilon: float = 1e-7
-    max_grad_norm: float | None = 1.0
+    initial_accumulator_value: NonNegativeFloat = 0.1
+    epsilon: NonNegativeFloat = 1e-7
+    max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
 from jaxlm.optim.base import (
     OptimizerConfig,
     ParameterGroup,
@@ -43,12 +44,12 @@ class AdamConfig(OptimizerConfig):
             which keeps the ratio of gradient norm to weight norm constant while the learning rate decays.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    max_grad_norm: float | None = 1.0
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    epsilon: NonNegativeFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
     nesterov: bool = False
-    update_rms_clipping: float | None = None
+    update_rms_clipping: PositiveFloat | None = None
     clip_update_norm: ClipUpdateNorm | None = None
     adamc_weight_decay: bool = False
 

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import BelowOne, NonNegativeInt, PositiveInt
 
 
 class Average(eqx.Module):
@@ -60,10 +60,7 @@ class Ema(AveragingConfig):
         beta: decay rate of the average, per step.
     """
 
-    beta: float = 0.999
-
-    def __post_init__(self):
-        _check_beta(self.beta)
+    beta: BelowOne = 0.999
 
     def weight(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.asarray(1 - self.beta, jnp.float32), total
@@ -85,25 +82,12 @@ class EmaDecaySqrt(AveragingConfig):
         decay_steps: length of the decay, in steps. After it, the average no longer changes.
     """
 
-    beta: float = 0.999
-    switch_step: int = 100_000
-    decay_steps: int = 100_000
-
-    def __post_init__(self):
-        _check_beta(self.beta)
-        if self.switch_step < 0 or self.decay_steps < 1:
-            raise ConfigError(
-                f"trainer.model_averaging: switch_step {self.switch_step}, decay_steps {self.decay_steps} given;"
-                " switch_step of 0 or more and decay_steps of 1 or more expected"
-            )
+    beta: BelowOne = 0.999
+    switch_step: NonNegativeInt = 100_000
+    decay_steps: PositiveInt = 100_000
 
     def weight(self, updates: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         progress = (updates - self.switch_step).astype(jnp.float32) / self.decay_steps
         step_weight = jnp.where(progress < 0, 1 - self.beta, 1 - jnp.sqrt(jnp.clip(progress, 0.0, 1.0)))
         total = total + step_weight
         return jnp.where(total > 0, step_weight / jnp.where(total > 0, total, 1.0), 0.0), total
-
-
-def _check_beta(beta: float) -> None:
-    if not 0 <= beta < 1:
-        raise ConfigError(f"trainer.model_averaging.beta: {beta} given, at least 0 and less than 1 expected")

@@ -7,19 +7,22 @@ After several skipped steps in a row the window itself is assumed to be outdated
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, RewindRule, StepGuard, StepStats, Verdict, is_finite
 from jaxlm.optim.rolling import RollingWindow
 
 # Relative to the median. In a window of nearly equal values any small change would be an outlier.
 _MIN_RELATIVE_STD = 0.02
-_MOST_REWINDS = 1000
+WindowLength = Annotated[int, Interval(ge=8, le=1_000_000)]
+"""Steps in a window; fewer than 8 are not enough for an estimate."""
 # What may be an outlier, and the metrics with its value and its limit.
 _LIMITS = (
     ("loss", OBJECTIVE, "bad_steps/loss_limit"),
@@ -57,31 +60,17 @@ class SkipBadSteps(StepGuard):
 
     name: ClassVar[str] = "bad_steps"
 
-    rolling_interval_length: int = 128
-    sigma_factor: float = 6.0
-    max_in_a_row: int = 8
-    rewind_after: int | None = None
-    max_rewinds: int = 3
+    rolling_interval_length: WindowLength = 128
+    sigma_factor: PositiveFloat = 6.0
+    max_in_a_row: PositiveInt = 8
+    rewind_after: PositiveInt | None = None
+    max_rewinds: Annotated[int, Interval(ge=1, le=1000)] = 3
 
     def __post_init__(self):
-        if self.rolling_interval_length < 8:
-            raise ConfigError(
-                f"optimizer.skip_bad_steps: a window of {self.rolling_interval_length} steps given, 8 or more expected:"
-                " fewer are not enough for an estimate. Set it to true for a window of 128 steps"
-            )
-        if not self.sigma_factor > 0 or self.max_in_a_row < 1:
-            raise ConfigError(
-                f"optimizer.skip_bad_steps: sigma_factor {self.sigma_factor}, max_in_a_row {self.max_in_a_row} given;"
-                " sigma_factor above 0 and max_in_a_row of 1 or more expected"
-            )
-        if self.rewind_after is not None and not 1 <= self.rewind_after <= self.max_in_a_row:
+        if self.rewind_after is not None and self.rewind_after > self.max_in_a_row:
             raise ConfigError(
                 f"optimizer.skip_bad_steps.rewind_after: {self.rewind_after} given, null or 1 to {self.max_in_a_row}"
                 " expected: after max_in_a_row skipped steps the next outlier is applied. Lower it, or raise max_in_a_row"
-            )
-        if not 1 <= self.max_rewinds <= _MOST_REWINDS:
-            raise ConfigError(
-                f"optimizer.skip_bad_steps.max_rewinds: {self.max_rewinds} given, 1 to {_MOST_REWINDS} expected"
             )
 
     @property
@@ -127,7 +116,7 @@ class SkipBadSteps(StepGuard):
         return median + self.sigma_factor * jnp.maximum(window.robust_std(), _MIN_RELATIVE_STD * jnp.abs(median))
 
 
-def bad_step_guards(setting: bool | int | SkipBadSteps) -> tuple[SkipBadSteps, ...]:
+def bad_step_guards(setting: bool | WindowLength | SkipBadSteps) -> tuple[SkipBadSteps, ...]:
     """The guards for a `skip_bad_steps` setting: none, one with defaults, one with a window length, or the given one."""
     if isinstance(setting, SkipBadSteps):
         if setting.rewind_after is None and setting.max_rewinds != SkipBadSteps.max_rewinds:

@@ -10,11 +10,18 @@ import optax
 
 from jaxlm.config.decode import INHERITS
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import (
+    Fraction,
+    LearningRate,
+    NonNegativeFloat,
+    PositiveFraction,
+    PositiveInt,
+    ScheduleLength,
+)
 from jaxlm.core.guards import RewindRule, StepGuard
-from jaxlm.core.lr_shapes import LrShape
-from jaxlm.core.schedules import Schedule, ScheduleSpec, make_schedule
-from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
+from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
+from jaxlm.optim.lr_shapes import LrShape
+from jaxlm.optim.schedules import Schedule, ScheduleSpec, make_schedule
 
 
 @dataclass(frozen=True)
@@ -73,18 +80,18 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             parameters that match.
     """
 
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.0
+    learning_rate: LearningRate = 1e-4
+    weight_decay: NonNegativeFloat = 0.0
     lr_schedule: LrShape | str = "cosine"
-    min_lr_ratio: float = 0.1
-    warmup: int | float = 0.01
-    decay: int | float | None = None
-    rewarmup: int | float = 0.0
-    cycles: int | list[int] | None = None
-    cycle_length: int | float | list[int] | None = None
+    min_lr_ratio: Fraction = 0.1
+    warmup: ScheduleLength = 0.01
+    decay: ScheduleLength | None = None
+    rewarmup: ScheduleLength = 0.0
+    cycles: PositiveInt | list[PositiveInt] | None = None
+    cycle_length: PositiveInt | PositiveFraction | list[PositiveInt] | None = None
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
-    skip_bad_steps: bool | int | SkipBadSteps = False
+    skip_bad_steps: bool | WindowLength | SkipBadSteps = False
     groups: list["OptimizerConfig"] = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
 
@@ -141,8 +148,6 @@ def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:
     """Scales gradients with a larger global norm down to `max_norm`; None disables clipping."""
-    if max_norm is not None and not max_norm > 0:
-        raise ConfigError(f"optimizer.max_grad_norm: {max_norm} given, null (no clipping) or a number above 0 expected")
     return optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
 
 

@@ -1,16 +1,18 @@
 """Clipping of the optimizer's updates, rather than of the gradients."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Interval
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveFloat
 from jaxlm.optim.rolling import RollingWindow
 
 _MIN_STD = 1e-6
@@ -46,15 +48,8 @@ class ClipUpdateNorm:
         sigma_factor: the limit is this many standard deviations above the mean.
     """
 
-    rolling_interval_length: int = 128
-    sigma_factor: float = 3.0
-
-    def __post_init__(self):
-        if self.rolling_interval_length < 4 or not self.sigma_factor > 0:
-            raise ConfigError(
-                f"optimizer.clip_update_norm: rolling_interval_length {self.rolling_interval_length}, sigma_factor"
-                f" {self.sigma_factor} given; 4 or more steps and a sigma_factor above 0 expected"
-            )
+    rolling_interval_length: Annotated[int, Interval(ge=4, le=1_000_000)] = 128
+    sigma_factor: PositiveFloat = 3.0
 
     def build(self) -> optax.GradientTransformation:
         """The gradient transformation.

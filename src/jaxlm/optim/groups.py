@@ -5,7 +5,6 @@ optimizer.groups, first match wins -> group_0, group_1, ..., rest; each split by
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ import equinox as eqx
 import optax
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError, check_at_least
-from jaxlm.core.schedules import Schedule
+from jaxlm.core.errors import ConfigError
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
+from jaxlm.optim.schedules import Schedule
 
 # These act on all parameters together, so that an entry of `groups` cannot have its own.
 _GLOBAL_KEYS = {
@@ -225,20 +224,6 @@ def _check(config: OptimizerConfig) -> None:
                 raise ConfigError(
                     f"{path}.{key}: {own} given, but {why}. Remove it and set optimizer.{key}, or set it to {expected} here"
                 )
-        _check_numbers(path, group, config)
-
-
-def _check_numbers(path: str, group: Any, outer: Any) -> None:
-    """Raises `ConfigError` for infinite, undefined and negative numbers that a section sets itself."""
-    for field in dataclasses.fields(group):
-        value = getattr(group, field.name)
-        is_number = isinstance(value, float) and value != getattr(outer, field.name, None)
-        if is_number and not math.isfinite(value):
-            raise ConfigError(f"{path}.{field.name}: {value} given, a finite number expected")
-        if is_number and field.name in ("learning_rate", "adam_lr", "weight_decay"):
-            check_at_least(f"{path}.{field.name}", value, 0)
-        if dataclasses.is_dataclass(value):
-            _check_numbers(f"{path}.{field.name}", value, None)
 
 
 def _check_decay(group: OptimizerConfig, config: OptimizerConfig, decaying: Sequence[str]) -> None:

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import optax
 from haliax import NamedArray
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import (
+    BelowOne,
+    LearningRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+)
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.clipping import clip_by_rms
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
@@ -48,30 +55,19 @@ class KronConfig(OptimizerConfig):
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
-    learning_rate: float = 3e-4
-    adam_lr: float = 6e-4
-    beta1: float = 0.9
-    preconditioner_lr: float = 0.1
-    preconditioner_init_scale: float = 1.0
-    max_dense_size: int = 8192
-    damping: float = 1e-9
-    update_rms_clipping: float | None = 1.1
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    max_grad_norm: float | None = 1.0
+    learning_rate: LearningRate = 3e-4
+    adam_lr: LearningRate = 6e-4
+    beta1: BelowOne = 0.9
+    preconditioner_lr: PositiveFraction = 0.1
+    preconditioner_init_scale: PositiveFloat = 1.0
+    max_dense_size: NonNegativeInt = 8192
+    damping: NonNegativeFloat = 1e-9
+    update_rms_clipping: PositiveFloat | None = 1.1
+    beta2: BelowOne = 0.95
+    epsilon: NonNegativeFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
 
     separates_matrices: ClassVar[bool] = True
-
-    def __post_init__(self):
-        checks = {
-            "preconditioner_lr": (0 < self.preconditioner_lr <= 1, "above 0 and at most 1"),
-            "preconditioner_init_scale": (self.preconditioner_init_scale > 0, "above 0"),
-            "max_dense_size": (self.max_dense_size >= 0, "0 (none) or more"),
-            "damping": (self.damping >= 0, "0 or more"),
-        }
-        for name, (is_valid, expected) in checks.items():
-            if not is_valid:
-                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, {expected} expected")
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         clip = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import optax
 
+from jaxlm.core.field_types import BelowOne, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
 
@@ -22,9 +23,9 @@ class LionConfig(OptimizerConfig):
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    max_grad_norm: float | None = 1.0
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(

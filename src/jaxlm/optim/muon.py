@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.matrices import map_matrices
 from jaxlm.optim.with_adam_fallback import with_adam_fallback
@@ -46,17 +47,17 @@ class MuonConfig(OptimizerConfig):
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
-    learning_rate: float = 0.02
-    adam_lr: float = 6e-4
-    momentum: float = 0.95
+    learning_rate: LearningRate = 0.02
+    adam_lr: LearningRate = 6e-4
+    momentum: BelowOne = 0.95
     nesterov: bool = True
-    backend_steps: int = 5
-    muon_epsilon: float = 1e-8
+    backend_steps: PositiveInt = 5
+    muon_epsilon: NonNegativeFloat = 1e-8
     use_kimi_scaling: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    max_grad_norm: float | None = 1.0
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    epsilon: NonNegativeFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
 
     separates_matrices: ClassVar[bool] = True
 

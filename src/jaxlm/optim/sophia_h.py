@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt, Seed
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 from jaxlm.optim.curvature import Curvature
 
@@ -55,19 +55,14 @@ class SophiaHConfig(OptimizerConfig):
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
-    beta1: float = 0.96
-    beta2: float = 0.99
-    gamma: float = 0.01
-    epsilon: float = 1e-12
-    clip_threshold: float = 1.0
-    update_interval: int = 10
-    rng_seed: int = 0
-    max_grad_norm: float | None = 1.0
-
-    def __post_init__(self):
-        for name in ("gamma", "epsilon", "clip_threshold", "update_interval"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"optimizer.{name}: {getattr(self, name)} given, a number above 0 expected")
+    beta1: BelowOne = 0.96
+    beta2: BelowOne = 0.99
+    gamma: PositiveFloat = 0.01
+    epsilon: PositiveFloat = 1e-12
+    clip_threshold: PositiveFloat = 1.0
+    update_interval: PositiveInt = 10
+    rng_seed: Seed = 0
+    max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         direction: Any = self._direction  # optax's type does not allow additional named arguments

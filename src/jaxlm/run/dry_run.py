@@ -6,10 +6,10 @@ It only writes the plot of the learning-rate schedule to the run's log folder; i
 from typing import Any
 
 from jaxlm.config.run import RunConfig
-from jaxlm.core.schedules import Schedule
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
+from jaxlm.optim.schedules import Schedule
 from jaxlm.run.compile import compile_steps, gib
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe

@@ -3,13 +3,16 @@
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError
+from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.metrics import NonFiniteError
+from jaxlm.engine.peers import end_with_peers, has_peers, is_lost_peer, stop_watching_peers
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -20,27 +23,53 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     command line.
 
     2: the configuration or the data is wrong. 1: a checkpoint could not be saved, no checkpoint could be loaded, another
-    process of the run failed, a loss or gradient was not finite and the configuration says to stop, or the run cannot go
-    back to an earlier checkpoint (again). 130: Ctrl-C before training began. Other exceptions are passed on with their
-    traceback.
+    process of the run failed, a loss or gradient was not finite and the configuration says to stop, too many updates in a
+    row were skipped, or the run cannot go back to an earlier checkpoint (again). 130: Ctrl-C before training began. Other
+    exceptions are passed on with their traceback.
     """
 
     @functools.wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
         try:
-            return main(sys.argv[1:] if arguments is None else arguments)
-        except ConfigError as error:
-            code, message = EXIT_CONFIG, f"error: {error}"
-        except (NoUsableCheckpointError, NonFiniteError, PeerError, RewindError) as error:
-            code, message = EXIT_FAILED, f"error: {error}"
-        except SaveError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            # Exit at once: TensorStore's other writes may still be running and would call into a finalizing interpreter.
-            os._exit(EXIT_FAILED)
-        except KeyboardInterrupt:
-            code, message = EXIT_INTERRUPTED, "interrupted before training started; nothing was lost"
-        print(message, file=sys.stderr, flush=True)
+            code = main(sys.argv[1:] if arguments is None else arguments)
+        except (Exception, KeyboardInterrupt) as error:
+            code, message = _explained(error)
+            print(message, file=sys.stderr, flush=True)
+            end_with_peers(code, str(error) or type(error).__name__)
+            if isinstance(error, SaveError):
+                sys.stdout.flush()
+                # Exit at once: TensorStore's other writes may still be running and would call into a finalizing interpreter.
+                os._exit(code)
+            return code
+        stop_watching_peers()
         return code
 
     return run
+
+
+def _explained(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message of an exception. Re-raises those that are not the user's to fix."""
+    match error:
+        case ConfigError():
+            return EXIT_CONFIG, f"error: {error}"
+        case KeyboardInterrupt():
+            return EXIT_INTERRUPTED, "interrupted before training started; nothing was lost"
+        case (
+            NoUsableCheckpointError()
+            | NonFiniteError()
+            | PeerError()
+            | RewindError()
+            | SaveError()
+            | SkippedStepsError()
+        ):
+            return EXIT_FAILED, f"error: {error}"
+    if is_lost_peer(error):
+        first_line = str(error).partition("\n")[0]
+        return EXIT_FAILED, (
+            f"error: an exchange with the other processes failed ({first_line}): one of them has ended, was killed or cannot"
+            " be reached. Run the same command again to continue from the newest checkpoint"
+        )
+    if has_peers():
+        traceback.print_exception(error)
+        end_with_peers(EXIT_FAILED, f"{type(error).__name__}: {error}")
+    raise error

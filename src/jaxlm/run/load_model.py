@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import functools
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.plan import Plan, make_plan
@@ -302,9 +302,6 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The EOS tokens in generation_config.json, which may list several, and the tokenizer's EOS token."""
     file = folder / "generation_config.json"
-    try:
-        configured = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    configured = read_json_object(file).get("eos_token_id") if file.is_file() else None
     eos_ids = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(i for i in (*eos_ids, tokenizer.eos_id) if isinstance(i, int)))

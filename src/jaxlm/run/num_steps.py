@@ -93,6 +93,16 @@ def _until_exhausted(
     return max_steps
 
 
+def small_sources(data: Data, batch_size: int) -> list[str]:
+    """A line for each training source that has fewer sequences than a batch."""
+    return [
+        f"the training data{f' of {name}' if name else ''} is {len(examples):,} packed sequences of {examples.seq_len}"
+        f" tokens, fewer than a batch of {batch_size}, so every step repeats them. Check data.train_urls"
+        for name, examples in data.train.items()
+        if len(examples) < batch_size
+    ]
+
+
 def _sizes(batches: BatchSchedule) -> str:
     return ", then ".join(str(stage.size) for stage in batches.stages)
 

@@ -13,7 +13,8 @@ from jaxlm.config.decode import choice_name
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
-from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
@@ -112,6 +113,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         devices: devices to plan for instead, possibly descriptions of absent devices to compile for.
     """
     trainer = config.trainer
+    check_fields(config)
     config.model.check()
     trainer.check()
     precision = parse_precision(trainer.mp)
@@ -174,7 +176,6 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
 
 def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
     """Raises `ConfigError` if the keys about Hugging Face import and export are invalid."""
-    check_at_least("hf_save_steps", config.hf_save_steps, 1)
     if config.hf_save_dtype is not None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
@@ -209,8 +210,6 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             )
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
-        section = "trainer" if phase.num_train_steps is None else f"phases.{index}"
-        check_at_least(f"{section}.num_train_steps", steps, 1)
         phases.append(
             Phase(
                 index=index,

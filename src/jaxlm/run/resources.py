@@ -40,6 +40,7 @@ from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
+from jaxlm.run.num_steps import small_sources
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import references_identity
 from jaxlm.run.resume_checks import DATA_IDENTITY, REFERENCES_IDENTITY, data_identity
@@ -69,7 +70,10 @@ class Run:
         """Opens the phase's token caches, and builds them first if they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
-        return main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
+        opened = main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
+        for line in small_sources(opened, plan.batches.train.first.size):
+            self.console.log(f"warning: {line}")
+        return opened
 
     def eval_hook(self, phase: Phase, data: Data) -> EvalHook:
         """The run's evaluations on the phase's validation data."""

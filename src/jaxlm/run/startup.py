@@ -17,7 +17,6 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
-from jaxlm.core.lr_shapes import lr_shape_name
 from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
@@ -32,6 +31,7 @@ from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import Stack
 from jaxlm.observe.console import duration
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
+from jaxlm.optim.lr_shapes import lr_shape_name
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan

@@ -27,7 +27,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
-from jaxlm.core.errors import ConfigError, check_probability
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt
 from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -112,16 +113,13 @@ class LoraConfig(SurgeryConfig):
     """
 
     target: str = ".*"
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: PositiveInt = 8
+    alpha: NonNegativeFloat = 16.0
+    dropout: BelowOne = 0.0
     rslora: bool = False
     from_peft: str | None = None
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        if self.rank < 1:
-            raise ConfigError(f"surgery lora: rank {self.rank} given, 1 or more expected")
-        check_probability("surgery lora: dropout", self.dropout)
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         indices = itertools.count()
 

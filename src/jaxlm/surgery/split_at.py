@@ -13,6 +13,7 @@ import jax
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import Body
 from jaxlm.surgery.base import SurgeryConfig
@@ -29,7 +30,7 @@ class SplitAtConfig(SurgeryConfig):
             minus 1.
     """
 
-    layer: int
+    layer: PositiveInt
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         body = next(iter(tree.modules(model, Body)), None)

@@ -6,6 +6,7 @@ import yaml
 from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
 
 RULES = [KeepRule(2, 10), KeepRule(5, 20), KeepRule(10)]
@@ -22,12 +23,16 @@ def test_which_steps_are_kept():
     [
         ([KeepRule(2), KeepRule(5)], "keep.0.until"),
         ([KeepRule(2, 10), KeepRule(5, 10)], "must increase"),
-        ([KeepRule(0)], "keep.0.every"),
     ],
 )
 def test_contradictory_rules_are_refused(keep, named):
     with pytest.raises(ConfigError, match=named):
         CheckpointerConfig(keep=keep).check()
+
+
+def test_a_period_of_no_steps_is_refused():
+    with pytest.raises(ConfigError, match=r"checkpointer\.keep\.0\.every: 0 given, an integer of 1 or more"):
+        check_fields(CheckpointerConfig(keep=[KeepRule(0)]), "trainer.checkpointer")
 
 
 def test_a_negative_interval_is_refused():

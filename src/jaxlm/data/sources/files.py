@@ -143,7 +143,7 @@ def _local_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
 
 def _matches(url: str, key: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and the files that match one pattern."""
-    path = Path(url).expanduser()
+    path = Path(os.path.expanduser(url))
     if path.is_dir():
         paths = _files_below(path, key)
         if not paths:

@@ -19,6 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
+from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,8 +42,8 @@ def saved_files(folder: Path, key: str) -> list[Path]:
         ConfigError: the list of files cannot be read, or files are missing.
     """
     try:
-        paths = [folder / entry["filename"] for entry in json.loads((folder / _STATE).read_text())["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
+        paths = [folder / entry["filename"] for entry in read_json_object(folder / _STATE)["_data_files"]]
+    except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{key}: {folder / _STATE} does not list the dataset's files. Save the dataset again"
         ) from error
@@ -80,7 +81,7 @@ def saved_splits(folder: Path) -> list[str]:
 
 def saved_split(folder: Path) -> str | None:
     """The split that a saved dataset contains; None if it was saved without one."""
-    return json.loads((folder / _STATE).read_text()).get("_split")
+    return read_json_object(folder / _STATE).get("_split")
 
 
 def check_no_splits(folder: Path, key: str) -> None:

@@ -1,5 +1,6 @@
 """A dataset given by `id`, `name` and `split`: on the Hugging Face Hub, or saved in a local folder."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def dataset_sources(
     Raises:
         ConfigError: the dataset or split does not exist, or the Hub does not respond.
     """
-    folder = Path(dataset_id).expanduser()
+    folder = Path(os.path.expanduser(dataset_id))
     splits = saved_splits(folder)
     if splits or is_saved_dataset(folder):
         if name is not None:

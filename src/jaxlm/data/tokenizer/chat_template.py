@@ -7,6 +7,7 @@ would give different tokens every day.
 
 import functools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class ChatTemplate:
         text, origin = given, key
         if given is not None and given.endswith(".jinja"):
             try:
-                text, origin = Path(given).expanduser().read_text(encoding="utf-8"), given
+                text, origin = Path(os.path.expanduser(given)).read_text(encoding="utf-8"), given
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{key}: '{given}' cannot be read: {error}") from error
         elif given is None:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -215,7 +217,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     """
     import tokenizers
 
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
         raise ConfigError(
@@ -225,7 +227,10 @@ def load_tokenizer(path: str) -> Tokenizer:
     content = _read_json(file)
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
-    backend = tokenizers.Tokenizer.from_file(str(file))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain exceptions
+        raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
     extra_files = {name: file.with_name(name).read_bytes() for name in _EXTRA_FILES if file.with_name(name).is_file()}
     return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), extra_files)
 
@@ -251,6 +256,8 @@ def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int |
     if f"{side}_token" in settings:
         token = settings[f"{side}_token"]
         name = token.get("content") if isinstance(token, dict) else token
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"data.tokenizer: {side}_token in tokenizer_config.json is {name!r}, a string expected")
         if name is not None and backend.token_to_id(name) is None:
             raise ConfigError(
                 f"data.tokenizer: {side}_token in tokenizer_config.json is '{name}', which is not a token of '{file}'"
@@ -258,7 +265,11 @@ def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int |
         return None if name is None else backend.token_to_id(name)
     if f"{side}_token_id" in model:
         number = model[f"{side}_token_id"]
-        return number[0] if isinstance(number, list) else number
+        number = number[0] if isinstance(number, list) and number else number
+        if number is not None and type(number) is not int:
+            raise ConfigError(f"data.tokenizer: {side}_token_id in config.json is {number!r}, an integer expected")
+        if number is None or (0 <= number < 2**32 and backend.id_to_token(number) is not None):
+            return number
     numbers = (backend.token_to_id(name) for name in _COMMON_NAMES[side])
     return next((number for number in numbers if number is not None), None)
 
@@ -268,10 +279,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"data.tokenizer: '{file}' is not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+        return read_json_object(file)
+    except ConfigError as error:
+        raise ConfigError(f"data.tokenizer: {error}") from error
 
 
 def _can_split_at_lines(backend: "tokenizers.Tokenizer") -> bool:

@@ -1,6 +1,7 @@
 """Trains a byte-level BPE tokenizer on the run's training text."""
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenize
 
 MIN_VOCAB_SIZE = 257  # every byte, and the end of text
 _MADE_FROM = "made_from.json"
-_MAX_CHARACTERS = 1 << 30  # of training text; more barely changes the vocabulary, and takes memory
+_MAX_CHARACTERS = 1 << 28  # of training text; more barely changes the vocabulary, and takes time and memory
+_MAX_PIECE = 1 << 20
+_REPORT_EVERY_S = 5.0
 
 # Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the pattern of cl100k,
 # adapted to code, where most white space is indentation.
@@ -106,10 +109,30 @@ def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, 
 
 
 def _first_characters(texts: Iterable[str], max_characters: int, log: Callable[[str], None]) -> Iterator[str]:
-    seen = 0
+    """The first texts, in pieces of limited length. Logs how much has been read."""
+    seen, reported = 0, time.monotonic()
     for text in texts:
-        if seen > max_characters:
-            log(f"the tokenizer is trained on the first {seen:,} characters of the text only")
-            return
-        yield text
-        seen += len(text)
+        for piece in _pieces(text):
+            yield piece
+            seen += len(piece)
+            if seen >= max_characters:
+                log(f"the tokenizer is trained on the first {seen:,} characters of the text only")
+                return
+            if time.monotonic() - reported > _REPORT_EVERY_S:
+                reported = time.monotonic()
+                log(f"training the tokenizer: {seen:,} characters read, at most {max_characters:,}")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of at most `_MAX_PIECE` characters, cut before the last white space if there is any.
+
+    The library works on pieces in parallel, and takes time quadratic in the length of a word.
+    """
+    begin = 0
+    while len(text) - begin > _MAX_PIECE:
+        end = begin + _MAX_PIECE
+        cut = max(text.rfind(" ", begin + 1, end), text.rfind("\n", begin + 1, end))
+        end = cut if cut > begin else end
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]

@@ -116,7 +116,7 @@ class BucketFolder(CheckpointFolder):
         main_only(self._prepare)
 
     def _prepare(self) -> None:
-        with storage_errors(lambda reason: SaveError(f"cannot write to {self.location} ({reason})")):
+        with storage_errors(self._unusable):
             self._remote.remove_unfinished()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:

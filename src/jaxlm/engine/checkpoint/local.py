@@ -15,8 +15,15 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import seal, verify
-from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, find_checkpoints, is_temporary, pinned_by
-from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, Checkpoint, CheckpointFolder, SaveError
+from jaxlm.engine.checkpoint.manifest import (
+    DAMAGED,
+    UNFINISHED,
+    CheckpointName,
+    find_checkpoints,
+    is_temporary,
+    pinned_by,
+)
+from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, Checkpoint, CheckpointFolder
 
 _TOKEN_BYTES = 16
 _NUM_ATTEMPTS = 20
@@ -103,7 +110,7 @@ class LocalFolder(CheckpointFolder):
         import fcntl  # not on Windows
 
         path = self.location.with_name(f".{self.location.name}.lock")
-        with self._save_errors():
+        with self._start_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by the next block
         with file:
@@ -148,20 +155,23 @@ class LocalFolder(CheckpointFolder):
             self._remove(old.path)
 
     def _prepare(self, token: bytes) -> None:
-        with self._save_errors():
+        with self._start_errors():
             self.location.mkdir(parents=True, exist_ok=True)
+            for path in self.location.iterdir():
+                if CheckpointName.parse(path.name) is not None and not path.is_dir():
+                    raise ConfigError(f"{path}: a file with the name of a checkpoint. Move it away")
             for path in self.location.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._probe.write_bytes(token)
 
     @contextlib.contextmanager
-    def _save_errors(self) -> Iterator[None]:
+    def _start_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise SaveError(
-                f"cannot write to the checkpoint folder {self.location.absolute()}: {error}."
-                " Set trainer.checkpointer.base_path to a writable folder"
+            raise ConfigError(
+                f"trainer.checkpointer.{self._key}: cannot write to {self.location.absolute()} ({error}). Set it to a"
+                " writable folder, or free up disk space"
             ) from error
 
     def _check_shared(self, token: bytes) -> None:

@@ -36,7 +36,7 @@ class History:
         attempt: how often the run went back to an earlier checkpoint.
         abandoned_steps: number of steps after those checkpoints that were done in vain.
         phase_ends: steps after which the phases really ended, up to the last one that ended early; empty if none did.
-        bad_steps: number of updates skipped in a row up to this step; only counted with `rewind_after`.
+        bad_steps: number of updates skipped in a row up to this step.
         best: the phase's best evaluation; None without `until.patience`.
         pins: purpose -> name of a checkpoint that is not deleted while it is listed here.
     """

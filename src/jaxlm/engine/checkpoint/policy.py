@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class KeepRule:
         until: last step (inclusive) to which this rule applies; null applies it to the end of the run.
     """
 
-    every: int
-    until: int | None = None
+    every: PositiveInt
+    until: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,6 @@ class CheckpointerConfig:
         untils = [rule.until for rule in self.keep]
         for number, rule in enumerate(self.keep):
             path = f"trainer.checkpointer.keep.{number}"
-            if rule.every < 1:
-                raise ConfigError(f"{path}.every: {rule.every} given, must be at least 1 step")
             if rule.until is None and number < len(self.keep) - 1:
                 raise ConfigError(
                     f"{path}.until: missing. Only the last rule may omit it and apply to the end of the run"

@@ -24,6 +24,7 @@ from jaxlm.engine.checkpoint.manifest import Cursor
 
 ARRAYS = "state"
 CURSOR = "run/cursor.json"
+_SHOWN = 300  # characters of an error's first line
 
 
 class SaveError(Exception):
@@ -32,9 +33,13 @@ class SaveError(Exception):
     @classmethod
     def because(cls, location: Path | str, error: BaseException) -> "SaveError":
         """The error with its cause, and advice if the disk is full."""
-        full = os.strerror(errno.ENOSPC) in str(error)  # TensorStore names the system's error only in its message
-        advice = " Finished checkpoints are intact. Free up disk space and run the same command again." if full else ""
-        return cls(f"cannot save a checkpoint to {location}: {error}.{advice}")
+        text = str(error)  # TensorStore names the system's error only in its message, which can have dozens of lines
+        advice = ""
+        if os.strerror(errno.ENOSPC) in text:
+            advice = " Finished checkpoints are intact. Free up disk space and run the same command again."
+        elif os.strerror(errno.ENOENT) in text:
+            advice = " The folder was deleted or is no longer mounted. Run the same command again."
+        return cls(f"cannot save a checkpoint to {location}: {text.partition(chr(10))[0][:_SHOWN]}.{advice}")
 
 
 class Checkpoint(abc.ABC):

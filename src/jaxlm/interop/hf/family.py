@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.interop.hf import families
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
@@ -156,12 +157,20 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
                 fields[key.ours] = key.to_ours(value)
         except ConfigError as error:
             problems.append(str(error))
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # a text where a number belongs
+            names = key.theirs if isinstance(key, KeyGroup) else (key.theirs,)
+            values = ", ".join(f"{name}: {content[name]!r}" for name in names if name in content)
+            problems.append(f"{values} given, which this family does not support")
     known = IRRELEVANT.union(*(key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys))
     problems += [f"{name}: {content[name]} given; unknown key" for name in sorted(set(content) - known)]
     if problems:
         raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
-    config = family.config(**fields)
-    config.check()
+    try:
+        config = family.config(**fields)
+        check_fields(config, "model")
+        config.check()
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
     return config
 
 

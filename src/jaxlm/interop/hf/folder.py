@@ -21,6 +21,7 @@ from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -91,14 +92,12 @@ def open_folder(path: Path) -> HfFolder:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+    content = read_json_object(file)
     family = family_of_json(content, str(file))
-    if not isinstance(content.get("vocab_size"), int):
-        raise ConfigError(f"{file}: vocab_size is missing")
-    return HfFolder(family, config_from_json(family, content, str(file)), content["vocab_size"])
+    vocab_size = content.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
+    return HfFolder(family, config_from_json(family, content, str(file)), vocab_size)
 
 
 def save_folder(

@@ -1,5 +1,6 @@
 """Model folders in Hugging Face format: a local folder, or a download from the Hugging Face Hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
     Raises:
         ConfigError: there is no such local folder, and the repository cannot be downloaded.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir() or path.suffix in (".safetensors", *TORCH_SUFFIXES):
         return path
     if path.exists() or not may_be_repository(name):

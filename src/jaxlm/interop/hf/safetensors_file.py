@@ -82,11 +82,18 @@ class SafetensorsFile:
         return np.ndarray(info.shape, info.dtype, buffer=self._map, offset=self._starts[name])
 
     def _add(self, name: str, entry: Mapping[str, Any], begin: int, size: int) -> None:
-        code = entry["dtype"]
+        try:
+            code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            is_valid = all(type(number) is int and number >= 0 for number in (*shape, first, last))
+        except (TypeError, KeyError, ValueError):
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(
+                f"{self._path}: the header entry of '{name}' is damaged: {entry!r:.80}. Download it again"
+            )
         if code not in _DTYPES:
             raise ConfigError(f"{self._path}: '{name}' has the dtype {code}. Known: {', '.join(_DTYPES)}")
-        info = TensorInfo(tuple(entry["shape"]), np.dtype(_DTYPES[code]))
-        first, last = entry["data_offsets"]
+        info = TensorInfo(shape, np.dtype(_DTYPES[code]))
         if last - first != info.num_bytes or begin + last > size:
             raise ConfigError(
                 f"{self._path}: '{name}' ends at byte {begin + last} of {size} and has {last - first} bytes, where its shape"
@@ -99,7 +106,7 @@ class SafetensorsFile:
 def _parse_header(header: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return {k: v for k, v in content.items() if k != _METADATA} if isinstance(content, dict) else None
 

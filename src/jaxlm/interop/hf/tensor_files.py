@@ -1,6 +1,5 @@
 """Sources of tensors: folders in Hugging Face format, safetensors files and torch files, all memory-mapped."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +8,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES, TorchFile
 
 
@@ -77,7 +77,9 @@ def _open_file(path: Path) -> TensorSource:
 
 
 def _open_index(index: Path) -> TensorSource:
-    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{index}: weight_map is not a table of tensor names and file names. Download it again")
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:

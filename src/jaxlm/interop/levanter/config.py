@@ -149,8 +149,9 @@ class _Translation:
         if self.tree.get("initialize_from_hf") is True and reference:
             self.tree["initialize_from_hf"] = self.take("model.reference_checkpoint")
             self.notes.append(f"initialize_from_hf: true is read as model.reference_checkpoint, {reference}")
-        if "attn_backend" in model and model["attn_backend"] in _ATTENTION:
-            model["attn_backend"] = _ATTENTION[model["attn_backend"]]
+        backend = model.get("attn_backend", "")
+        if backend is None or (isinstance(backend, str) and backend in _ATTENTION):
+            model["attn_backend"] = _ATTENTION[backend]
         if self.take("model.use_flash_attention") is False:
             self.put("model.attn_backend", "reference", "model.use_flash_attention")
         if model.get("gradient_checkpointing") == "nested":

@@ -1,6 +1,5 @@
 """Reads a PEFT folder with one LoRA adapter. The inverse of `jaxlm.interop.peft.write`."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Tensor
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.write import PREFIX
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -164,10 +164,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     for name in (_SETTINGS, _WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
-    try:
-        settings = json.loads((folder / _SETTINGS).read_text())
-    except ValueError as error:
-        raise ConfigError(f"{folder / _SETTINGS} is not JSON: {error}") from error
+    settings = read_json_object(folder / _SETTINGS)
     problems = [
         f"{key}: {settings.get(key)!r} given, {value!r} expected"
         for key, value in _MUST_BE.items()

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.flax.model import FlaxDefinition, FlaxModel, load_factory, named_axes
 from jaxlm.models.flax.modules import FlaxInputs
@@ -41,7 +42,7 @@ class FlaxConfig(ModelConfig):
     axes: dict[str, list[str | None]] = field(default_factory=dict)
 
     def check(self) -> None:
-        check_at_least("model.seq_len", self.seq_len, 1)
+        check_fields(self, "model")
         for name in ("scan_layers", "attn_backend"):
             if getattr(self, name) != AUTO:
                 raise ConfigError(

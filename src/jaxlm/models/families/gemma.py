@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from haliax import Axis
 
-from jaxlm.core.errors import check_at_least, check_positive
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
 from jaxlm.models.layers import SelfAttention
@@ -28,17 +28,17 @@ class GemmaConfig(DecoderConfig):
             the others are local (sliding window).
     """
 
-    seq_len: int = 8192
-    num_layers: int = 26
-    head_dim: int | None = 256
+    seq_len: PositiveInt = 8192
+    num_layers: PositiveInt = 26
+    head_dim: PositiveInt | None = 256
     activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-6
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: int = 256
-    attn_soft_cap: float | None = None
-    final_soft_cap: float | None = None
-    sliding_window: int = 4096
-    sliding_window_pattern: int = 2
+    query_pre_attn_scalar: PositiveInt = 256
+    attn_soft_cap: PositiveFloat | None = None
+    final_soft_cap: PositiveFloat | None = None
+    sliding_window: PositiveInt = 4096
+    sliding_window_pattern: PositiveInt = 2
 
     @property
     @abc.abstractmethod
@@ -60,11 +60,6 @@ class GemmaConfig(DecoderConfig):
         check_sizes(self)
         for rope in self.rotations:
             check_rope(rope, self.num_heads, self.HeadSize.size)
-        for name in ("sliding_window", "sliding_window_pattern"):
-            check_at_least(f"model.{name}", getattr(self, name), 1)
-        for name in ("query_pre_attn_scalar", "attn_soft_cap", "final_soft_cap"):
-            if getattr(self, name) is not None:
-                check_positive(f"model.{name}", getattr(self, name))
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)

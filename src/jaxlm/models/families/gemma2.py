@@ -5,6 +5,7 @@ Source: Gemma Team 2024 (arXiv:2408.00118), section 2.
 
 from dataclasses import dataclass, field
 
+from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.gemma import GemmaConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -19,12 +20,12 @@ class Gemma2Config(GemmaConfig):
         rope: rotary position embedding of queries and keys.
     """
 
-    hidden_dim: int = 2304
-    intermediate_dim: int = 9216
-    num_heads: int = 8
-    num_kv_heads: int | None = 4
-    attn_soft_cap: float | None = 50.0
-    final_soft_cap: float | None = 30.0
+    hidden_dim: PositiveInt = 2304
+    intermediate_dim: PositiveInt = 9216
+    num_heads: PositiveInt = 8
+    num_kv_heads: PositiveInt | None = 4
+    attn_soft_cap: PositiveFloat | None = 50.0
+    final_soft_cap: PositiveFloat | None = 30.0
     rope: RotaryConfig = field(default_factory=DefaultRotary)
 
     @property

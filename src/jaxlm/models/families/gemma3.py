@@ -5,6 +5,7 @@ Source: Gemma Team 2025 (arXiv:2503.19786), section 2, the text model.
 
 from dataclasses import dataclass, field
 
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.gemma import GemmaConfig, gemma_norm
 from jaxlm.models.norms import RMSNorm
@@ -21,12 +22,12 @@ class Gemma3Config(GemmaConfig):
         local_rope: rotary position embedding of local layers (those with a sliding window).
     """
 
-    hidden_dim: int = 1152
-    intermediate_dim: int = 6912
-    num_heads: int = 4
-    num_kv_heads: int | None = 1
-    sliding_window: int = 512
-    sliding_window_pattern: int = 6
+    hidden_dim: PositiveInt = 1152
+    intermediate_dim: PositiveInt = 6912
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt | None = 1
+    sliding_window: PositiveInt = 512
+    sliding_window_pattern: PositiveInt = 6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     local_rope: RotaryConfig = field(default_factory=DefaultRotary)
 

@@ -14,7 +14,8 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, MLP
-from jaxlm.core.errors import check_at_least, check_choice, check_divides, check_probability
+from jaxlm.core.errors import check_choice, check_divides
+from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
@@ -48,16 +49,16 @@ class Gpt2Config(TransformerConfig):
         use_bias: add biases to linear layers and norms.
     """
 
-    hidden_dim: int = 768
-    num_layers: int = 12
-    num_heads: int = 12
-    mlp_scale: int = 4
-    initializer_range: float = 0.02
-    layer_norm_epsilon: float = 1e-5
+    hidden_dim: PositiveInt = 768
+    num_layers: PositiveInt = 12
+    num_heads: PositiveInt = 12
+    mlp_scale: PositiveInt = 4
+    initializer_range: NonNegativeFloat = 0.02
+    layer_norm_epsilon: NonNegativeFloat = 1e-5
     activation_function: str = "gelu_new"
-    embed_pdrop: float = 0.0
-    resid_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
+    embed_pdrop: BelowOne = 0.0
+    resid_pdrop: BelowOne = 0.0
+    attn_pdrop: BelowOne = 0.0
     scale_attn_by_inverse_layer_idx: bool = False
     upcast_attn: bool = False
     use_bias: bool = True
@@ -72,14 +73,9 @@ class Gpt2Config(TransformerConfig):
         return Axis(MLP, self.hidden_dim * self.mlp_scale)
 
     def check(self) -> None:
-        for name in ("seq_len", "hidden_dim", "num_layers", "num_heads", "mlp_scale"):
-            check_at_least(f"model.{name}", getattr(self, name), 1)
+        check_fields(self, "model")
         check_divides("model.num_heads", self.num_heads, "model.hidden_dim", self.hidden_dim)
         check_choice("model.activation_function", self.activation_function, ACTIVATIONS)
-        for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
-            check_probability(f"model.{name}", getattr(self, name))
-        for name in ("initializer_range", "layer_norm_epsilon"):
-            check_at_least(f"model.{name}", getattr(self, name), 0)
 
     def block(self, *, key: jax.Array) -> "Gpt2Block":
         return Gpt2Block.init(self, key=key)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import jax
 from haliax import Axis
 
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
 from jaxlm.models.layers import SelfAttention
@@ -26,10 +27,10 @@ class GptNeoxConfig(DecoderConfig):
         rope: rotary position embedding of queries and keys.
     """
 
-    hidden_dim: int = 768
-    intermediate_dim: int = 3072
-    num_layers: int = 12
-    num_heads: int = 12
+    hidden_dim: PositiveInt = 768
+    intermediate_dim: PositiveInt = 3072
+    num_layers: PositiveInt = 12
+    num_heads: PositiveInt = 12
     activation_function: str = "gelu"
     use_parallel_residual: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.25))

@@ -5,6 +5,7 @@ Source: Jiang et al. 2023 (arXiv:2310.06825), section 2.
 
 from dataclasses import dataclass
 
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.pre_norm import PlainConfig
 
@@ -14,7 +15,7 @@ from jaxlm.models.families.pre_norm import PlainConfig
 class MistralConfig(PlainConfig):
     """Mistral. The defaults are Mistral 7B v0.1."""
 
-    seq_len: int = 8192
-    intermediate_dim: int = 14336
-    num_kv_heads: int | None = 8
-    sliding_window: int | None = 4096
+    seq_len: PositiveInt = 8192
+    intermediate_dim: PositiveInt = 14336
+    num_kv_heads: PositiveInt | None = 8
+    sliding_window: PositiveInt | None = 4096

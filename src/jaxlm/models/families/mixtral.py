@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.families.moe_decoder import MoeConfig
@@ -19,9 +20,9 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 class MixtralConfig(MoeConfig):
     """Mixtral. The defaults are Mixtral 8x7B."""
 
-    seq_len: int = 8192
-    intermediate_dim: int = 14336
-    num_kv_heads: int | None = 8
+    seq_len: PositiveInt = 8192
+    intermediate_dim: PositiveInt = 14336
+    num_kv_heads: PositiveInt | None = 8
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
 
     @property

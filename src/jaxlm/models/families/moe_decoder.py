@@ -9,6 +9,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EXPERTS, ROUTES
 from jaxlm.core.errors import check_at_least
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.decoder import rms_norm
 from jaxlm.models.families.pre_norm import PreNormConfig, check_pre_norm
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, SelfAttention
@@ -54,10 +55,10 @@ class MoeConfig(PreNormConfig):
             logits small.
     """
 
-    num_experts: int = 8
-    num_experts_per_token: int = 2
-    router_aux_loss_coef: float = 0.001
-    router_z_loss_coef: float = 0.0
+    num_experts: PositiveInt = 8
+    num_experts_per_token: PositiveInt = 2
+    router_aux_loss_coef: NonNegativeFloat = 0.001
+    router_z_loss_coef: NonNegativeFloat = 0.0
 
     @property
     @abc.abstractmethod
@@ -70,10 +71,7 @@ class MoeConfig(PreNormConfig):
 
     def check(self) -> None:
         check_pre_norm(self)
-        check_at_least("model.num_experts_per_token", self.num_experts_per_token, 1)
         check_at_least("model.num_experts", self.num_experts, self.num_experts_per_token)
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            check_at_least(f"model.{name}", getattr(self, name), 0)
 
     def block(self, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 8)

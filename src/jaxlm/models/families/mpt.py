@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 from haliax import Axis
 
-from jaxlm.core.errors import check_at_least
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
@@ -27,10 +27,10 @@ class MptConfig(DecoderConfig):
         alibi_bias_max: sets the smallest ALiBi slope, `2 ** -alibi_bias_max`.
     """
 
-    intermediate_dim: int = 16384
+    intermediate_dim: PositiveInt = 16384
     activation_function: str = "gelu"
     tie_word_embeddings: bool = True
-    alibi_bias_max: float = 8.0
+    alibi_bias_max: NonNegativeFloat = 8.0
     mlp_matrices = 2
 
     @property
@@ -39,7 +39,6 @@ class MptConfig(DecoderConfig):
 
     def check(self) -> None:
         check_sizes(self)
-        check_at_least("model.alibi_bias_max", self.alibi_bias_max, 0)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 6)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import jax
 from haliax import Axis
 
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections, rms_norm
 from jaxlm.models.layers import SelfAttention
@@ -25,8 +26,8 @@ class Olmo2Config(DecoderConfig):
         rope: rotary position embedding of queries and keys.
     """
 
-    seq_len: int = 4096
-    layer_norm_epsilon: float = 1e-6
+    seq_len: PositiveInt = 4096
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
 
     @property

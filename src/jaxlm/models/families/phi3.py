@@ -5,6 +5,7 @@ Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Their checkpoints store
 
 from dataclasses import dataclass
 
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.pre_norm import PlainConfig
 
@@ -14,7 +15,7 @@ from jaxlm.models.families.pre_norm import PlainConfig
 class Phi3Config(PlainConfig):
     """Phi-3 and Phi-4. The defaults are Phi-3 mini 4k. Set `rope: {type: longrope}` for the long-context models."""
 
-    seq_len: int = 4096
-    hidden_dim: int = 3072
-    intermediate_dim: int = 8192
-    sliding_window: int | None = 2047
+    seq_len: PositiveInt = 4096
+    hidden_dim: PositiveInt = 3072
+    intermediate_dim: PositiveInt = 8192
+    sliding_window: PositiveInt | None = 2047

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import jax
 from haliax import Axis
 
-from jaxlm.core.errors import check_at_least
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.models.decoder import (
     Decoder,
     DecoderBlock,
@@ -31,7 +31,7 @@ class PreNormConfig(DecoderConfig):
         rope: rotary position embedding of queries and keys.
     """
 
-    sliding_window: int | None = None
+    sliding_window: PositiveInt | None = None
     rope: RotaryConfig = field(default_factory=DefaultRotary)
 
     @abc.abstractmethod
@@ -46,8 +46,6 @@ def check_pre_norm(config: PreNormConfig) -> None:
     """Raises `ConfigError` if the keys of `PreNormConfig` are invalid."""
     check_sizes(config)
     check_rope(config.rope, config.num_heads, config.HeadSize.size)
-    if config.sliding_window is not None:
-        check_at_least("model.sliding_window", config.sliding_window, 1)
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,10 @@ class LateWindowConfig(DenseConfig):
             to the layers after them.
     """
 
-    max_window_layers: int = 0
+    max_window_layers: NonNegativeInt = 0
 
     def check(self) -> None:
         check_pre_norm(self)
-        check_at_least("model.max_window_layers", self.max_window_layers, 0)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

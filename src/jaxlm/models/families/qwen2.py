@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.families.pre_norm import LateWindowConfig
@@ -19,13 +20,13 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 class Qwen2Config(LateWindowConfig):
     """Qwen2 and Qwen2.5. The defaults are Qwen2.5 0.5B."""
 
-    seq_len: int = 4096
-    hidden_dim: int = 896
-    intermediate_dim: int = 4864
-    num_layers: int = 24
-    num_heads: int = 14
-    num_kv_heads: int | None = 2
-    layer_norm_epsilon: float = 1e-6
+    seq_len: PositiveInt = 4096
+    hidden_dim: PositiveInt = 896
+    intermediate_dim: PositiveInt = 4864
+    num_layers: PositiveInt = 24
+    num_heads: PositiveInt = 14
+    num_kv_heads: PositiveInt | None = 2
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig, projections
 from jaxlm.models.families.pre_norm import LateWindowConfig
@@ -24,14 +25,14 @@ class Qwen3Config(LateWindowConfig):
         attention_bias: add biases to the query, key, value and output projections.
     """
 
-    seq_len: int = 4096
-    hidden_dim: int = 1024
-    intermediate_dim: int = 3072
-    num_layers: int = 28
-    num_heads: int = 16
-    num_kv_heads: int | None = 8
-    head_dim: int | None = 128
-    layer_norm_epsilon: float = 1e-6
+    seq_len: PositiveInt = 4096
+    hidden_dim: PositiveInt = 1024
+    intermediate_dim: PositiveInt = 3072
+    num_layers: PositiveInt = 28
+    num_heads: PositiveInt = 16
+    num_kv_heads: PositiveInt | None = 8
+    head_dim: PositiveInt | None = 128
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     attention_bias: bool = False

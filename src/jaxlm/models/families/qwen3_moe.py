@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.moe_decoder import MoeConfig
 from jaxlm.models.families.qwen3 import normed_attention
@@ -24,17 +25,17 @@ class Qwen3MoeConfig(MoeConfig):
         norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
     """
 
-    seq_len: int = 4096
-    hidden_dim: int = 2048
-    intermediate_dim: int = 768
-    num_layers: int = 48
-    num_heads: int = 32
-    num_kv_heads: int | None = 4
-    head_dim: int | None = 128
-    layer_norm_epsilon: float = 1e-6
+    seq_len: PositiveInt = 4096
+    hidden_dim: PositiveInt = 2048
+    intermediate_dim: PositiveInt = 768
+    num_layers: PositiveInt = 48
+    num_heads: PositiveInt = 32
+    num_kv_heads: PositiveInt | None = 4
+    head_dim: PositiveInt | None = 128
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
-    num_experts: int = 128
-    num_experts_per_token: int = 8
+    num_experts: PositiveInt = 128
+    num_experts_per_token: PositiveInt = 8
     attention_bias: bool = False
     norm_topk_prob: bool = True
 

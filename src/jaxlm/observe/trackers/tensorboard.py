@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.types import Histogram
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
@@ -31,9 +32,9 @@ class TensorboardConfig(TrackerConfig):
 
     logdir: str = "tblogs"
     comment: str = ""
-    purge_step: int | None = None
-    max_queue: int = 10
-    flush_secs: int = 120
+    purge_step: NonNegativeInt | None = None
+    max_queue: PositiveInt = 10
+    flush_secs: PositiveInt = 120
     filename_suffix: str = ""
     write_to_disk: bool = True
 

@@ -3,14 +3,16 @@
 import abc
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError, check_positive
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveFloat, PositiveInt
 
 Number = jax.Array | np.ndarray | float
 
@@ -79,12 +81,9 @@ class Cosine(LrShape):
         exponent: exponent applied to the cosine factor, which falls from 1 to 0.
     """
 
-    exponent: float = 1.0
+    exponent: PositiveFloat = 1.0
 
     may_be_empty: ClassVar[bool] = False
-
-    def __post_init__(self):
-        check_positive("optimizer.lr_schedule.exponent", self.exponent)
 
     def value(self, at: ShapeSpan) -> Number:
         wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
@@ -100,10 +99,7 @@ class Polynomial(LrShape):
         power: exponent. 1 is linear; a larger power falls faster at first.
     """
 
-    power: float = 1.0
-
-    def __post_init__(self):
-        check_positive("optimizer.lr_schedule.power", self.power)
+    power: PositiveFloat = 1.0
 
     def value(self, at: ShapeSpan) -> Number:
         remaining = 1 - at.since / at.length
@@ -120,10 +116,7 @@ class InvSqrt(LrShape):
         timescale: steps from the start of the cycle, including warmup, after which the learning rate starts to fall.
     """
 
-    timescale: float = 10_000
-
-    def __post_init__(self):
-        check_positive("optimizer.lr_schedule.timescale", self.timescale)
+    timescale: PositiveFloat = 10_000
 
     def value(self, at: ShapeSpan) -> Number:
         steps = at.xp.maximum(at.since + at.warmup, 1.0)
@@ -154,17 +147,10 @@ class Power(LrShape):
         b: exponent of the number of tokens; negative.
     """
 
-    batch_size: int
-    seq_length: int
-    a: float = 4.6
-    b: float = -0.51
-
-    def __post_init__(self):
-        if self.a <= 0 or self.b >= 0 or self.batch_size < 1 or self.seq_length < 1:
-            raise ConfigError(
-                f"optimizer.lr_schedule: power with a={self.a}, b={self.b}, batch_size={self.batch_size},"
-                f" seq_length={self.seq_length} given; a above 0, b below 0, and sizes of 1 or more expected"
-            )
+    batch_size: PositiveInt
+    seq_length: PositiveInt
+    a: PositiveFloat = 4.6
+    b: Annotated[float, Interval(lt=0)] = -0.51
 
     def value(self, at: ShapeSpan) -> Number:
         tokens = at.since * float(self.batch_size) * self.seq_length

@@ -1,0 +1,134 @@
+"""Types of the fields of configuration classes: numbers with a range (`rank: PositiveInt = 8`), descriptions, checks.
+
+The decoder of the YAML refuses a value that its field's type does not accept; `check_fields` does the same for sections that
+Python code or another program's file defines. What becomes a float32 or an int32 in a program must be representable there.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Interval
+
+from jaxlm.core.errors import ConfigError
+
+LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST_INT)]
+NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST_INT)]
+PositiveFloat = Annotated[float, Interval(gt=0, le=LARGEST_FLOAT)]
+NonNegativeFloat = Annotated[float, Interval(ge=0, le=LARGEST_FLOAT)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+BelowOne = Annotated[float, Interval(ge=0, lt=1)]
+"""Probabilities of dropout, decay rates of moving means."""
+LearningRate = Annotated[float, Interval(ge=0, le=1000)]
+ScheduleLength = NonNegativeInt | Annotated[float, Interval(ge=0, le=LARGEST_INT)]
+"""A number of steps, or a fraction."""
+Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
+
+_SIMPLE = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    timedelta: "a duration (15m)",
+}
+
+
+def bounds_of(hint: Any) -> Interval | None:
+    """The bounds of a type from this file; None for other types."""
+    if typing.get_origin(hint) is not Annotated:
+        return None
+    return next((item for item in hint.__metadata__ if isinstance(item, Interval)), None)
+
+
+def in_range(number: float, bounds: Interval) -> bool:
+    """Whether a number is within bounds. NaN never is."""
+    low = -math.inf if bounds.ge is None else bounds.ge
+    high = math.inf if bounds.le is None else bounds.le
+    above, below = bounds.gt, bounds.lt
+    return low <= number <= high and (above is None or number > above) and (below is None or number < below)  # pyright: ignore[reportOperatorIssue]
+
+
+_LIMITS = {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}
+
+
+def describe_limits(bounds: Interval, *, shortened: bool = False) -> str:
+    """Bounds in words, as in "0 or more and below 1". Args: shortened: without the largest int32."""
+    hidden = (None, LARGEST_FLOAT, LARGEST_INT) if shortened else (None, LARGEST_FLOAT)
+    given = {name: getattr(bounds, name) for name in _LIMITS if getattr(bounds, name) not in hidden}
+    return " and ".join(_LIMITS[name].format(limit) for name, limit in given.items())
+
+
+def describe_type(hint: Any, given: Any = None) -> str:
+    """What a field's type accepts, as in "an integer of 1 or more or null".
+
+    Args:
+        given: the value that it does not accept. The largest int32 is only named if this is larger.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(argument, given) for argument in arguments)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is list:
+        return f"a list (each entry {describe_type(arguments[0], given)})"
+    if origin is dict:
+        return f"a mapping (each value {describe_type(arguments[1], given)})"
+    if hint is type(None):
+        return "null"
+    if (bounds := bounds_of(hint)) is not None:
+        is_large = isinstance(given, (int, float)) and given > LARGEST_INT
+        limits = describe_limits(bounds, shortened=not is_large)
+        return f"{_SIMPLE[arguments[0]]} {'of ' if bounds.ge is not None else ''}{limits}"
+    return _SIMPLE.get(hint, "a section with keys")
+
+
+def check_fields(section: Any, path: str = "") -> None:
+    """Raises `ConfigError` for the first value of a section, or of a section in it, that its field's type does not accept.
+
+    Args:
+        section: an instance of a dataclass.
+        path: its dotted path, for messages.
+    """
+    hints = typing.get_type_hints(type(section), include_extras=True)
+    for field in dataclasses.fields(section):
+        _check(hints[field.name], getattr(section, field.name), f"{path}.{field.name}".lstrip("."))
+
+
+def _check(hint: Any, value: Any, path: str) -> None:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        check_fields(value, path)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check(_items(members, dict), item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            _check(_items(members, list), item, f"{path}.{number}")
+    elif not any(_accepts(member, value) for member in members):
+        given = "null" if value is None else repr(value)
+        raise ConfigError(f"{path}: {given} given, {describe_type(hint, value)} expected")
+
+
+def _items(members: tuple[Any, ...], container: type) -> Any:
+    """The type of the items of the container among `members`."""
+    return next((typing.get_args(member)[-1] for member in members if typing.get_origin(member) is container), Any)
+
+
+def _accepts(member: Any, value: Any) -> bool:
+    """Whether a type that is no union accepts a value that is neither a section nor a container."""
+    if (bounds := bounds_of(member)) is not None:
+        return _accepts(typing.get_args(member)[0], value) and in_range(value, bounds)
+    if typing.get_origin(member) is Literal:
+        return value in typing.get_args(member)
+    if member in (int, float):
+        return isinstance(value, (int, member)) and not isinstance(value, bool) and math.isfinite(value)
+    return member is Any or isinstance(value, typing.get_origin(member) or member)

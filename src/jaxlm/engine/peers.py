@@ -1,0 +1,147 @@
+"""Ends all processes of a run when one of them fails, with its message and its exit code.
+
+jax only notices a process that stops sending heartbeats, and then aborts the others. A process that ends with an error would
+leave the others waiting in a collective until then. So each process writes its failure to the key-value store of jax's
+coordination service, and a thread of each process looks there every second. Process 0 also watches for processes that were
+killed or stopped.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+
+_INTERVAL_S = 1.0
+_LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
+_MARGIN = 0.8  # of jax's own timeout, after which it aborts the process with a page of C++
+_FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
+_LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection closed", "Connection reset")
+
+
+class PeerWatch:
+    """Watches the other processes of the run, and lets them know of a failure of this one."""
+
+    def __init__(self, client: Any, index: int, count: int, timeout_s: float):
+        """Args:
+        client: of jax's coordination service.
+        index, count: this process, and the number of processes.
+        timeout_s: a process is lost if it has been silent for this long.
+        """
+        self._client = client
+        self._index = index
+        self._count = count
+        self._timeout_s = timeout_s * _MARGIN
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._ended = threading.Event()
+        self._exiting = threading.Lock()
+        threading.Thread(target=self._watch, name="jaxlm-peers", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stops watching, because this process has finished."""
+        self._ended.set()
+        with contextlib.suppress(Exception):  # the others may have left
+            self._client.key_value_set(f"{_ALIVE}{self._index}", "finished", allow_overwrite=True)
+
+    def fail(self, code: int, message: str) -> None:
+        """Lets all processes end with a message, and ends this one. Does not return."""
+        with contextlib.suppress(Exception):  # the service may be gone
+            failure = json.dumps({"code": code, "message": message[:4000]})
+            self._client.key_value_set(f"{_FAILED}{self._index}", failure, allow_overwrite=True)
+        self._exit(code)
+
+    def _watch(self) -> None:
+        beat = 0
+        while not self._ended.wait(_INTERVAL_S):
+            beat += 1
+            try:
+                self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
+                failures = self._client.key_value_dir_get(_FAILED)
+                lost = self._lost_processes() if self._index == 0 else []
+            except Exception as error:  # the client's own types; process 0 hosts the service
+                if not self._ended.is_set():
+                    self._report(
+                        f"process 0 cannot be reached ({_first_line(error)}): it was killed, or its machine is down"
+                    )
+                    self._exit(1)
+                return
+            if failures and not self._ended.is_set():
+                process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
+                self._report(f"process {process}: {failure['message']}")
+                self._exit(failure["code"])
+            if lost:
+                names = ", ".join(lost)
+                message = (
+                    f"no heartbeat of process {names} for {self._timeout_s:.0f} s: killed, stopped, or disconnected"
+                )
+                self._report(message)
+                self.fail(1, message)
+
+    def _lost_processes(self) -> list[str]:
+        now = time.monotonic()
+        for key, value in self._client.key_value_dir_get(_ALIVE):
+            if self._seen.get(key, ("", 0.0))[0] != value:
+                self._seen[key] = (value, now)
+        silent = [key for key, (value, at) in self._seen.items() if value != "finished" and now - at > self._timeout_s]
+        return sorted(key.rpartition("/")[2] for key in silent)
+
+    def _exit(self, code: int) -> None:
+        """Ends the process without jax's own shutdown, which would wait for the others, and abort without them."""
+        self._exiting.acquire()  # never released: only one thread ends the process
+        self._ended.set()
+        with contextlib.suppress(Exception):
+            self._client.key_value_set(f"{_LEFT}{self._index}", "", allow_overwrite=True)
+            deadline = time.monotonic() + _LINGER_S
+            while self._index == 0 and time.monotonic() < deadline:
+                if len(self._client.key_value_dir_get(_LEFT)) == self._count:
+                    break
+                time.sleep(0.1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    @staticmethod
+    def _report(message: str) -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+_watches: list[PeerWatch] = []
+
+
+def watch_peers(timeout_s: float) -> None:
+    """Starts watching the other processes, if there are any. Call it once jax.distributed is initialized."""
+    from jax._src import distributed  # there is no public way to the client; Orbax uses it too
+
+    state = distributed.global_state
+    if state.client is not None and state.num_processes > 1:
+        _watches.append(PeerWatch(state.client, state.process_id, state.num_processes, timeout_s))
+
+
+def end_with_peers(code: int, message: str) -> None:
+    """Ends the process, and the other processes of the run, after a failure. Returns if there are no others."""
+    for watch in _watches:
+        watch.fail(code, message)
+
+
+def stop_watching_peers() -> None:
+    """Stops watching the other processes, because this one has finished."""
+    for watch in _watches:
+        watch.stop()
+
+
+def has_peers() -> bool:
+    """Whether this is one of several processes of a run."""
+    return bool(_watches)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone."""
+    return has_peers() and isinstance(error, jax.errors.JaxRuntimeError) and any(t in str(error) for t in _LOST_PEER)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
