@@ -1,9 +1,11 @@
 """The report at the end of a run."""
 
 import gzip
+import itertools
 import lzma
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from jaxlm.core.guards import SKIPPED
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.trackers import read_jsonl
@@ -79,21 +81,19 @@ def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 def training_loss(records: Records) -> str:
     """The loss of the last step. If it is not finite, the last finite loss too."""
-    losses = [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
+    losses = [(_count(record, "step"), record["train/loss"]) for record in records if "train/loss" in record]
     finite = [(step, loss) for step, loss in losses if loss is not None]
     if not finite:
         return "never finite" if losses else "none"
     step, loss = finite[-1]
-    return f"{loss:.4f}" if losses[-1][0] == step else f"not finite; {loss:.4f} at step {int(step)}"
+    return f"{loss:.4f}" if losses[-1][0] == step else f"not finite; {loss:.4f} at step {step}"
 
 
 def skipped_updates(records: Records) -> list[tuple[str, str]]:
     """A report row with the steps whose update was skipped, as far as the records go back; none if there are none."""
-    steps = [record for record in records if "train/skipped_steps" in record]
-    counts = [0, *(int(record["train/skipped_steps"]) for record in steps)]
+    steps = [(_count(record, "step"), _count(record, SKIPPED)) for record in records if SKIPPED in record]
     spans: list[list[int]] = []
-    for record, before, after in zip(steps, counts, counts[1:], strict=False):
-        step = int(record["step"])
+    for (_, before), (step, after) in itertools.pairwise([(0, 0), *steps]):
         if after > before and spans and spans[-1][1] == step - 1:
             spans[-1][1] = step
         elif after > before:
@@ -102,7 +102,11 @@ def skipped_updates(records: Records) -> list[tuple[str, str]]:
         return []
     shown = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
     listed = ", ".join(shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."])
-    return [("skipped updates", f"{counts[-1]} of {len(steps)} steps: {listed}")]
+    return [("skipped updates", f"{steps[-1][1]} of {len(steps)} steps: {listed}")]
+
+
+def _count(record: Mapping[str, float | None], name: str) -> int:
+    return int(record[name] or 0)
 
 
 def _number(latest: dict[str, float], name: str) -> str:

@@ -99,10 +99,13 @@ _Loader.yaml_implicit_resolvers = {
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int",
-    lambda loader, node: int(loader.construct_scalar(node).replace("_", "")),  # not octal
-)
+
+
+def _decimal(loader: Any, node: Any) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""))  # `010` is ten, not octal
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 OBJECTIVE, GRADIENT_NORM, UPDATE_NORM = "train/objective", "grad/norm/total", "updates/norm/total"
+SKIPPED = "train/skipped_steps"
 """Names of the metrics that every step has."""
 
 

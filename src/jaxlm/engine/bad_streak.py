@@ -6,7 +6,7 @@ checkpoint and skip the batches that were read since.
 
 from dataclasses import replace
 
-from jaxlm.core.guards import RewindRule
+from jaxlm.core.guards import SKIPPED, RewindRule
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.outcome import Rewind
@@ -39,7 +39,7 @@ class BadStreak:
         Raises:
             SkippedStepsError: the streak is as long as the limit.
         """
-        skipped = int(info.metrics["train/skipped_steps"])
+        skipped = int(info.metrics[SKIPPED])
         history = self._saver.history
         length = history.bad_steps + 1 if skipped > self._skipped else 0
         self._skipped = skipped

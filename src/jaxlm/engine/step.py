@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM, StepGuard, StepStats
+from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
@@ -155,7 +155,7 @@ class _GuardedUpdate:
         others = group_schedules(self.phase.optimizer, self.phase.num_steps)
         metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
             OBJECTIVE: sums.objective,
-            "train/skipped_steps": skipped,
+            SKIPPED: skipped,
             GRADIENT_NORM: norm,
             UPDATE_NORM: update_norm,
             "optim/learning_rate": self.schedule(state.guard.updates),

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxlm.core.guards import StepGuard, skip_reason
+from jaxlm.core.guards import SKIPPED, StepGuard, skip_reason
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
@@ -90,7 +90,7 @@ class ProgressListener:
         return parts
 
     def _warn_of_skip(self, info: StepInfo) -> None:
-        skipped = int(info.metrics["train/skipped_steps"])
+        skipped = int(info.metrics[SKIPPED])
         if skipped > self._skipped:
             self._skipped = skipped
             reason = skip_reason(self._guards, info.metrics)

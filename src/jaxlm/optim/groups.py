@@ -186,7 +186,8 @@ def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str]
     modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
     if modules is None:
         return (lambda path: True) if use_default is False else _decays_by_default
-    patterns = [re.compile(pattern) for pattern in ([modules] if isinstance(modules, str) else modules)]
+    given = [modules] if isinstance(modules, str) else modules
+    patterns = [tree.compile_pattern(pattern, "optimizer.weight_decay_modules") for pattern in given]
     for pattern in patterns:
         if not any(pattern.search(path) for path in paths):
             raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no trainable parameter")

@@ -84,13 +84,11 @@ class SafetensorsFile:
     def _add(self, name: str, entry: Mapping[str, Any], begin: int, size: int) -> None:
         try:
             code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-            is_valid = all(type(number) is int and number >= 0 for number in (*shape, first, last))
-        except (TypeError, KeyError, ValueError):
-            is_valid = False
-        if not is_valid:
-            raise ConfigError(
-                f"{self._path}: the header entry of '{name}' is damaged: {entry!r:.80}. Download it again"
-            )
+            if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+                raise ValueError("not a size")
+        except (TypeError, KeyError, ValueError) as error:
+            damaged = f"the header entry of '{name}' is damaged: {str(entry)[:80]}"
+            raise ConfigError(f"{self._path}: {damaged}. Download it again") from error
         if code not in _DTYPES:
             raise ConfigError(f"{self._path}: '{name}' has the dtype {code}. Known: {', '.join(_DTYPES)}")
         info = TensorInfo(shape, np.dtype(_DTYPES[code]))
