@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import location_of
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.run.exit_codes import command
@@ -24,7 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse_args(arguments)
     trained = open_checkpoint(options.checkpoint)
-    plan, folder = trained.plan, Path(options.output_dir)
+    plan, folder = trained.plan, location_of(options.output_dir)
+    if options.verify == "true" and not isinstance(folder, Path):
+        raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
     dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
     with plan.layout.use():
         model = trained.load_model(options.weights)
@@ -36,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         model = merge_surgeries(model, trained.surgeries)
         export_model(folder, model, plan, trained.tokenizer, dtype)
         print(f"wrote {trained.checkpoint.location} to {folder} as {jax.numpy.dtype(dtype).name}")
-        if options.verify == "true":
+        if options.verify == "true" and isinstance(folder, Path):
             print(verify_folder(folder, model, plan.config.model, plan.layout))
     return 0
 
@@ -47,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
     )
     add_checkpoint_options(to_hf)
-    to_hf.add_argument("--output_dir", required=True, help="folder to create; it must not exist")
+    to_hf.add_argument("--output_dir", required=True, help="folder or URL to create; it must not exist")
     to_hf.add_argument("--dtype", default=None, help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
     to_hf.add_argument(
         "--verify",

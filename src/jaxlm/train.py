@@ -29,6 +29,7 @@ from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.observe.console import Console, table
+from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.report import final_report
 from jaxlm.run.annotate import with_annotations
@@ -82,10 +83,10 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from),
+        _prepared(plan, console) as (plan, tokenizer, init_from, logs),
         plan.layout.use(),
         stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, init_from) as run,
+        open_run(plan, tokenizer, console, stop, init_from, logs) as run,
     ):
         if init_from.state is not None:
             state = _restore(run, init_from)
@@ -103,6 +104,8 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
     elif is_main_process():
         final_report(plan, console)
     console.close()
+    if is_main_process():
+        logs.upload()
     return TrainResult(state, outcome, newest, plan)
 
 
@@ -122,12 +125,15 @@ def _make_checked_plan(config: RunConfig) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom]]:
-    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, and both.
+def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore]]:
+    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, and the
+    store of the logs.
 
     From the first write on, and while the context is open, a second start of the run is refused.
     """
     config = plan.config
+    logs = LogStore(plan.log_url, plan.log_folder, console.log)
+    main_only(lambda: logs.fetch(replace=False))
     plan.checkpoints.open(console.log)
     check_init_from(plan)
     for ref in plan.refs.values():
@@ -145,7 +151,11 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     check_references(plan, tokenizer, console.log)
     with contextlib.ExitStack() as closing:
         main_only(lambda: closing.enter_context(plan.checkpoints.locked()))
-        yield _start(plan, tokenizer, saved, console)
+        main_only(logs.check_writable)
+        main_only(lambda: logs.fetch(replace=True))
+        if is_main_process():
+            closing.callback(logs.upload)
+        yield *_start(plan, tokenizer, saved, console), logs
 
 
 def _start(

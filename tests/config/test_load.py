@@ -75,7 +75,11 @@ MISTAKES = {
         ("--data.train_urls", "[nowhere/*.txt]"),
         ["data.train_urls[0]", "nowhere/*.txt"],
     ),
-    "remote cache": (GOOD, ("--data.cache_dir", "gs://bucket/cache"), ["data.cache_dir", "gs://bucket/cache", "local"]),
+    "remote cache": (
+        GOOD,
+        ("--data.cache_dir", "nowhere://x"),
+        ["data.cache_dir", "fsspec does not support nowhere://"],
+    ),
     "no data": (GOOD, ("--data.train_urls", "[]"), ["data.train_urls", "empty"]),
     "bad duration": (GOOD, ("--trainer.checkpointer.save_interval", "soon"), ["save_interval", "'soon'", "15m"]),
     "bad keep": (GOOD, ("--trainer.checkpointer.keep", "[{every: 5}, {every: 10}]"), ["keep.0.until"]),

@@ -1,5 +1,7 @@
 """Two processes that share only a bucket: killed during saves, they end like an uninterrupted run."""
 
+import json
+import re
 import shutil
 import signal
 import socket
@@ -126,3 +128,50 @@ def test_machines_with_different_text_do_not_train(shared, tmp_path):
     ends = [process_end(process) for process in start((here, there), str(tmp_path / "checkpoints"), "x", {})]
     assert [code for code, _, _ in ends] == [2, 2], ends
     assert all("the data or the tokenizer is not the same on all processes" in err for _, _, err in ends)
+
+
+EVERYTHING = f"gs://{BUCKET}/everything"
+IN_BUCKET = (
+    *("--data.cache_dir", f"{EVERYTHING}/cache", "--trainer.log_dir", f"{EVERYTHING}/logs"),
+    *("--hf_save_steps", "12"),
+    *("--trainer.checkpointer.base_path", f"{EVERYTHING}/runs", *EVERY_THIRD),
+)
+
+
+def losses_in_bucket(run_id: str) -> dict[int, str]:
+    text = fsspec.filesystem("gs").cat_file(f"{EVERYTHING}/logs/{run_id}/metrics.jsonl").decode()
+    records = [json.loads(line) for line in text.splitlines()]
+    return {record["step"]: float(record["train/loss"]).hex() for record in records if "train/loss" in record}
+
+
+@pytest.mark.slow
+def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(gcs, shared, tmp_path):
+    """Cache, logs, exports and checkpoints. Each machine starts with an empty disk; the first two are killed."""
+    fs = fsspec.filesystem("gs")
+    machine = []
+    for number in range(4):
+        (tmp_path / f"{number}").mkdir()
+        machine.append(Workplace(tmp_path / f"{number}", tmp_path / f"{number}" / "cache", shared / "corpus"))
+        machine[-1].write()
+    run = ("--config_path", "run.yaml", *IN_BUCKET)
+    of_x = ("--trainer.id", "x", "--hf_save_path", f"{EVERYTHING}/hf/x")
+    whole = machine[0].run(*run, "--trainer.id", "whole", "--hf_save_path", f"{EVERYTHING}/hf/whole", **gcs)
+    assert whole.code == 0, whole.err
+    for number, place in ((1, "first phase"), (2, "second phase")):
+        died = machine[number].run(*run, *of_x, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=place, **gcs)
+        assert died.code == -signal.SIGKILL, died.err
+        assert "copying" in died.out
+        assert "training a BPE tokenizer" not in died.out
+    last = machine[3].run(*run, *of_x, **gcs)
+    assert last.code == 0, last.err
+    assert re.search(f"resuming, from {EVERYTHING}/runs/x/step-(9|12)", last.out)
+    assert losses_in_bucket("x") == losses_in_bucket("whole")
+    assert len(losses_in_bucket("x")) == 24
+    logs = {path.rpartition("/")[2] for path in fs.find(f"{EVERYTHING}/logs/x")}
+    assert {"metrics.jsonl", "config.yaml", "train.log", "loss.png", "schedule.png"} <= logs
+    exported = {
+        name: fs.cat_file(path) for path in fs.find(f"{EVERYTHING}/hf/x") if (name := path.partition("/hf/x/")[2])
+    }
+    assert {"step-12/config.json", "step-24/config.json", "step-24/model.safetensors"} <= exported.keys()
+    for name, content in exported.items():
+        assert content == fs.cat_file(f"{EVERYTHING}/hf/whole/{name}"), name

@@ -70,7 +70,7 @@ class RunConfig:
             groups). Tensors that match no expression are skipped.
         use_hf_model_config: take the model section from the config.json in initialize_from_hf; keys written here
             override it.
-        hf_save_path: folder for Hugging Face checkpoints, saved as `step-N`; null saves none.
+        hf_save_path: folder or URL (`gs://bucket/exports`) for Hugging Face checkpoints, saved as `step-N`; null saves none.
         hf_save_steps: steps between Hugging Face checkpoints. One more is saved after the last step.
         hf_save_dtype: dtype of the saved weights: float32, bfloat16 or float16; null keeps the training dtype.
         dry_run: resolve, trace and compile the run, print the plan and the memory use, plot the learning rate into the

@@ -43,7 +43,7 @@ class TrainerConfig:
             autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
             scaling. A section gives some parameters other dtypes:
             `{default: 'p=f32,c=bfloat16', rules: [{match: '\\.router\\.', compute: float32}]}`.
-        log_dir: logs are written to `<log_dir>/<id>/`.
+        log_dir: logs are written to `<log_dir>/<id>/`. To a URL, they are copied with every checkpoint and at the end.
         compilation_cache_dir: folder for the persistent compilation cache; null disables it.
         strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
             Implementations that you select by name (`model.attn_backend: reference`) are allowed.

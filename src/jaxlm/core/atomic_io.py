@@ -10,11 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main
-
 
 def temporary_path(path: Path) -> Path:
     """A unique temporary name next to `path`: unique across processes, and across hosts on a shared disk."""
@@ -98,31 +93,3 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_unused(folder: Path) -> None:
-    """Raises `ConfigError` if `is_taken(folder)`. Every process must call this before any of them writes."""
-    if is_taken(folder):
-        raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
-
-
-def is_taken(folder: Path) -> bool:
-    """Whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer."""
-    taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    return bool(broadcast_from_main(np.asarray(int(taken))))
-
-
-@contextlib.contextmanager
-def publish_folder(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder to write to. When the block ends, it is synced to disk and renamed to `folder`."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
-    unfinished.mkdir()
-    try:
-        yield unfinished
-        for path in (*unfinished.iterdir(), unfinished):
-            fsync(path)
-        os.replace(unfinished, folder)  # replaces an empty folder
-        fsync(folder.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

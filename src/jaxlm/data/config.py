@@ -4,7 +4,6 @@ import abc
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import draccus
@@ -14,6 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import Log
 from jaxlm.data.batch import BatchSpec, Columns
+from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
@@ -24,7 +24,7 @@ from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.data.tokenizer.train_bpe import MIN_VOCAB_SIZE, load_or_train_tokenizer
+from jaxlm.data.tokenizer.train_bpe import MADE_FROM, MIN_VOCAB_SIZE, load_or_train_tokenizer
 from jaxlm.data.train_weights import block_counts, weight_stages
 
 TRAIN_BPE = "bpe"
@@ -38,8 +38,9 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     example is.
 
     Attributes:
-        cache_dir: local folder for token caches, the tokenizer trained here, and copies of remote files. If it lies inside
-            a folder of training text, its files are not read as text.
+        cache_dir: folder for token caches, the tokenizer trained here, and copies of remote files. If it lies inside a folder
+            of training text, its files are not read as text. At a URL (`gs://bucket/cache`), caches and tokenizer are shared:
+            the first machine builds them, and each machine copies them once to a folder in `cache/`.
         tokenizer: path of a tokenizer.json, or of a folder that contains one; `bpe` trains a tokenizer on the training
             files.
         vocab_size: vocabulary size of the tokenizer trained here; null means 8192. For a loaded tokenizer, the size it must
@@ -91,14 +92,22 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     def sources(self) -> tuple[NamedSource, ...]:
         """The sources under `configs`, or the section itself as the only one."""
-        cache_dir = Path(self.cache_dir)
-        sections = [("", "data", self, cache_dir)]
+        store = self.cache_store
+        sections = [("", "data", self, store)]
         if self.configs:
             sections = [
-                (name, f"data.configs.{name}", config, Path(config.cache_dir or cache_dir / name))
+                (name, key := f"data.configs.{name}", config, self._store_of(name, config, f"{key}.cache_dir"))
                 for name, config in self.configs.items()
             ]
-        return tuple(NamedSource(*args, cache_dir, bos=self.enforce_bos, eos=self.enforce_eos) for args in sections)
+        return tuple(NamedSource(*args, store.folder, bos=self.enforce_bos, eos=self.enforce_eos) for args in sections)
+
+    @property
+    def cache_store(self) -> CacheStore:
+        """The folder of the caches, and where it is shared."""
+        return CacheStore.at(self.cache_dir, "data.cache_dir")
+
+    def _store_of(self, name: str, config: SourceConfig, key: str) -> CacheStore:
+        return CacheStore.at(config.cache_dir, key) if config.cache_dir else self.cache_store.child(name)
 
     def train_source_names(self) -> list[str]:
         """Names of the sources that have training data."""
@@ -111,17 +120,14 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             ConfigError: a file is missing, a value is invalid, a key has no effect, or an existing cache was built from
                 other text or with other options.
         """
-        if "://" in self.cache_dir:
-            raise ConfigError(
-                f"data.cache_dir: '{self.cache_dir}' is not a local path. Token caches are memory-mapped from local files."
-                " Set it to a local or mounted folder; remote text is copied there once"
-            )
+        self.cache_store.check()
         self.check_mixture()
         if not self.train_source_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
             raise ConfigError(f"{where}. Give files, folders, globs or 'stdlib:train', or set id to a dataset")
         self._check_tokenizer()
         for source in self.sources():
+            source.store.check()
             source.check()
 
     def identity(self) -> dict[str, Any]:
@@ -149,14 +155,16 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         if self.tokenizer == TRAIN_BPE:
             size = self.vocab_size or _DEFAULT_VOCABULARY
             formats = {source.name: source.config.format.cache_key() for source in self.sources()}
-            return load_or_train_tokenizer(
-                Path(self.cache_dir) / "tokenizer",
-                self._all_files(log),
-                self._all_texts,
-                size,
-                log,
-                formats={name: format_key for name, format_key in formats.items() if format_key},
-            )
+            folder = self.cache_store.folder / "tokenizer"
+            with self.cache_store.shared(folder, MADE_FROM, log):
+                return load_or_train_tokenizer(
+                    folder,
+                    self._all_files(log),
+                    self._all_texts,
+                    size,
+                    log,
+                    formats={name: format_key for name, format_key in formats.items() if format_key},
+                )
         tokenizer = load_tokenizer(self.tokenizer)
         if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
             raise ConfigError(

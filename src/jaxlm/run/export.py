@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from jaxlm.core.atomic_io import is_taken
+from jaxlm.core.publish import Location, PublishError, child_of, is_taken
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
@@ -15,7 +14,7 @@ from jaxlm.run.plan import Plan
 from jaxlm.surgery.base import merge_surgeries
 
 
-def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any) -> None:
+def export_model(folder: Location, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any) -> None:
     """Writes a complete new folder with configuration, weights and tokenizer. All processes must call this.
 
     Args:
@@ -31,7 +30,7 @@ def export_model(folder: Path, model: LanguageModel, plan: Plan, tokenizer: Toke
 class ExportHook:
     """Exports the model to `folder/step-N` every `every_steps` steps and after the last step of the phase."""
 
-    folder: Path
+    folder: Location
     every_steps: int
     phase: Phase
     plan: Plan
@@ -43,9 +42,17 @@ class ExportHook:
         return step % self.every_steps == 0 or step == self.phase.end
 
     def run(self, step: int, state: RunState) -> None:
-        """Exports the model, unless this step's folder exists: a resumed run may repeat steps."""
-        folder = self.folder / f"step-{step}"
-        if not is_taken(folder):
-            model = merge_surgeries(state.model, self.plan.state_builder.surgeries_until(self.phase))
+        """Exports the model, unless this step's folder exists: a resumed run may repeat steps.
+
+        A failed upload does not end the run.
+        """
+        folder = child_of(self.folder, f"step-{step}")
+        if is_taken(folder, "config.json"):
+            return
+        model = merge_surgeries(state.model, self.plan.state_builder.surgeries_until(self.phase))
+        try:
             export_model(folder, model, self.plan, self.tokenizer, self.dtype)
+        except PublishError as error:
+            self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
+        else:
             self.log(f"step {step}: exported to {folder}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
+from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.manifest import History
-from jaxlm.engine.checkpoint.remote import is_url
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, latest_valid, restore
 from jaxlm.engine.checkpoint.store import Checkpoint

@@ -16,11 +16,11 @@ from jaxlm.config.overrides import option_tree, override, parse_arguments
 from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
+from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.remote import is_url
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.interop.hf.folder import load_model, open_folder

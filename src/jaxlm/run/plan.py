@@ -18,6 +18,7 @@ from jaxlm.core.field_types import check_fields
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
+from jaxlm.core.stores import is_url, local_copy, open_store
 from jaxlm.data.config import TRAIN_BPE, DataConfig
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
@@ -79,8 +80,17 @@ class Plan:
 
     @property
     def log_folder(self) -> Path:
-        """Folder of the run's logs, metrics and plots."""
-        return Path(self.config.trainer.log_dir) / self.run_id
+        """Local folder of the run's logs, metrics and plots. If `trainer.log_dir` is a URL, it is copied there."""
+        trainer = self.config.trainer
+        staged = is_url(trainer.log_dir)
+        root = local_copy(Path(trainer.checkpointer.staging_dir), trainer.log_dir) if staged else Path(trainer.log_dir)
+        return root / self.run_id
+
+    @property
+    def log_url(self) -> str | None:
+        """URL to which the logs are copied; None if they stay on the local disk."""
+        log_dir = self.config.trainer.log_dir
+        return f"{log_dir.rstrip('/')}/{self.run_id}" if is_url(log_dir) else None
 
     @property
     def checkpoints(self) -> CheckpointFolder:
@@ -179,6 +189,8 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
     if config.hf_save_dtype is not None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
+        if is_url(config.hf_save_path):
+            open_store(config.hf_save_path, "hf_save_path")
         family_of_config(config.model)
     name = hf_name(config.initialize_from_hf, tokenizer)
     if name is None and config.hf_weight_names:

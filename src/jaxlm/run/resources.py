@@ -16,7 +16,9 @@ from jaxlm.config.load import as_run_config
 from jaxlm.core import tree
 from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.hardware import peak_flops
+from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import is_main_process, main_first, main_only
+from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
@@ -34,6 +36,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
+from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker
@@ -62,6 +65,7 @@ class Run:
     console: Console
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
+    logs: LogStore
     previous: Totals
     flag_sync: FlagSync
     stop: StopRequest
@@ -171,12 +175,13 @@ class Run:
             return []
         if config.hf_save_dtype is not None:
             dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
-        folder = Path(config.hf_save_path)
+        folder = location_of(config.hf_save_path)
         return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.log)]
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
-        flush, history, resumed = [tracker.flush for tracker in self.trackers], conductor.history, conductor.resumed
+        flush = [*(tracker.flush for tracker in self.trackers), *([self.logs.upload] if is_main_process() else [])]
+        history, resumed = conductor.history, conductor.resumed
         newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
         return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush, history, newest)
 
@@ -197,7 +202,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, init_from: InitFrom) -> Iterator[Run]:
+def open_run(
+    plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, init_from: InitFrom, logs: LogStore
+) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them when the context exits, even after an error."""
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
@@ -207,12 +214,14 @@ def open_run(plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, in
     writer = CheckpointWriter(plan.checkpoints, files)
     with contextlib.ExitStack() as closing:
         plan.checkpoints.prepare()
+        if is_url(exports := plan.config.hf_save_path or ""):
+            main_only(lambda: check_writable(exports, "hf_save_path"))
         main_only(lambda: _write_config(plan.log_folder, config_text))
         trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
         previous = totals_at(plan.log_folder / "metrics.jsonl", init_from.resume_step or 0)
-        yield Run(plan, tokenizer, console, writer, trackers, previous, FlagSync(plan.layout), stop)
+        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, FlagSync(plan.layout), stop)
         main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 
 

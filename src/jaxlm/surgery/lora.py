@@ -30,6 +30,7 @@ from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt
 from jaxlm.core.matmul import Weight, dot
+from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.weights import axis_sizes
@@ -223,7 +224,7 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
 
 
 def save_peft(
-    folder: Path, model: LanguageModel, config: ModelConfig, layout: Layout, *, dtype: Any, base: str
+    folder: Location, model: LanguageModel, config: ModelConfig, layout: Layout, *, dtype: Any, base: str
 ) -> None:
     """Writes only the adapters of a model, in PEFT's format. Every process must call this.
 

@@ -9,12 +9,13 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import is_url, local_copy
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.remote import RemoteFolder, is_url
+from jaxlm.engine.checkpoint.remote import RemoteFolder
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import latest_valid
-from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints, staging_folder
+from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import CURSOR
 
 URL = "memory://store/run"
@@ -252,7 +253,7 @@ def test_finds_runs_below_a_url(store, tmp_path):
         for checkpoint in found:
             checkpoint.verify()
     assert staged_checkpoints("memory://nowhere", tmp_path) == []
-    assert staging_folder(tmp_path, "memory://store/one/") == staging_folder(tmp_path, "memory://store/one")
+    assert local_copy(tmp_path, "memory://store/one/") == local_copy(tmp_path, "memory://store/one")
 
 
 def test_an_unknown_protocol_is_one_message():

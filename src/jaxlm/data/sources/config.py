@@ -40,7 +40,7 @@ class SourceConfig:
             also compressed), local or behind any fsspec URL (`s3://`, `https://`, ...); `hf:ID?name=..&split=..` for a
             dataset on the Hugging Face Hub; `stdlib:train` for the source files of Python's standard library.
         validation_urls: the same for validation; `stdlib:validation` holds the files that `stdlib:train` leaves out.
-        cache_dir: folder of this source's token caches; null means `<data.cache_dir>/<source name>`.
+        cache_dir: folder or URL of this source's token caches; null means `<data.cache_dir>/<source name>`.
         text_key: key of the text in each record (.jsonl, .json), or column of the text (.parquet, .arrow).
         format: format of the records: plain text, chat conversations, prompts with completions, or token ids.
         tags: groups this source belongs to in evaluation, logged as `eval/<tag>/loss` and `eval/<tag>/bpb`.

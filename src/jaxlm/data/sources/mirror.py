@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.storage_errors import storage_errors
+from jaxlm.core.stores import open_store, storage_errors
 from jaxlm.data.base import DataSource, Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.sources.document_files import format_of, has_records
@@ -31,7 +31,6 @@ _VERSION_FIELDS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "content_md5"),
     *("mtime", "Last-Modified", "LastModified", "last_modified", "updated", "modified", "created"),
 )
-_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
 _LOG_INTERVAL_S = 2.0
 
 
@@ -93,7 +92,7 @@ class RemoteFile(MirroredSource):
         return mirror / copy_folder_name(f"{self.url} {self.size} {self.version}") / _basename(self.url)
 
     def _make_copy(self, copy: Path, log: Log) -> None:
-        fs, path = _filesystem(self.url, self.key)
+        fs, path = open_store(self.url, self.key)
         remove_leftovers(copy)
         with disk_full_errors(copy), atomic_file(copy) as unfinished:
             with _read_errors(self.url, self.key, local=copy.parent):
@@ -110,7 +109,7 @@ class RemoteFile(MirroredSource):
 @functools.cache  # one listing per process, so all callers see the same files
 def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
     """The folder that names are relative to, and the files that a URL (file, folder or glob) matches, sorted by path."""
-    fs, path = _filesystem(url, key)
+    fs, path = open_store(url, key)
     has_wildcard = _has_wildcard_http if url.startswith("http") else glob.has_magic
     with _read_errors(url, key):
         info = None if has_wildcard(path) or url.endswith("/") else fs.info(path)
@@ -130,24 +129,6 @@ def list_remote(url: str, key: str) -> tuple[str, tuple[RemoteFile, ...]]:
         for name, info in infos.items()
     ]
     return root, tuple(files)
-
-
-def _filesystem(url: str, key: str) -> tuple[Any, str]:
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    protocol = url.split("://", 1)[0].split("::", 1)[0]
-    try:
-        return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        module = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
-        package = _PACKAGES.get(protocol, module)
-        raise ConfigError(
-            f"{key}: '{url}': {protocol}:// needs a package. Run: pip install {package} ({error})"
-        ) from error
-    except ValueError as error:
-        known = ", ".join(sorted(known_implementations))
-        raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
 
 
 def _complete_info(fs: Any, path: str, info: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import DataSource, Log
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key, check_cache_key, file_digests
-from jaxlm.data.cache.token_cache import Provenance, TokenCache, make_provenance, read_metadata
+from jaxlm.data.cache.cache_store import CacheStore
+from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_provenance, read_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, TRAIN, VALIDATION, ListedUrl, SourceConfig
@@ -28,7 +29,7 @@ class NamedSource:
         name: name under `data.configs`; empty if the `data` section itself is the only source.
         key: config path of the source, for messages.
         config: the configuration of the source.
-        folder: the token caches are `<folder>/train` and `<folder>/validation`.
+        store: the token caches are in `train` and `validation` of its folder.
         cache_dir: the run's `data.cache_dir`. It holds the mirror, and its files are never read as text.
         bos, eos: whether to add BOS and EOS to every document.
     """
@@ -36,10 +37,15 @@ class NamedSource:
     name: str
     key: str
     config: SourceConfig
-    folder: Path
+    store: CacheStore
     cache_dir: Path
     bos: bool
     eos: bool
+
+    @property
+    def folder(self) -> Path:
+        """Local folder of the token caches."""
+        return self.store.folder
 
     @property
     def mirror(self) -> Path:
@@ -114,7 +120,9 @@ class NamedSource:
         made_from = {**made_from, **self.config.format.cache_key(), **encoder.cache_key()}
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
-        return open_or_build(folder / split, files, encoder, made_from, self.log_with_name(log), workers)
+        log = self.log_with_name(log)
+        with self.store.shared(folder / split, METADATA, log):
+            return open_or_build(folder / split, files, encoder, made_from, log, workers)
 
     def log_with_name(self, log: Log) -> Log:
         """`log` with the source's name, if it has one, before every line."""

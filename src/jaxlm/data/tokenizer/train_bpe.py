@@ -14,7 +14,7 @@ from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 MIN_VOCAB_SIZE = 257  # every byte, and the end of text
-_MADE_FROM = "made_from.json"
+MADE_FROM = "made_from.json"
 _MAX_CHARACTERS = 1 << 28  # of training text; more barely changes the vocabulary, and takes time and memory
 _MAX_PIECE = 1 << 20
 _REPORT_EVERY_S = 5.0
@@ -86,7 +86,7 @@ def load_or_train_tokenizer(
 
 
 def _made_from(folder: Path) -> CacheKey:
-    path = folder / _MADE_FROM
+    path = folder / MADE_FROM
     try:
         cache_key = json.loads(path.read_text())
         if isinstance(cache_key, dict) and isinstance(cache_key.get("files"), dict):
@@ -105,7 +105,7 @@ def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, 
         log(f"the training text yields only {tokenizer.vocab_size:,} tokens; the vocabulary has that size")
     with disk_full_errors(folder), atomic_folder(folder) as unfinished:
         tokenizer.save(unfinished)
-        (unfinished / _MADE_FROM).write_text(made_from)
+        (unfinished / MADE_FROM).write_text(made_from)
 
 
 def _first_characters(texts: Iterable[str], max_characters: int, log: Callable[[str], None]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
-from jaxlm.core.storage_errors import storage_errors
+from jaxlm.core.stores import storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import check_size, open_store, put_file
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, CheckpointName, in_order, is_temporary, pinned_by
 from jaxlm.engine.checkpoint.store import CURSOR
@@ -21,24 +21,13 @@ from jaxlm.engine.checkpoint.store import CURSOR
 _DAMAGED = f"{CHECKSUMS}{DAMAGED}"
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is a URL instead of a path in the local file system."""
-    return "://" in path
-
-
 class RemoteFolder:
     """A folder of checkpoints at a URL. Methods raise whatever the store raises."""
 
     def __init__(self, url: str):
         """Raises: ConfigError: fsspec has no implementation for the URL; the message says what to install."""
-        import fsspec
-
         self.url = url.rstrip("/")
-        try:
-            self._fs, root = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"{url}: {error}. Install s3fs for s3://, or gcsfs for gs://") from error
-        self._root = root.rstrip("/")
+        self._fs, self._root = open_store(self.url, "checkpoint")
 
     def make(self) -> None:
         """Creates the folder, if the store has folders."""
@@ -91,7 +80,7 @@ class RemoteFolder:
         """Writes a small file of a checkpoint."""
         path = f"{self._root}/{name}/{file}"
         self._fs.pipe_file(path, content)
-        self._check_size(path, len(content))
+        check_size(self._fs, path, len(content))
 
     def set_aside(self, name: str) -> str:
         """Hides a complete checkpoint without deleting it, and returns the path of the renamed `checksums.json`.
@@ -114,8 +103,8 @@ class RemoteFolder:
         self.clear(name)
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
         for path in files:
-            self._put(path, f"{self._root}/{name}/{path.relative_to(checkpoint).as_posix()}")
-        self._put(checkpoint / CHECKSUMS, self._marker(name))
+            put_file(self._fs, path, f"{self._root}/{name}/{path.relative_to(checkpoint).as_posix()}")
+        put_file(self._fs, checkpoint / CHECKSUMS, self._marker(name))
 
     def clear(self, name: str) -> None:
         """Deletes a checkpoint, complete or not, if it exists."""
@@ -142,16 +131,6 @@ class RemoteFolder:
         shutil.rmtree(final, ignore_errors=True)
         os.rename(unfinished, final)
         return final
-
-    def _put(self, local: Path, remote: str) -> None:
-        self._fs.makedirs(posixpath.dirname(remote), exist_ok=True)
-        self._fs.put_file(str(local), remote)
-        self._check_size(remote, local.stat().st_size)
-
-    def _check_size(self, remote: str, size: int) -> None:
-        uploaded = self._fs.info(remote)["size"]
-        if uploaded != size:
-            raise OSError(f"{remote}: only {uploaded} of {size} bytes were uploaded")
 
     def _checkpoint_names(self) -> list[CheckpointName]:
         return sorted(filter(None, map(CheckpointName.parse, self._children())))

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxlm.core.stores import is_url
 from jaxlm.engine.checkpoint.bucket import SCHEME, BucketFolder, bucket_checkpoints
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import checkpoints_below
-from jaxlm.engine.checkpoint.remote import is_url
 from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 

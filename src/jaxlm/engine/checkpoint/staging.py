@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
-from jaxlm.core.storage_errors import storage_errors
+from jaxlm.core.stores import local_copy, storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import PENDING
@@ -29,7 +28,7 @@ class StagedFolder(CheckpointFolder):
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
         """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self.location: str = url
-        self._staging = staging_folder(staging_dir, url)
+        self._staging = local_copy(staging_dir, url)
         self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
         self._delete_temporary = delete_temporary
 
@@ -133,12 +132,6 @@ class StagedFolder(CheckpointFolder):
         return f"trainer.checkpointer.base_path: {self.location}"
 
 
-def staging_folder(staging_dir: Path, url: str) -> Path:
-    """The local folder in which checkpoints of a URL are staged."""
-    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
-    return staging_dir / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
-
-
 def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
     """The local copy of a checkpoint, downloaded if it is missing, damaged or a copy of another checkpoint.
 
@@ -162,7 +155,7 @@ def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> 
         if not checkpoints:
             return []
         remote, name = checkpoints[-1]
-        folder = staging_folder(staging_dir, remote.url)
+        folder = local_copy(staging_dir, remote.url)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             return [download_checkpoint(remote, name, folder)]

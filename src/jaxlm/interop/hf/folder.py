@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.atomic_io import check_unused, publish_folder
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
@@ -101,7 +101,7 @@ def open_folder(path: Path) -> HfFolder:
 
 
 def save_folder(
-    folder: Path,
+    folder: Location,
     model: LanguageModel,
     config: ModelConfig,
     layout: Layout,
@@ -125,7 +125,7 @@ def save_folder(
     Raises:
         ConfigError: config.json cannot represent the model, or the folder already exists.
     """
-    check_unused(folder)
+    check_unused(folder, "config.json")
     family = family_of_config(config)
     # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -137,7 +137,7 @@ def save_folder(
         for _ in writer.arrays(list(writer.infos)):
             pass
         return
-    with publish_folder(folder) as unfinished:
+    with publish_folder(folder, "config.json") as unfinished:
         for name, content in files.items():
             (unfinished / name).write_bytes(content)
         _write_json(unfinished / "config.json", described)

@@ -7,16 +7,15 @@ Source: PEFT's checkpoint format (github.com/huggingface/peft, docs/source/devel
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.atomic_io import check_unused, publish_folder
 from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
@@ -53,7 +52,7 @@ class Adapter:
 
 
 def save_adapters(
-    folder: Path,
+    folder: Location,
     adapters: Sequence[Adapter],
     config: ModelConfig,
     num_layers: int,
@@ -72,7 +71,7 @@ def save_adapters(
         ConfigError: the weight of an adapted layer is part of a larger matrix in Hugging Face format, or the adapters have
             different ranks, scales or dropouts, or are in different layers.
     """
-    check_unused(folder)
+    check_unused(folder, "adapter_config.json")
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
     settings = _common_settings(adapters)
     tensors: dict[str, np.ndarray] = {}
@@ -105,7 +104,7 @@ def save_adapters(
         **({} if len(adapted) in (0, num_layers) else {"layers_to_transform": adapted}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
-    with publish_folder(folder) as unfinished:
+    with publish_folder(folder, "adapter_config.json") as unfinished:
         (unfinished / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
 

@@ -1,0 +1,92 @@
+"""Folders that a command writes as a whole, on a disk or at a URL: complete or absent."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxlm.core.atomic_io import fsync
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.core.stores import is_url, open_store, put_file, storage_errors
+
+Location = Path | str
+"""A path, or a URL as a string."""
+
+
+class PublishError(Exception):
+    """A folder could not be uploaded."""
+
+
+def check_unused(folder: Location, last: str) -> None:
+    """Raises `ConfigError` if `is_taken(folder, last)`. Every process must call this before any of them writes."""
+    if is_taken(folder, last):
+        raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
+
+
+def is_taken(folder: Location, last: str) -> bool:
+    """Whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer.
+
+    Args:
+        last: the file that makes a folder at a URL complete. Without it, the folder is the rest of an interrupted upload.
+    """
+    return bool(broadcast_from_main(np.asarray(int(bool(main_only(lambda: _exists(folder, last)))))))
+
+
+@contextlib.contextmanager
+def publish_folder(folder: Location, last: str) -> Iterator[Path]:
+    """Yields a temporary folder to write to. When the block ends, it is synced to disk and renamed to `folder`, or uploaded
+    to it. Only process 0 may call this.
+
+    Args:
+        last: the file that is uploaded last.
+
+    Raises:
+        PublishError: the upload failed.
+    """
+    if isinstance(folder, str):
+        with tempfile.TemporaryDirectory(prefix="jaxlm-") as unfinished:
+            yield Path(unfinished)
+            _upload(Path(unfinished), folder, last)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        for path in (*unfinished.iterdir(), unfinished):
+            fsync(path)
+        os.replace(unfinished, folder)  # replaces an empty folder
+        fsync(folder.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def location_of(path: str) -> Location:
+    """A path in the local file system as a `Path`; a URL as it is, without a slash at the end."""
+    return path.rstrip("/") if is_url(path) else Path(path)
+
+
+def child_of(folder: Location, name: str) -> Location:
+    """The location of a file or folder in a folder."""
+    return f"{folder}/{name}" if isinstance(folder, str) else folder / name
+
+
+def _exists(folder: Location, last: str) -> bool:
+    if isinstance(folder, Path):
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    fs, root = open_store(folder, str(folder))
+    with storage_errors(lambda reason: ConfigError(f"'{folder}' cannot be read ({reason})")):
+        return bool(fs.exists(f"{root}/{last}"))
+
+
+def _upload(local: Path, url: str, last: str) -> None:
+    fs, root = open_store(url, url)
+    files = sorted((path for path in local.rglob("*") if path.is_file()), key=lambda path: path == local / last)
+    with storage_errors(lambda reason: PublishError(f"cannot upload to {url} ({reason})"), local=local):
+        for path in files:
+            put_file(fs, path, f"{root}/{path.relative_to(local).as_posix()}")

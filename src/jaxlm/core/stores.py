@@ -1,0 +1,113 @@
+"""Stores at URLs, opened with fsspec, and their errors, turned into one exception and told apart from local disk errors."""
+
+import contextlib
+import hashlib
+import logging
+import posixpath
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
+from jaxlm.core.errors import ConfigError
+
+# Packages that are not named like the module in fsspec's table.
+_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
+
+
+def is_url(path: Path | str) -> bool:
+    """Whether a path is a URL instead of a path in the local file system."""
+    return isinstance(path, str) and "://" in path
+
+
+def open_store(url: str, key: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it, without a slash at the end.
+
+    Args:
+        key: the configuration key of the URL, for messages.
+
+    Raises:
+        ConfigError: fsspec has no implementation for the URL, or it needs a package that is not installed.
+    """
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    protocol = url.split("://", 1)[0].split("::", 1)[0]
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        module = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
+        package = _PACKAGES.get(protocol, module)
+        raise ConfigError(
+            f"{key}: '{url}': {protocol}:// needs a package. Run: pip install {package} ({error})"
+        ) from error
+    except ValueError as error:
+        known = ", ".join(sorted(known_implementations))
+        raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
+    return fs, path.rstrip("/")
+
+
+def local_copy(folder: Path, url: str) -> Path:
+    """The path in a local folder for the copy of a URL."""
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
+    return folder / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
+
+
+def check_writable(url: str, key: str) -> None:
+    """Writes and deletes a small file. Raises `ConfigError` if the store does not allow it."""
+    fs, path = open_store(url, key)
+    advice = "Check the address, the network and your credentials, or set it to a local folder"
+    with storage_errors(lambda reason: ConfigError(f"{key}: cannot write to '{url}' ({reason}). {advice}")):
+        fs.makedirs(path, exist_ok=True)
+        fs.pipe_file(f"{path}/.jaxlm-probe", b"jaxlm")
+        fs.rm_file(f"{path}/.jaxlm-probe")
+
+
+def put_file(fs: Any, local: Path, remote: str) -> None:
+    """Uploads a file and checks the size of the result. Raises whatever the store raises, or `OSError`."""
+    fs.makedirs(posixpath.dirname(remote), exist_ok=True)
+    fs.put_file(str(local), remote)
+    check_size(fs, remote, local.stat().st_size)
+
+
+def check_size(fs: Any, remote: str, size: int) -> None:
+    """Raises `OSError` if an uploaded file has another size."""
+    uploaded = fs.info(remote)["size"]
+    if uploaded != size:
+        raise OSError(f"{remote}: only {uploaded} of {size} bytes were uploaded")
+
+
+@contextlib.contextmanager
+def storage_errors(
+    failure: Callable[[str], Exception], *, local: Path | None = None, passthrough: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Wraps calls to a remote store through fsspec, whose implementations raise exceptions of their client libraries.
+
+    Args:
+        failure: makes the exception to raise instead, from the type and message of the root cause.
+        local: local side of the transfer; errors there are re-raised unchanged.
+        passthrough: exception types to re-raise unchanged, as `ConfigError` always is.
+    """
+    if not (logger := logging.getLogger("gcsfs")).handlers:
+        # Without a handler, gcsfs prints a traceback in addition to the message. Configured logging still shows it.
+        logger.addHandler(logging.NullHandler())
+    try:
+        yield
+    except (ConfigError, *passthrough):
+        raise
+    except Exception as error:  # client libraries of stores raise their own types
+        if local is not None and is_local_failure(error, local):
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise failure(f"{type(cause).__name__}: {cause}") from error
+
+
+def is_local_failure(error: BaseException, folder: Path) -> bool:
+    """Whether the local disk caused the failure of a copy between `folder` and a remote store."""
+    if not isinstance(error, OSError):
+        return False
+    if error.errno in DISK_FULL_ERRNOS:
+        return True  # errors on write carry no file name, and stores report their own quota differently
+    return error.filename is not None and Path(error.filename).absolute().is_relative_to(folder.absolute())
