@@ -16,6 +16,10 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
+# jax's own heartbeat timeout, as a multiple of the configured one: engine/peers.py should notice first, and say why.
+_JAX_TIMEOUT_FACTOR = 3
+
+
 @dataclass(frozen=True)
 class DistributedConfig:
     """How the processes of a multi-process run connect. SLURM, TPU pods and Open MPI are detected automatically.
@@ -69,7 +73,7 @@ class DistributedConfig:
             self.process_id,
             local_device_ids=self._devices(),
             initialization_timeout=round(self.initialization_timeout.total_seconds()),
-            heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds()),
+            heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
             shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
         )
 

@@ -3,7 +3,8 @@
 jax only notices a process that stops sending heartbeats, and then aborts the others. A process that ends with an error would
 leave the others waiting in a collective until then. So each process writes its failure to the key-value store of jax's
 coordination service, and a thread of each process looks there every second. Process 0 also watches for processes that were
-killed or stopped.
+killed or stopped, and the others for process 0. Only if process 0 is killed does jax abort the others first: the service that
+they are connected to is gone.
 """
 
 import contextlib
@@ -17,8 +18,8 @@ from typing import Any
 import jax
 
 _INTERVAL_S = 1.0
+_SILENT_S = 3 * _INTERVAL_S
 _LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
-_MARGIN = 0.8  # of jax's own timeout, after which it aborts the process with a page of C++
 _FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
 _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection closed", "Connection reset")
 
@@ -26,20 +27,21 @@ _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection cl
 class PeerWatch:
     """Watches the other processes of the run, and lets them know of a failure of this one."""
 
-    def __init__(self, client: Any, index: int, count: int, timeout_s: float):
+    def __init__(self, client: Any, index: int, timeout_s: float):
         """Args:
         client: of jax's coordination service.
-        index, count: this process, and the number of processes.
+        index: of this process.
         timeout_s: a process is lost if it has been silent for this long.
         """
         self._client = client
         self._index = index
-        self._count = count
-        self._timeout_s = timeout_s * _MARGIN
+        self._timeout_s = timeout_s
         self._seen: dict[str, tuple[str, float]] = {}
+        self._answered = time.monotonic()
         self._ended = threading.Event()
         self._exiting = threading.Lock()
-        threading.Thread(target=self._watch, name="jaxlm-peers", daemon=True).start()
+        for target in (self._watch, self._watch_service):
+            threading.Thread(target=target, name="jaxlm-peers", daemon=True).start()
 
     def stop(self) -> None:
         """Stops watching, because this process has finished."""
@@ -62,6 +64,7 @@ class PeerWatch:
                 self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
                 failures = self._client.key_value_dir_get(_FAILED)
                 lost = self._lost_processes() if self._index == 0 else []
+                self._answered = time.monotonic()
             except Exception as error:  # the client's own types; process 0 hosts the service
                 if not self._ended.is_set():
                     self._report(
@@ -81,13 +84,29 @@ class PeerWatch:
                 self._report(message)
                 self.fail(1, message)
 
+    def _watch_service(self) -> None:
+        """Notices that a request to the service is not answered."""
+        while not self._ended.wait(_INTERVAL_S):
+            if time.monotonic() - self._answered > self._timeout_s:
+                self._report(f"no answer of process 0 for {self._timeout_s:.0f} s: it was stopped, or is disconnected")
+                os._exit(1)
+
     def _lost_processes(self) -> list[str]:
+        return sorted(process for process, silence in self._silences().items() if silence > self._timeout_s)
+
+    def _others_remain(self) -> bool:
+        """Whether a process that has not left still sends heartbeats."""
+        left = {key.rpartition("/")[2] for key, _ in self._client.key_value_dir_get(_LEFT)} | {str(self._index)}
+        return any(silence < _SILENT_S for process, silence in self._silences().items() if process not in left)
+
+    def _silences(self) -> dict[str, float]:
+        """Seconds since the last heartbeat of each process that has not finished."""
         now = time.monotonic()
         for key, value in self._client.key_value_dir_get(_ALIVE):
-            if self._seen.get(key, ("", 0.0))[0] != value:
-                self._seen[key] = (value, now)
-        silent = [key for key, (value, at) in self._seen.items() if value != "finished" and now - at > self._timeout_s]
-        return sorted(key.rpartition("/")[2] for key in silent)
+            process = key.rpartition("/")[2]
+            if self._seen.get(process, ("", 0.0))[0] != value:
+                self._seen[process] = (value, now)
+        return {process: now - at for process, (value, at) in self._seen.items() if value != "finished"}
 
     def _exit(self, code: int) -> None:
         """Ends the process without jax's own shutdown, which would wait for the others, and abort without them."""
@@ -96,9 +115,7 @@ class PeerWatch:
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{_LEFT}{self._index}", "", allow_overwrite=True)
             deadline = time.monotonic() + _LINGER_S
-            while self._index == 0 and time.monotonic() < deadline:
-                if len(self._client.key_value_dir_get(_LEFT)) == self._count:
-                    break
+            while self._index == 0 and time.monotonic() < deadline and self._others_remain():
                 time.sleep(0.1)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,7 +135,7 @@ def watch_peers(timeout_s: float) -> None:
 
     state = distributed.global_state
     if state.client is not None and state.num_processes > 1:
-        _watches.append(PeerWatch(state.client, state.process_id, state.num_processes, timeout_s))
+        _watches.append(PeerWatch(state.client, state.process_id, timeout_s))
 
 
 def end_with_peers(code: int, message: str) -> None:

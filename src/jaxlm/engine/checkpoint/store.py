@@ -24,7 +24,7 @@ from jaxlm.engine.checkpoint.manifest import Cursor
 
 ARRAYS = "state"
 CURSOR = "run/cursor.json"
-_SHOWN = 300  # characters of an error's first line
+_SHOWN = 250  # characters of each end of an error's first line
 
 
 class SaveError(Exception):
@@ -39,7 +39,10 @@ class SaveError(Exception):
             advice = " Finished checkpoints are intact. Free up disk space and run the same command again."
         elif os.strerror(errno.ENOENT) in text:
             advice = " The folder was deleted or is no longer mounted. Run the same command again."
-        return cls(f"cannot save a checkpoint to {location}: {text.partition(chr(10))[0][:_SHOWN]}.{advice}")
+        first_line = text.partition("\n")[0].partition(" [source locations")[0]
+        if len(first_line) > 2 * _SHOWN:
+            first_line = f"{first_line[:_SHOWN]} ... {first_line[-_SHOWN:]}"
+        return cls(f"cannot save a checkpoint to {location}: {first_line}.{advice}")
 
 
 class Checkpoint(abc.ABC):
