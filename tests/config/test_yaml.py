@@ -79,3 +79,50 @@ def test_the_error_for_a_missing_file_shows_the_path(tmp_path):
 def test_scalars(text, value):
     assert parse_value(text) == value
     assert type(parse_value(text)) is type(value)
+
+
+HOSTILE = {
+    "syntax": ("a: [1\n", r"run\.yaml:2"),
+    "control character": ("a: \x07\n", r"run\.yaml:1: "),
+    "not a date": ("a: !!timestamp 2026-13-45\n", r"run\.yaml:1: '2026-13-45' is not a valid timestamp"),
+    "not an integer": ("a: !!int foo\n", r"run\.yaml:1: 'foo' is not a valid int"),
+    "an integer of 5,000 digits": ("a: " + "9" * 5000 + "\n", r"run\.yaml:1: '999.*' is not a valid int"),
+    "a Python object": (
+        "a: !!python/object/apply:os.system [ls]\n",
+        r"run\.yaml:1: the tag '.*os.system' is not supported",
+    ),
+    "deep": ("a: " + "[" * 3000, r"run\.yaml: nested too deeply"),
+    "contains itself": ("a: &x [*x]\n", r"run\.yaml: nested too deeply, or contains itself"),
+    "a path with NUL": ('a: !include "x\\0y"\n', r"a path cannot contain a NUL character"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_end_in_one_message(tmp_path, name):
+    text, message = HOSTILE[name]
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_yaml(tmp_path / "run.yaml")
+    assert len(str(caught.value)) < 1000
+
+
+def test_aliases_that_multiply_are_counted_and_not_expanded(tmp_path):
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]  # 10 ** 12 values
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"run\.yaml:\d+: more than 100000 values"):
+        load_yaml(tmp_path / "run.yaml")
+
+
+def test_a_long_chain_of_includes_is_one_message(tmp_path):
+    for number in range(1200):
+        (tmp_path / f"{number}.yaml").write_text(f"a: !include {number + 1}.yaml\n")
+    (tmp_path / "1200.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_yaml(tmp_path / "0.yaml")
+
+
+def test_an_option_can_include_a_file(tmp_path, monkeypatch):
+    (tmp_path / "data.yaml").write_text("cache_dir: here\n")
+    monkeypatch.chdir(tmp_path)
+    assert parse_value("!include data.yaml") == {"cache_dir": "here"}

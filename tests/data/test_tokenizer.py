@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import tokenizer as tokenizer_module
+from jaxlm.data.tokenizer import train_bpe as bpe_module
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
-from jaxlm.data.tokenizer.train_bpe import train_bpe
+from jaxlm.data.tokenizer.train_bpe import _first_characters, train_bpe
 from tests.data.helpers import small_tokenizer, some_text
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2_tokenizer"
@@ -70,6 +71,25 @@ def test_training_is_deterministic_across_processes():
 def test_the_vocabulary_is_limited_by_the_text():
     assert train_bpe(["ab ab ab"], 1000).vocab_size < 270
     assert small_tokenizer(300).vocab_size == 300
+
+
+def test_long_texts_are_read_in_pieces_that_end_at_white_space(monkeypatch):
+    monkeypatch.setattr(bpe_module, "_MAX_PIECE", 10)
+    text = "some words and averyverylongwordwithoutspace\nend"
+    pieces = list(_first_characters([text, "short"], 1000, print))
+    assert "".join(pieces) == text + "short"
+    assert max(map(len, pieces)) <= 10
+    assert pieces[:2] == ["some", " words"]
+
+
+def test_only_the_first_characters_train_the_tokenizer(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(bpe_module, "_REPORT_EVERY_S", 0.0)
+    assert list(_first_characters(["ab", "cd", "ef"], 4, said.append)) == ["ab", "cd"]
+    assert said == [
+        "training the tokenizer: 2 characters read, at most 4",
+        "the tokenizer is trained on the first 4 characters of the text only",
+    ]
 
 
 def test_save_and_load(small, tmp_path):

@@ -275,3 +275,68 @@ def test_safetensors_are_imported_without_torch(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) == pytest.approx(float(jnp.abs(built().lm_head().array).sum()), rel=1e-5)
+
+
+def header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+DAMAGED = {
+    "an entry that is a number": (header(b'{"a": 5}'), r"the header entry of 'a' is damaged: 5"),
+    "no shape": (header(b'{"a": {"dtype": "F32"}}'), r"the header entry of 'a' is damaged"),
+    "a negative offset": (
+        header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'),
+        r"the header entry of 'a' is damaged",
+    ),
+    "a shape of texts": (
+        header(b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}'),
+        r"the header entry of 'a' is damaged",
+    ),
+    "a dtype that is a list": (
+        header(b'{"a": {"dtype": [1], "shape": [1], "data_offsets": [0, 4]}}'),
+        r"'a' has the dtype \[1\]",
+    ),
+    "a deep header": (header(b'{"a": ' + b"[" * 100_000), "no valid header"),
+    "a list as header": (header(b"[]"), "no valid header"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_headers_are_one_message(tmp_path, name):
+    content, message = DAMAGED[name]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        SafetensorsFile(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "[" * 100_000, "{"])
+def test_damaged_indices_are_one_message(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
+        open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "a JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ({"hidden_size": "x"}, r"model\.hidden_dim: 'x' given, an integer of 1 or more expected"),
+        ({"hidden_size": None}, r"model\.hidden_dim: null given, an integer of 1 or more expected"),
+        ({"num_hidden_layers": -1}, r"model\.num_layers: -1 given, an integer of 1 or more expected"),
+        ({"rms_norm_eps": None}, r"model\.layer_norm_epsilon: null given"),
+        ({"rope_theta": "big"}, "'big'"),
+        ({"rope_scaling": 5}, "rope_scaling: 5"),
+        ({"vocab_size": "x"}, "vocab_size: 'x' given, an integer of 1 or more expected"),
+        ({"vocab_size": 0}, "vocab_size: 0 given"),
+    ],
+)
+def test_damaged_config_files_are_one_message(tmp_path, change, message):
+    usual = {
+        **{"model_type": "llama", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 16},
+    }
+    text = change if isinstance(change, str) else json.dumps(usual | change if isinstance(change, dict) else change)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        open_folder(tmp_path)

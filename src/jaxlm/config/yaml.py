@@ -20,6 +20,7 @@ from jaxlm.config.recipes import config_file
 from jaxlm.core.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MAX_VALUES = 100_000
 _SHOWN = 60  # characters of an invalid value in a message
 
@@ -159,6 +160,8 @@ class _Reader:
             raise ConfigError(f"{self.marks[at]}: more than {_MAX_VALUES} values, aliases counted where they are used")
         if node.tag == "!include":
             return self.file(chain[-1].parent / str(node.value), at, chain)
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _COLLECTIONS:
+            raise ConfigError(f"{self.marks[at]}: the tag '{node.tag}' is not supported. Remove it")
         if isinstance(node, yaml.MappingNode):
             return self.mapping(loader, node, at, chain)
         if isinstance(node, yaml.SequenceNode):

@@ -91,6 +91,11 @@ def describe_type(hint: Any, given: Any = None) -> str:
     return _SIMPLE.get(hint, "a section with keys")
 
 
+def check_field(kind: type, name: str, value: Any, path: str) -> None:
+    """Raises `ConfigError` if a field of the dataclass `kind` does not accept a value. Args: path: of the section."""
+    _check(typing.get_type_hints(kind, include_extras=True)[name], value, f"{path}.{name}")
+
+
 def check_fields(section: Any, path: str = "") -> None:
     """Raises `ConfigError` for the first value of a section, or of a section in it, that its field's type does not accept.
 

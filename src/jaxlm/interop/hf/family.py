@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import check_fields
+from jaxlm.core.field_types import check_field, check_fields
 from jaxlm.interop.hf import families
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
@@ -143,7 +143,7 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     """
     problems: list[str] = []
     fields: Json = {}
-    missing = False
+    missing = False  # or wrong, so that keys which are computed from several cannot be
     for key in sorted(family.keys, key=lambda key: isinstance(key, KeyGroup)):  # groups last: they read other keys
         try:
             if isinstance(key, KeyGroup):
@@ -155,7 +155,9 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
                 problems.append(f"{key.theirs}: missing")
             else:
                 fields[key.ours] = key.to_ours(value)
+                check_field(family.config, key.ours, fields[key.ours], "model")
         except ConfigError as error:
+            missing = missing or not isinstance(key, KeyGroup)
             problems.append(str(error))
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # a text where a number belongs
             names = key.theirs if isinstance(key, KeyGroup) else (key.theirs,)
