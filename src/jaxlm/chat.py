@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     options, keys = parse_with_keys(_parser(), arguments)
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     template = ChatTemplate.load(options.chat_template, loaded.tokenizer, "--chat_template")
-    stop_ids = tuple(dict.fromkeys((*loaded.stop_ids, *turn_ends(template, loaded.tokenizer))))
+    stop_ids = tuple(dict.fromkeys((*loaded.tokenizer.stop_ids, *turn_ends(template, loaded.tokenizer))))
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         config = generation_config_of(options, stop_ids)

@@ -156,11 +156,12 @@ def evaluate(
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
+        dummy_prefix = trained.tokenizer.dummy_prefix()
         model = model if quantize is None else inference_form(model, trained.surgeries, plan, quantize)
         for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=differs):
             groups = _groups(data_set)
             options = {"batch_size": size, "layout": plan.layout, "max_batches": max_batches}
-            meter = LossMeter(plan.precision, score_batch, token_bytes, num_groups=len(groups.urls))
+            meter = LossMeter(plan.precision, score_batch, token_bytes, len(groups.urls), dummy_prefix=dummy_prefix)
             losses = meter.measure(model, data_set.batches_by_group(groups, **options))
             sums |= dict(zip(groups.urls, losses, strict=True))
     return sums

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.inference.generate import generate_tokens
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
@@ -32,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         started = time.perf_counter()
-        config = generation_config_of(options, loaded.stop_ids)
-        ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+        config = generation_config_of(options, tokenizer.stop_ids)
+        ids = [loaded.prompt_ids(prompt) for prompt in prompts]
         completions = generate_tokens(Generator.of(model), ids, config, stops.until)
         seconds = time.perf_counter() - started
     for note in model.notes:

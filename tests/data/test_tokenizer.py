@@ -279,3 +279,40 @@ def test_gpt2_agrees_with_transformers():
     counts = ours.token_bytes()
     for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
         assert counts[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("settings", [{}, *({"add_bos_token": b, "add_eos_token": e} for b in (0, 1) for e in (0, 1))])
+@pytest.mark.parametrize("template", [None, ["<begin>", "$A"], ["$A", "</s>"]])
+def test_special_tokens_are_added_as_in_transformers(small, settings, template, tmp_path):
+    """By the post-processor in tokenizer.json, whatever the settings say."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    names = {"bos_token": "<begin>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    chosen = {key: bool(value) for key, value in settings.items()}
+    folder = saved_with(small, tmp_path, tokenizer_config=names | chosen)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    if template is not None:
+        numbers = [(name, backend.token_to_id(name)) for name in ("<begin>", "</s>")]
+        backend.post_processor = TemplateProcessing(single=template, special_tokens=numbers)
+    backend.save(str(folder / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)("some text")["input_ids"]
+    assert load_tokenizer(str(folder)).encode_like_transformers("some text", add_special_tokens=True) == theirs
+
+
+def test_a_folders_token_ids_and_generation_settings_are_saved(small, tmp_path):
+    generation = {"eos_token_id": [0, 7], "pad_token_id": 3, "temperature": 0.6, "top_p": 0.95}
+    model = {"eos_token_id": [7, 9], "pad_token_id": 3, "hidden_size": 12}
+    folder = saved_with(small, tmp_path / "a", generation_config=generation, config=model)
+    loaded = load_tokenizer(str(folder))
+    assert loaded.stop_ids == (0, 7, 9)
+    assert loaded.eos_id == 7
+    loaded.save(tmp_path / "b")
+    again = load_tokenizer(str(tmp_path / "b"))
+    assert (again.stop_ids, again.special_ids) == (loaded.stop_ids, loaded.special_ids)
+    assert again.special_ids == {"bos_token_id": 0, "eos_token_id": [7, 9], "pad_token_id": 3}
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == generation
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*generation_config\.json"):
+        load_tokenizer(str(folder))

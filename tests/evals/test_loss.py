@@ -10,14 +10,16 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
 from jaxlm.core.sharding import Layout
+from jaxlm.core.types import DummyPrefix
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.packing import PackedSequences
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.evals.loss import EvalLoss, LossEval, LossMeter, by_group, macro
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
-from tests.data.helpers import cache_of
+from tests.data.helpers import cache_of, small_tokenizer
 from tests.engine.helpers import F32, MODEL, VOCAB
 
 TOKEN_BYTES = np.arange(VOCAB, dtype=np.int32) % 5
@@ -81,3 +83,34 @@ def test_without_tokens_there_is_no_mean():
     assert macro([some, nothing]) == {"macro_loss": 2.0, "macro_bpb": 2 / math.log(2)}
     assert math.isnan(macro([nothing])["macro_loss"])
     assert by_group({"a": some, "b": some}, {"a": ["b"]}) == {"a": some, "b": EvalLoss(12, 6, 8, 4)}
+
+
+def test_a_dummy_prefix_is_no_byte_of_the_text():
+    """SentencePiece puts a space in front of every text: the bytes of all texts are counted exactly."""
+    import tokenizers
+    from tokenizers import models, normalizers
+
+    words = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a"]
+    numbers = {word: number for number, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(numbers, [("\u2581", "a")], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.add_special_tokens(words[:3])
+    tokenizer = Tokenizer(backend, 1, 2)
+    texts = ["ab a", "b", " ab", "ba  b a"]
+    documents = [[1, *ids, 2] for ids in tokenizer.encode_batch(texts)]
+    data = PackedSequences(cache_of(documents, VOCAB), 64)
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    layout = Layout(mesh, {}, {BATCH: (REPLICA, DATA)})
+    with layout.use():
+        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
+        spec = TokensConfig().batch_spec(64)
+        batches = eval_batches(data, spec, batch_size=1, layout=layout, max_batches=None)
+        table = np.zeros(VOCAB, np.int32)
+        table[: len(words)] = tokenizer.token_bytes()
+        prefix = tokenizer.dummy_prefix()
+        assert prefix is not None
+        prefix = DummyPrefix(prefix.bos_id, np.pad(prefix.tokens, (0, VOCAB - len(words))))
+        meter = LossMeter(F32, score_batch, table, dummy_prefix=prefix)
+        [sums] = meter.measure(model, ((batch, None) for batch in batches))
+    assert sums.text_bytes == sum(len(text.encode()) for text in texts)
+    assert small_tokenizer().dummy_prefix() is None

@@ -3,7 +3,13 @@
 import functools
 from typing import Any
 
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import numpy as np
+from haliax import Axis
+
+from jaxlm.models.base import Inputs
 
 VOCAB, SEQ_LEN = 61, 48
 LLAMA = {
@@ -130,3 +136,16 @@ def reference(name: str) -> Any:
 def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:
     """Random token ids, int [rows, length]."""
     return np.random.default_rng(1).integers(0, VOCAB, size=(rows, length))
+
+
+def inputs_of(ids: np.ndarray) -> Inputs:
+    """Rows of token ids, each one document."""
+    axes = (Axis("batch", ids.shape[0]), Axis("position", ids.shape[1]))
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
+
+
+@jax.jit
+def logits_of(model, inputs):
+    """Logits [batch, position, vocab]."""
+    return model.logits(model.hidden(inputs).final).array

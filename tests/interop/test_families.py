@@ -1,6 +1,8 @@
 """Every family against transformers: logits, gradients, an optimizer step, and import and export round trips."""
 
 import copy
+import dataclasses
+import json
 
 import equinox as eqx
 import haliax as hax
@@ -12,19 +14,20 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
 from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import all_families
 from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
-from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.base import vocab_axis
 from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
-from tests.interop.cases import CASES, FIRST, VOCAB, reference, tokens
+from tests.interop.cases import CASES, FIRST, VOCAB, inputs_of, logits_of, reference, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -75,17 +78,6 @@ def imported(path, where=None):
     return opened, load_model(path, abstract(opened.config), opened.config, where or one_device())
 
 
-def inputs_of(ids):
-    axes = (Axis("batch", ids.shape[0]), Axis("position", ids.shape[1]))
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
-
-
-@jax.jit
-def logits_of(model, inputs):
-    return model.logits(model.hidden(inputs).final).array
-
-
 @pytest.mark.parametrize("name", every)
 def test_logits(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
@@ -93,6 +85,24 @@ def test_logits(name, tmp_path):
     with torch.no_grad():
         expected = reference(name)(torch.tensor(tokens())).logits.numpy()
     np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma3_does_not_cap_attention_scores(tmp_path):
+    """transformers does not either, whatever config.json says."""
+    reference("gemma3").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"attn_logit_softcapping": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens())).logits.numpy()
+    opened, model = imported(tmp_path)
+    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    assert "attn_logit_softcapping: 0.1: transformers does not cap" in "".join(opened.notes)
+    capped = dataclasses.replace(opened.config, attn_soft_cap=0.1)
+    with pytest.raises(
+        ConfigError, match=r"cannot represent this model:\n  model\.attn_soft_cap: 0\.1 would become None"
+    ):
+        save_folder(tmp_path / "x", model, capped, one_device(), dtype=np.float32, files={}, special_ids={})
 
 
 @eqx.filter_jit

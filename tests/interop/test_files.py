@@ -14,7 +14,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.peft.write import Adapter, save_adapters
@@ -23,6 +23,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.lora import LoraConfig, LoraLinear
 from tests.engine.helpers import layout, one_device
+from tests.interop.cases import inputs_of, logits_of
 
 CONFIG = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
 VOCAB = 24
@@ -139,10 +140,16 @@ def test_bfloat16_is_exact_in_both_directions(tmp_path):
     ("change", "message"),
     [
         ({"attention_dropout": 0.5}, "attention_dropout: 0.5 given, which is not supported; 0.0 expected"),
-        ({"some_new_key": 3}, "some_new_key: 3 given; unknown key"),
+        ({"logit_scale": 0.1}, "logit_scale: 0.1 given, which is not supported for this family: it scales"),
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope_scaling: unknown type 'ntk'"),
         ({"hidden_act": "mish"}, "hidden_act: 'mish' given"),
-        ({"hidden_size": None, "quantization_config": {}}, "hidden_size: missing\n  quantization_config: {} given"),
+        (
+            {"hidden_size": None, "quantization_config": {"b": 4}},
+            "hidden_size: missing\n  quantization_config: {'b': 4}",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling\.factor: missing; type 'yarn' requires it"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: missing; type 'linear' requires it"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"rope_scaling\.low_freq_factor: missing"),
         ({"model_type": "bert"}, "unknown model_type 'bert'. Known: .*llama"),
     ],
     ids=str,
@@ -151,8 +158,95 @@ def test_unsupported_config_keys_are_named(change, message, tmp_path):
     folder = saved(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    with pytest.raises(ConfigError, match=message.replace("{}", r"\{\}")):
+    with pytest.raises(ConfigError, match=message):
         open_folder(folder)
+
+
+def changed(folder, **change):
+    """Changes keys of config.json."""
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_yarn_factor_of_null_is_the_ratio_of_the_lengths(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 4, "rope_theta": 100.0}
+    folder = changed(saved(tmp_path / "hf"), rope_scaling=scaling)
+    rope = open_folder(folder).config.rope
+    theirs = transformers.AutoConfig.from_pretrained(folder)
+    expected, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    ours = rope.frequencies(8, CONFIG.seq_len)
+    np.testing.assert_allclose(ours[0], expected.numpy(), rtol=1e-6)
+    assert ours[1] == pytest.approx(amplitude)
+
+
+def test_a_vocabulary_smaller_than_the_files_rows_is_refused(tmp_path):
+    folder = changed(saved(tmp_path / "hf"), vocab_size=20)
+    message = rf"embed_tokens\.weight: {VOCAB} rows in the file, but vocab_size is 20 in config\.json"
+    with pytest.raises(ConfigError, match=message):
+        load_model(folder, abstract(vocab=20), CONFIG, one_device())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_model_with_another_head_is_computed_as_in_transformers(same, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = changed(saved(tmp_path / "hf"), tie_word_embeddings=True)
+    if same:
+        rewritten(folder, lambda arrays: arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]})
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 12))
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(ids)).logits.numpy()
+    opened, notes = open_folder(folder), []
+    assert opened.config.tie_word_embeddings == same
+    shapes = jax.eval_shape(lambda: opened.config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
+    model = load_model(folder, shapes, opened.config, one_device(), log=notes.append)
+    np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
+    assert ["lm_head.weight differs from the token embedding" in note for note in notes] == [True] * (not same)
+    if not same:
+        tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+        shapes = jax.eval_shape(lambda: tied.build(vocab_axis(VOCAB), key=jax.random.key(0)))
+        with pytest.raises(ConfigError, match=r"lm_head\.weight: differs from the token embedding"):
+            load_model(folder, shapes, tied, one_device())
+
+
+def test_a_partial_rotary_factor_is_ignored_as_in_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = changed(saved(tmp_path / "hf"), partial_rotary_factor=0.5)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 12))
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(ids)).logits.numpy()
+    opened = open_folder(folder)
+    model = load_model(folder, abstract(), opened.config, one_device())
+    np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
+    assert "partial_rotary_factor: 0.5: transformers rotates all" in opened.notes[0]
+    partial = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, partial_rotary_factor=0.5))
+    with pytest.raises(ConfigError, match=r"cannot represent this model:\n  model\.rope"):
+        save_folder(tmp_path / "x", built(), partial, one_device(), dtype=np.float32, files={}, special_ids={})
+
+
+@pytest.mark.parametrize(
+    ("keys", "arrays", "expected"),
+    [
+        ({"torch_dtype": "bfloat16"}, {}, "bfloat16"),
+        ({"dtype": "torch.bfloat16", "torch_dtype": "float32"}, {}, "bfloat16"),
+        ({"torch_dtype": "float16"}, {}, "float32"),
+        ({"torch_dtype": None}, {"a.inv_freq": np.ones(4, np.float16)}, "float32"),
+        ({"torch_dtype": "auto"}, {"a.masked": np.ones((99, 99), bool)}, "float32"),
+        ({"torch_dtype": None}, {"a.inv_freq": np.ones((199, 199), jnp.bfloat16)}, "bfloat16"),
+        ({"torch_dtype": None}, {"a.inv_freq": np.ones((199, 199), np.float16)}, "float32"),
+    ],
+    ids=["bf16", "dtype first", "float16", "small first", "mask first", "mostly bf16", "mostly float16"],
+)
+def test_the_dtype_is_that_of_config_json_or_of_most_weights(keys, arrays, expected, tmp_path):
+    folder = changed(saved(tmp_path / "hf"), **keys)
+    rewritten(folder, lambda own: arrays | own)
+    name, note = parameter_dtype(folder)
+    assert name == expected
+    needs_note = keys["torch_dtype"] == "float16" or any(a.dtype == np.float16 and a.size > 99 for a in arrays.values())
+    assert (note is not None) == needs_note
 
 
 def test_a_folder_is_complete_or_does_not_exist(tmp_path):
@@ -192,6 +286,15 @@ def test_torch_files_and_weight_name_rules(tmp_path):
     np.testing.assert_array_equal(loaded.lm_head().array, built(dtype=jnp.bfloat16).lm_head().array)
     with pytest.raises(ConfigError, match=r"the rule 'no such\.\*' matches no tensor"):
         RenamedTensors(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
+    own = {"weight": torch.ones(2)}
+    torch.save(own, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        ConfigError, match=r"before version 1\.6\. .*weights = (torch\.load\(.*\)); (torch\.save\(.*\))"
+    ) as old:
+        open_tensors(tmp_path / "old.bin")
+    program = str(old.value).partition("these lines of Python: ")[2].replace('"old.bin"', f'"{tmp_path}/old.bin"')
+    exec(program, {"torch": torch})  # what the message advises
+    np.testing.assert_array_equal(open_tensors(tmp_path / "old.bin").view("weight"), [1, 1])
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(ConfigError, match="cannot be loaded with weights_only"):
         open_tensors(tmp_path / "module.pt")

@@ -39,7 +39,7 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
     monkeypatch.setattr(PrefixCache, "lookup", lambda *args: held.append(found := lookup(*args)) or found)
     named = open_model(str(folder), {})
     template = ChatTemplate.load(None, named.tokenizer, "x")
-    assert (named.stop_ids, turn_ends(template, named.tokenizer)) == ((0,), (SPECIAL.index("<|end|>"),))
+    assert (named.tokenizer.stop_ids, turn_ends(template, named.tokenizer)) == ((0,), (SPECIAL.index("<|end|>"),))
     with named.plan.layout.use():
         model = named.for_inference()
         talk = Conversation(

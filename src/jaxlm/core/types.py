@@ -9,6 +9,7 @@ from jaxlm.core.imports import haliax as hax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlm.core.axes import BATCH, PAIR
 
@@ -92,6 +93,19 @@ def _is_named(leaf: Any) -> bool:
     return isinstance(leaf, hax.NamedArray)
 
 
+@dataclass(frozen=True)
+class DummyPrefix:
+    """The space that some tokenizers put in front of every text. It is no byte of the text.
+
+    Attributes:
+        bos_id: the token before a text.
+        tokens: bool [vocab], the tokens that begin with a space.
+    """
+
+    bos_id: int
+    tokens: np.ndarray
+
+
 class TokenScores(eqx.Module):
     """How well a model predicts each target of a batch. Every field has the axes {batch, position}.
 
@@ -99,11 +113,13 @@ class TokenScores(eqx.Module):
         nats: float32, negative log-likelihood of the target.
         mask: float32, 1 if the target counts.
         targets: int32, the target's token id.
+        inputs: int32, the id of the token before the target.
     """
 
     nats: hax.NamedArray
     mask: hax.NamedArray
     targets: hax.NamedArray
+    inputs: hax.NamedArray
 
 
 @dataclass(frozen=True)

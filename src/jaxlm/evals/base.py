@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import TokenScores
+from jaxlm.core.types import DummyPrefix, TokenScores
 from jaxlm.models.base import LanguageModel
 
 Score = Callable[[LanguageModel, Any], TokenScores]
@@ -45,6 +45,7 @@ class EvalContext:
         log: prints a line.
         seq_len: the model's maximum sequence length.
         score: scores the targets of a validation batch.
+        dummy_prefix: the space that the tokenizer puts in front of every text; None if it puts none.
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class EvalContext:
     log: Callable[[str], None]
     seq_len: int
     score: Score
+    dummy_prefix: DummyPrefix | None = None
 
 
 @dataclass(frozen=True)

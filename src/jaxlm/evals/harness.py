@@ -225,11 +225,10 @@ class _BackendMethods:
 
     def _generate(self, generator: Generator, contexts: Sequence[str], request: "_GenerationRequest") -> list[str]:
         stops = StopStrings(request.stops, self._tokenizer.decode)
-        stop_ids = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
         max_prompt_tokens = self._model.Pos.size - request.max_new_tokens
         prompts = [self.tok_encode(context)[-max_prompt_tokens:] for context in contexts]
         config = GenerationConfig(
-            request.max_new_tokens, request.temperature, request.top_k, request.top_p, stop_ids=stop_ids
+            request.max_new_tokens, request.temperature, request.top_k, request.top_p, stop_ids=self._tokenizer.stop_ids
         )
         return [stops.before(ids) for ids in generate_tokens(generator, prompts, config, stops.until)]
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.precision import Precision
+from jaxlm.core.types import DummyPrefix
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score
 from jaxlm.models.base import LanguageModel
 
@@ -93,10 +94,19 @@ class LossMeter:
     With groups, each target is added to the sums of its group.
     """
 
-    def __init__(self, precision: Precision, score: Score, token_bytes: np.ndarray, num_groups: int = 1):
-        """Args: score, token_bytes: as in `EvalContext`."""
+    def __init__(
+        self,
+        precision: Precision,
+        score: Score,
+        token_bytes: np.ndarray,
+        num_groups: int = 1,
+        *,
+        dummy_prefix: DummyPrefix | None = None,
+    ):
+        """Args: score, token_bytes, dummy_prefix: as in `EvalContext`."""
         self._score = score
         self._token_bytes = token_bytes
+        self._dummy_prefix = dummy_prefix
         self._num_groups = num_groups
         self._cast = jax.jit(precision.cast_to_compute)
         self._totals = jax.jit(self._batch_totals)
@@ -123,14 +133,18 @@ class LossMeter:
         """The fields of `EvalLoss`, each as float32 [group]."""
         scores = self._score(model, batch)
         nats = scores.nats * scores.mask
-        num_bytes = hax.named(jnp.asarray(self._token_bytes)[scores.targets.array], scores.targets.axes) * scores.mask
+        targets = scores.targets
+        num_bytes = hax.named(jnp.asarray(self._token_bytes)[targets.array], targets.axes) * scores.mask
         is_text = num_bytes > 0
+        if self._dummy_prefix is not None:
+            spaces = hax.named(jnp.asarray(self._dummy_prefix.tokens)[targets.array], targets.axes)
+            num_bytes = num_bytes - (spaces & (scores.inputs == self._dummy_prefix.bos_id)) * scores.mask
 
         def add(x: hax.NamedArray) -> jax.Array:
             x = x.astype(jnp.float32)
             if groups is None:
                 return hax.sum(x).scalar()[None]
-            values = x.rearrange(scores.targets.axes).array
+            values = x.rearrange(targets.axes).array
             # XLA fuses the reduction, so the [batch, position, group] array is never materialized.
             in_group = groups[..., None] == jnp.arange(self._num_groups)
             return jnp.sum(jnp.where(in_group, values[..., None], 0.0), axis=(0, 1))
@@ -143,7 +157,7 @@ class LossEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         self._sets = ctx.validation
-        self._meter = LossMeter(ctx.precision, ctx.score, ctx.token_bytes)
+        self._meter = LossMeter(ctx.precision, ctx.score, ctx.token_bytes, dummy_prefix=ctx.dummy_prefix)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""

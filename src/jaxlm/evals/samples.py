@@ -9,7 +9,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Seed
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import generate
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.unstacked import Generator
 
 
 @EvalConfig.register_subclass("samples")
@@ -49,22 +50,16 @@ class SamplesEval(Eval):
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
-        continuations = generate(
-            self._cast(model),
-            [prompt_ids(tokenizer, prompt) for prompt in config.prompts],
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            seed=config.seed,
-            eos_id=tokenizer.eos_id,
-        )
+        prompts = [prompt_ids(tokenizer, prompt) for prompt in config.prompts]
+        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids)
+        continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
             self._ctx.log(textwrap.indent(prompt + tokenizer.decode(ids), "  | ", lambda _line: True))
         return {}
 
 
-def prompt_ids(tokenizer, prompt: str) -> list[int]:
-    """The prompt's token ids, with the BOS token in front if the tokenizer has one."""
+def prompt_ids(tokenizer, prompt: str, *, bos: bool = True) -> list[int]:
+    """The prompt's token ids. Args: bos: put the BOS token in front, if the tokenizer has one."""
     ids = tokenizer.encode_batch([prompt])[0]
-    return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+    return [tokenizer.bos_id, *ids] if bos and tokenizer.bos_id is not None else ids

@@ -68,4 +68,4 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch) -> TokenSco
     batch = batch.supervised()
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
     losses = token_losses(hidden.final, model.lm_head(), batch.targets, soft_cap=model.logit_soft_cap)
-    return TokenScores(losses, batch.loss_mask, batch.targets)
+    return TokenScores(losses, batch.loss_mask, batch.targets, batch.tokens)

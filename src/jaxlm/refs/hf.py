@@ -50,7 +50,7 @@ class _HfRef(Ref[HfRefConfig]):
         folder = self._with_weights
         log(f"{self.key}: {folder}")
         rules = self.config.weight_names or None
-        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, rules=rules)
+        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, rules=rules, log=log)
 
     def tokenizer(self) -> Tokenizer | None:
         return load_tokenizer(str(self._folder)) if (self._folder / "tokenizer.json").is_file() else None

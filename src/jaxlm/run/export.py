@@ -20,10 +20,9 @@ def export_model(folder: Location, model: LanguageModel, plan: Plan, tokenizer: 
     Args:
         model: a plain model, with all surgeries merged.
     """
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config = plan.config.model
     files = tokenizer.files(max_length=config.seq_len)
-    save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=special)
+    save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=tokenizer.special_ids)
 
 
 @dataclass(frozen=True)

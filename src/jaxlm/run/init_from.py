@@ -82,7 +82,7 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
     log(f"weights: {path}")
     abstract = plan.state_builder.abstract_initial_model
-    return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names)
+    return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names, log=log)
 
 
 def check_init_from(plan: Plan) -> None:

@@ -23,10 +23,9 @@ from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
-from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.evals.samples import prompt_ids
+from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
-from jaxlm.interop.hf.tensor_files import open_tensors
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.plan import Plan, make_plan
@@ -184,17 +183,29 @@ class LoadedModel:
 
     Attributes:
         location: its path or URL.
-        stop_ids: token ids that end generation.
         surgeries: the surgeries that the model has been through, in order.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
+        adds_bos: whether the model was trained with BOS before every text; None if its tokenizer's files tell.
     """
 
     location: Path | str
     tokenizer: Tokenizer
     plan: Plan
-    stop_ids: tuple[int, ...]
     surgeries: tuple[SurgeryConfig, ...]
     load: Callable[[], LanguageModel]
+    adds_bos: bool | None
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The token ids of a text to continue, with the special tokens in front that the model was trained with.
+
+        An empty text is BOS, if the tokenizer has one: a model needs something to continue.
+        """
+        tokenizer = self.tokenizer
+        if self.adds_bos is None:
+            ids = tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
+        else:
+            ids = prompt_ids(tokenizer, prompt, bos=self.adds_bos)
+        return ids or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
 
     def for_inference(self, quantize: str | None = None) -> LanguageModel:
         """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`.
@@ -261,15 +272,13 @@ def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> Loaded
         if Path(name).exists() or not may_be_repository(name):
             raise
         raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
-    eos = trained.tokenizer.eos_id
-    stop_ids = () if eos is None else (eos,)
     return LoadedModel(
         trained.checkpoint.location,
         trained.tokenizer,
         trained.plan,
-        stop_ids,
         trained.surgeries,
         load=lambda: trained.load_model(weights),
+        adds_bos=trained.data.enforce_bos,
     )
 
 
@@ -280,7 +289,9 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
         )
     folder = main_first(lambda: local_folder(name, "--checkpoint", weights=True))
     opened = open_folder(folder)
-    dtype = next(iter(open_tensors(folder).tensors.values())).dtype.name
+    dtype, note = parameter_dtype(folder)
+    if note is not None and "trainer.mp" not in keys:
+        _to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
     defaults = {
         "initialize_from_hf": str(folder),
         "use_hf_model_config": True,
@@ -294,14 +305,10 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
     plan = make_plan(config, "imported", opened.vocab_size)
 
     def load() -> LanguageModel:
-        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout)
+        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, log=_to_stderr)
 
-    return LoadedModel(folder, tokenizer, plan, _stop_ids(folder, tokenizer), (), load)
+    return LoadedModel(folder, tokenizer, plan, (), load, adds_bos=None)
 
 
-def _stop_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The EOS tokens in generation_config.json, which may list several, and the tokenizer's EOS token."""
-    file = folder / "generation_config.json"
-    configured = read_json_object(file).get("eos_token_id") if file.is_file() else None
-    eos_ids = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(i for i in (*eos_ids, tokenizer.eos_id) if isinstance(i, int)))
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)

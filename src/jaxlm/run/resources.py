@@ -98,6 +98,7 @@ class Run:
             log=self.console.log,
             seq_len=plan.config.model.seq_len,
             score=score_batch,
+            dummy_prefix=self.tokenizer.dummy_prefix(),
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import DummyPrefix
 from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
@@ -26,8 +27,12 @@ _COMMON_NAMES = {
 }
 _SETTINGS = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
-# Further files of a Hugging Face tokenizer folder, copied for other programs.
-_EXTRA_FILES = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json")
+_GENERATION, _MODEL = "generation_config.json", "config.json"
+# Further files of a Hugging Face folder that speak of its tokens, copied for other programs.
+_EXTRA_FILES = (
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json", _GENERATION),
+)
+_MODEL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the keys of config.json that speak of tokens
 _LONG_TEXT = 1 << 20  # characters; longer texts are split, to use all cores and bounded memory
 _CHARACTERS_PER_CALL = 1 << 23
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -40,6 +45,9 @@ class Tokenizer:
     Attributes:
         vocab_size: all ids are below this.
         bos_id, eos_id: ids of the tokens that begin and end a document; None if the tokenizer has none.
+        stop_ids: ids that end generated text: EOS, and those that generation_config.json and config.json list.
+        special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for a config.json: as they were in the one beside the
+            tokenizer, else its own. May have lists.
     """
 
     def __init__(
@@ -48,8 +56,14 @@ class Tokenizer:
         bos_id: int | None,
         eos_id: int | None,
         extra_files: Mapping[str, bytes] | None = None,
+        model_ids: Mapping[str, Any] | None = None,
     ):
-        """Args: extra_files: name -> content of files saved with the tokenizer (settings, chat template, ...)."""
+        """Wraps a tokenizer of the library.
+
+        Args:
+            extra_files: name -> content of files saved with the tokenizer (settings, chat template, ...).
+            model_ids: the token ids in config.json of the tokenizer's model.
+        """
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # as plain text
@@ -59,6 +73,11 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._extra_files = dict(extra_files or {})
+        self._model_ids = dict(model_ids or {})
+        generation = json.loads(self._extra_files.get(_GENERATION, b"{}"))
+        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self._model_ids.get("eos_token_id")), eos_id]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(number for number in listed if type(number) is int))
+        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **self._model_ids}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without added special tokens. Uses all cores."""
@@ -83,7 +102,8 @@ class Tokenizer:
         """Ids of a text as transformers encodes it: text that looks like a special token becomes that token.
 
         Args:
-            add_special_tokens: add the special tokens of the post-processor in `tokenizer.json`, if it has one.
+            add_special_tokens: add the special tokens of the post-processor in `tokenizer.json`, if it has one. Like
+                transformers, this ignores `add_bos_token` in `tokenizer_config.json`.
         """
         return self._unmodified_backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -148,16 +168,34 @@ class Tokenizer:
             counts[number] = 0 if token.special else len(token.content.encode())
         return counts
 
+    def dummy_prefix(self) -> DummyPrefix | None:
+        """The space that the tokenizer puts in front of every text; None if it puts none, or has no BOS before a text.
+
+        A text that itself begins with a space may get none, and then looks the same.
+        """
+        first = "".join(self._backend.encode("a", add_special_tokens=False).tokens)[:1]
+        space = first if first in ("\u2581", "\u0120") else None
+        if space is None or self.bos_id is None:
+            return None
+        tokens = np.zeros(self.vocab_size, bool)
+        for token, number in self._backend.get_vocab(with_added_tokens=False).items():
+            tokens[number] = token.startswith(space)
+        return DummyPrefix(self.bos_id, tokens)
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the ids."""
         return hashlib.sha256(f"{self._json()} {self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
-        """Writes `tokenizer.json`, `tokenizer_config.json` and the extra files, in the layout of Hugging Face folders."""
+        """Writes `tokenizer.json`, `tokenizer_config.json` and the extra files, in the layout of Hugging Face folders.
+
+        The token ids of the model's config.json go to a config.json with nothing else.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files().items():
+        model = {_MODEL: json.dumps(self._model_ids).encode()} if self._model_ids else {}
+        for name, content in (self.files() | model).items():
             (folder / name).write_bytes(content)
 
     def files(self, *, max_length: int | None = None) -> dict[str, bytes]:
@@ -232,7 +270,11 @@ def load_tokenizer(path: str) -> Tokenizer:
     except Exception as error:  # the library raises plain exceptions
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
     extra_files = {name: file.with_name(name).read_bytes() for name in _EXTRA_FILES if file.with_name(name).is_file()}
-    return Tokenizer(backend, _special_id(backend, file, "bos"), _special_id(backend, file, "eos"), extra_files)
+    _read_json(file.with_name(_GENERATION))  # raises if it is damaged
+    model = _read_json(file.with_name(_MODEL))
+    model_ids = {key: model[key] for key in _MODEL_KEYS if key in model}
+    bos, eos = (_special_id(backend, file, side) for side in ("bos", "eos"))
+    return Tokenizer(backend, bos, eos, extra_files, model_ids)
 
 
 def boundary_ids(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -272,6 +314,10 @@ def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int |
             return number
     numbers = (backend.token_to_id(name) for name in _COMMON_NAMES[side])
     return next((number for number in numbers if number is not None), None)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

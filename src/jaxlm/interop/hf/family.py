@@ -14,6 +14,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field, check_fields
 from jaxlm.interop.hf import families
+from jaxlm.interop.hf.unread_keys import sort_unread
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
 
@@ -59,11 +60,13 @@ class KeyGroup:
         theirs: all keys of config.json that `to_ours` may read.
         to_ours: config.json -> fields of the model config.
         to_theirs: model config -> keys of config.json.
+        notes: config.json -> what `to_ours` ignores, and why.
     """
 
     theirs: tuple[str, ...]
     to_ours: Callable[[Mapping[str, Any]], Json]
     to_theirs: Callable[[Any], Json]
+    notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda _: ()
 
 
 @dataclass(frozen=True)
@@ -118,29 +121,35 @@ def family_of_json(content: Mapping[str, Any], where: str) -> Family:
     raise ConfigError(f"{where}: unknown model_type '{given}'. Known: {known}")
 
 
-# Keys that do not affect what a causal language model computes.
-IRRELEVANT = {
-    *("architectures", "model_type", "vocab_size", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "unk_token_id"),
-    *("auto_map", "pretraining_tp", "task_specific_params", "id2label", "label2id", "num_labels", "problem_type"),
-    *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
-    *("chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "torchscript"),
-    *("finetuning_task", "prefix", "tokenizer_class", "use_bfloat16", "tf_legacy_loss", "pruned_heads", "_commit_hash"),
-    *("do_sample", "early_stopping", "max_length", "min_length", "num_beams", "num_beam_groups", "temperature"),
-    *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "suppress_tokens"),
-    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id"),
-    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "begin_suppress_tokens"),
-    *("diversity_penalty", "decoder_start_token_id", "_attn_implementation", "attn_implementation"),
-    *("_attn_implementation_autoset", "cross_attention_hidden_size", "add_cross_attention", "unsloth_version"),
-}
-
-
-def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> ModelConfig:
+def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> tuple[ModelConfig, tuple[str, ...]]:
     """Converts a config.json to a model config.
 
+    Returns:
+        The config, and notes about what is ignored.
+
     Raises:
-        ConfigError: lists all keys that are missing, unknown, or have an unsupported value.
+        ConfigError: lists all keys that are missing, have an unsupported value, or are unknown and change the numbers.
     """
+    fields, problems = _fields_of(family, content)
+    names = [key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys]
+    changing, harmless = sort_unread(content, set(content).difference(*names))
+    problems += changing
+    if problems:
+        raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
+    try:
+        config = family.config(**fields)
+        check_fields(config, "model")
+        config.check()
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
+    notes = [note for key in family.keys if isinstance(key, KeyGroup) for note in key.notes(content)]
+    if harmless:
+        notes.append(f"keys that do not change what the model computes: {', '.join(harmless)}")
+    return config, tuple(f"{where}: ignored: {note}" for note in notes)
+
+
+def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str]]:
+    """The fields of the model config, and what is wrong with the keys that the family reads."""
     problems: list[str] = []
     fields: Json = {}
     missing = False  # or wrong, so that keys which are computed from several cannot be
@@ -163,17 +172,7 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
             names = key.theirs if isinstance(key, KeyGroup) else (key.theirs,)
             values = ", ".join(f"{name}: {content[name]!r}" for name in names if name in content)
             problems.append(f"{values} given, which this family does not support")
-    known = IRRELEVANT.union(*(key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys))
-    problems += [f"{name}: {content[name]} given; unknown key" for name in sorted(set(content) - known)]
-    if problems:
-        raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
-    try:
-        config = family.config(**fields)
-        check_fields(config, "model")
-        config.check()
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
-    return config
+    return fields, problems
 
 
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
@@ -196,7 +195,8 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
             written |= key.to_theirs(config)
         else:
             written[key.theirs] = key.to_theirs(getattr(config, key.ours))
-    restored = config_from_json(family, {**written, "model_type": family.model_types[0]}, "the exported config.json")
+    described = {**written, "model_type": family.model_types[0]}
+    restored, _ = config_from_json(family, described, "the exported config.json")
     lost = [
         f"{f.name}: {getattr(config, f.name)} would become {getattr(restored, f.name)}"
         for f in dataclasses.fields(config)

@@ -1,5 +1,6 @@
 """Reads and writes model folders in Hugging Face format."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
-from jaxlm.interop.hf.load import load_weights
+from jaxlm.interop.hf.load import differing_head, load_weights
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
-from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
 from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
@@ -27,6 +28,8 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 """Dtypes of exported weights."""
+_PARAMETER_DTYPES = ("float32", "bfloat16")
+_GENERATION = "generation_config.json"
 LARGEST_FILE = 5_000_000_000
 """Maximum size of a weights file in bytes."""
 
@@ -45,32 +48,45 @@ class HfFolder:
     Attributes:
         family: model family of the folder.
         vocab_size: number of rows of the embedding; may be larger than the number of tokens.
+        notes: what is ignored or read in another way than config.json says.
     """
 
     family: Family
     config: ModelConfig
     vocab_size: int
+    notes: tuple[str, ...] = ()
 
 
 def load_model(
-    path: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout, *, rules: Mapping[str, str] | None = None
+    path: Path,
+    abstract: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    rules: Mapping[str, str] | None = None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> LanguageModel:
     """Loads the weights of a folder or file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
 
     Args:
         abstract: a model of `config` under `jax.eval_shape`.
         rules: for files of other programs, `RenamedTensors` rules from their tensor names to the Hugging Face names.
+        log: gets the folder's notes.
 
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
+    vocab_size = None
     if not rules:
-        own = open_folder(path).family
-        if not isinstance(config, own.config):
+        opened = open_folder(path)
+        if not isinstance(config, opened.family.config):
             raise ConfigError(
-                f"model.type: {type(config).__name__} given, but {path} contains a {own.model_types[0]} model."
+                f"model.type: {type(config).__name__} given, but {path} contains a {opened.family.model_types[0]} model."
                 " Set use_hf_model_config: true, or set model.type"
             )
+        vocab_size = opened.vocab_size
+        for note in opened.notes:
+            log(f"note: {note}")
     family, source = family_of_config(config), open_tensors(path)
     return load_weights(
         abstract,
@@ -80,6 +96,7 @@ def load_model(
         where=str(path),
         prefix=family.prefix,
         unused=family.unused,
+        vocab_size=vocab_size,
     )
 
 
@@ -97,7 +114,40 @@ def open_folder(path: Path) -> HfFolder:
     vocab_size = content.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
         raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
-    return HfFolder(family, config_from_json(family, content, str(file)), vocab_size)
+    config, notes = config_from_json(family, content, str(file))
+    config, more = _untied_if_different(path, family, config)
+    return HfFolder(family, config, vocab_size, (*notes, *more))
+
+
+def _untied_if_different(path: Path, family: Family, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The config without tied embeddings, and a note, if the weights have another head. transformers does the same."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return config, ()
+    try:
+        source = open_tensors(path)
+    except ConfigError:  # not downloaded yet; whoever loads the weights reports what is wrong with them
+        return config, ()
+    head = differing_head(family.tensors(config), source, family.prefix)
+    if head is None:
+        return config, ()
+    note = f"{path}: tie_word_embeddings is true, but {head} differs from the token embedding, so they are not tied"
+    return dataclasses.replace(config, tie_word_embeddings=False), (note,)
+
+
+def parameter_dtype(path: Path) -> tuple[str, str | None]:
+    """The dtype for the parameters of a folder's model, and a note if it is not the one the folder asks for.
+
+    The folder asks with `dtype` or `torch_dtype` in config.json, or with the dtype of most of its weights.
+    """
+    content = read_json_object(path / "config.json")
+    given = str(content.get("dtype") or content.get("torch_dtype")).removeprefix("torch.")
+    name = given if given in DTYPES else most_common_dtype(open_tensors(path)).name
+    if name in _PARAMETER_DTYPES:
+        return name, None
+    return (
+        "float32",
+        f"{path}: the weights are {name}, in which parameters cannot be stored, so they are read as float32",
+    )
 
 
 def save_folder(
@@ -108,7 +158,7 @@ def save_folder(
     *,
     dtype: Any,
     files: Mapping[str, bytes],
-    special_ids: Mapping[str, int | None],
+    special_ids: Mapping[str, int | list[int] | None],
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Exports a model in the format of transformers. Every process must call this; process 0 writes.
@@ -118,8 +168,9 @@ def save_folder(
     Args:
         model: a model of `config`, without adapters.
         dtype: dtype of the weights in the files.
-        files: additional files to write, such as the tokenizer's.
-        special_ids: `bos_token_id` and `eos_token_id`.
+        files: additional files to write, such as the tokenizer's. Without a generation_config.json among them, one with
+            the special ids is written.
+        special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`. Ids that the model does not have become null.
         largest_file: maximum size of a weights file in bytes.
 
     Raises:
@@ -129,6 +180,7 @@ def save_folder(
     family = family_of_config(config)
     # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
     described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
@@ -141,7 +193,8 @@ def save_folder(
         for name, content in files.items():
             (unfinished / name).write_bytes(content)
         _write_json(unfinished / "config.json", described)
-        _write_json(unfinished / "generation_config.json", {"_from_model_config": True, **special_ids})
+        if _GENERATION not in files:
+            _write_json(unfinished / _GENERATION, {"_from_model_config": True, **special_ids})
         writer.write(unfinished, largest_file)
 
 
@@ -192,6 +245,12 @@ def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...])
     for number, axis in sorted(zip(numbers, axes, strict=True), key=lambda pair: -pair[1]):
         array = jax.lax.dynamic_index_in_dim(array, number, axis, keepdims=False)
     return array
+
+
+def _known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] | None:
+    if isinstance(ids, list):
+        return [number for number in ids if number < vocab_size] or None
+    return None if ids is None or ids >= vocab_size else ids
 
 
 def _write_json(path: Path, content: Json) -> None:

@@ -20,6 +20,8 @@ from jaxlm.interop.hf.weights import Sizes, Tensor, axis_sizes, expanded
 from jaxlm.models.base import LanguageModel
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # files of models with tied embeddings may contain the head as well
+_EMBEDDING = "tokens.weight"  # path of our parameter
+_ROWS_AT_ONCE = 4096
 _MAX_LISTED = 40
 View = Callable[[tuple[int, ...]], np.ndarray]
 """Indices of the stacked axes -> the parameter's part of that tensor."""
@@ -34,6 +36,7 @@ def load_weights(
     where: str,
     prefix: str = "",
     unused: Sequence[str] = (),
+    vocab_size: int | None = None,
 ) -> LanguageModel:
     """Loads a model with the shapes and dtypes of `abstract`, sharded by the layout's parameter mapping.
 
@@ -43,14 +46,18 @@ def load_weights(
         where: name of the source in messages.
         prefix: prefix of names in the table, which the source may omit from all of its names.
         unused: regular expressions for tensors that are not parameters.
+        vocab_size: number of rows of the embedding according to the source's configuration; None if it has none.
 
     Raises:
         ConfigError: lists all tensors that are missing, unexpected, or have another shape.
     """
     leaves = tree.leaves(abstract)
     sizes = axis_sizes(leaves)
-    omitted = "" if any(name.startswith(prefix) for name in source.tensors) else prefix
-    _check(tensors, omitted, source, sizes, where, unused)
+    omitted = _omitted(prefix, source)
+    problems = _misfits(tensors, omitted, source, sizes, unused)
+    if vocab_size is not None:
+        problems += _cut_rows(tensors, omitted, source, vocab_size)
+    _raise_if_any([*problems, *_lost_head(tensors, source, prefix)], where)
     places = {part.path: (tensor, number) for tensor in tensors for number, part in enumerate(tensor.parts)}
     unfilled = [path for path, _ in leaves if path not in places]
     assert not unfilled, f"the table of weights has no row for {unfilled}"
@@ -67,9 +74,49 @@ def load_weights(
     return tree.map_leaves(load, abstract)
 
 
-def _check(
-    tensors: Sequence[Tensor], omitted: str, source: TensorSource, sizes: Sizes, where: str, unused: Sequence[str]
-) -> None:
+def _omitted(prefix: str, source: TensorSource) -> str:
+    """The part of the table's names that the source omits: the prefix, or nothing."""
+    return "" if any(name.startswith(prefix) for name in source.tensors) else prefix
+
+
+def differing_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> str | None:
+    """The name of a head that the source has beside the token embedding, if their values differ."""
+    embedding = _embedding(tensors).removeprefix(_omitted(prefix, source))
+    head = next((name for name in _HEADS if name in source.tensors), None)
+    if head is None or embedding not in source.tensors:
+        return None
+    if source.tensors[head].shape != source.tensors[embedding].shape:
+        return head
+    first, second = source.view(embedding), source.view(head)
+    starts = range(0, len(first), _ROWS_AT_ONCE)
+    blocks = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
+    return None if all(np.array_equal(first[block], second[block]) for block in blocks) else head
+
+
+def _lost_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> list[str]:
+    if any(tensor.name in _HEADS for tensor in tensors):
+        return []
+    head = differing_head(tensors, source, prefix)
+    fix = "Set model.tie_word_embeddings: false; GPT-2's is always tied, and cannot be imported with another head"
+    return [] if head is None else [f"{head}: differs from the token embedding, but the model ties the two. {fix}"]
+
+
+def _embedding(tensors: Sequence[Tensor]) -> str:
+    return next(tensor.name for tensor in tensors if tensor.parts[0].path == _EMBEDDING)
+
+
+def _cut_rows(tensors: Sequence[Tensor], omitted: str, source: TensorSource, vocab_size: int) -> list[str]:
+    name = _embedding(tensors).removeprefix(omitted)
+    rows = source.tensors[name].shape[0] if name in source.tensors and source.tensors[name].shape else 0
+    if rows <= vocab_size:
+        return []
+    return [f"{name}: {rows} rows in the file, but vocab_size is {vocab_size} in config.json, which would cut rows"]
+
+
+def _misfits(
+    tensors: Sequence[Tensor], omitted: str, source: TensorSource, sizes: Sizes, unused: Sequence[str]
+) -> list[str]:
+    """The tensors that are missing, unexpected, or have another shape."""
     available = source.tensors
     problems, expected = [], set()
     for name, tensor, _ in expanded(tensors, sizes):
@@ -82,6 +129,10 @@ def _check(
     for name, info in available.items():
         if name not in expected and name not in _HEADS and not any(re.search(pattern, name) for pattern in unused):
             problems.append(f"{name}: {list(info.shape)} in the file, but not used by the model")
+    return problems
+
+
+def _raise_if_any(problems: Sequence[str], where: str) -> None:
     if problems:
         more = f"\n  ... and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise ConfigError(

@@ -18,6 +18,12 @@ _TYPES: dict[str, type[RotaryConfig]] = {
     "longrope": LongRotary,
 }
 _NAMES = {kind: name for name, kind in _TYPES.items()}
+_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, str] | None = None) -> JsonKey:
@@ -102,22 +108,42 @@ def head_dim(default: int | None = None) -> KeyGroup:
 
 
 def rope(
-    theta: float = 10000.0, *, partial: float = 1.0, theta_key: str = "rope_theta", partial_key="partial_rotary_factor"
-):
+    theta: float = 10000.0,
+    *,
+    partial: float = 1.0,
+    theta_key: str = "rope_theta",
+    partial_key: str = "partial_rotary_factor",
+    rotates_part: bool = False,
+) -> KeyGroup:
     """Rotary position embedding. Reads `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older files).
     Writes the older form.
 
     Args:
         theta, partial: defaults for keys that are missing.
         theta_key, partial_key: the family's names of these keys.
+        rotates_part: whether transformers follows the partial factor without scaling. For other families it ignores it.
     """
     keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
 
-    def to_ours(theirs: Mapping[str, Any]) -> Json:
+    def parameters(theirs: Mapping[str, Any]) -> Json:
         given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
         given.setdefault("rope_theta", theirs.get(theta_key, theta))
         given.setdefault("partial_rotary_factor", theirs.get(partial_key, partial))
-        return {"rope": rope_from_json(given, theirs)}
+        return given
+
+    def ignored(given: Mapping[str, Any]) -> bool:
+        return not rotates_part and _rope_type(given) == "default" and given["partial_rotary_factor"] != 1.0
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = parameters(theirs)
+        return {"rope": rope_from_json(given | {"partial_rotary_factor": 1.0} if ignored(given) else given, theirs)}
+
+    def notes(theirs: Mapping[str, Any]) -> list[str]:
+        given = parameters(theirs)
+        text = (
+            f"{partial_key}: {given['partial_rotary_factor']}: transformers rotates all features of this family's heads"
+        )
+        return [text] if ignored(given) else []
 
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
@@ -125,19 +151,27 @@ def rope(
         factor = config.rope.partial_rotary_factor
         return plain if factor == partial and partial_key == "partial_rotary_factor" else {**plain, partial_key: factor}
 
-    return KeyGroup(keys, to_ours, to_theirs)
+    return KeyGroup(keys, to_ours, to_theirs, notes)
+
+
+def _rope_type(given: Mapping[str, Any]) -> str:
+    return given.get("rope_type") or given.get("type") or "default"
 
 
 def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
     """Converts `rope_parameters` to a rotary embedding config."""
-    rest = dict(given)
-    name = rest.pop("rope_type", None) or rest.pop("type", None) or "default"
-    rest.pop("type", None)
+    name = _rope_type(given)
+    rest = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
     if name not in _TYPES:
         raise ConfigError(f"rope_scaling: unknown type '{name}'. Known: {', '.join(_TYPES)}")
     fields: Json = {"theta": rest.pop("rope_theta"), "partial_rotary_factor": rest.pop("partial_rotary_factor")}
     original = rest.pop("original_max_position_embeddings", None)
     original = config.get("original_max_position_embeddings") if original is None else original
+    if name == "yarn" and "factor" in rest and rest["factor"] is None and original is not None:
+        rest["factor"] = config["max_position_embeddings"] / original
+    for key in _REQUIRED.get(name, ()):
+        if rest.get(key) is None:
+            raise ConfigError(f"rope_scaling.{key}: missing; type '{name}' requires it")
     if name == "longrope":
         factor = rest.pop("factor", None)
         max_length = config["max_position_embeddings"]

@@ -1,9 +1,12 @@
 """Sources of tensors: folders in Hugging Face format, safetensors files and torch files, all memory-mapped."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
@@ -64,6 +67,15 @@ def open_tensors(path: Path) -> TensorSource:
             " pytorch_model.bin and its index"
         )
     return _joined({file: _open_file(file) for file in files})
+
+
+def most_common_dtype(source: TensorSource) -> np.dtype:
+    """The floating-point dtype with the most elements; float32 if there is none."""
+    sizes: Counter[np.dtype] = Counter()
+    for info in source.tensors.values():
+        if jnp.issubdtype(info.dtype, jnp.floating):
+            sizes[info.dtype] += math.prod(info.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=np.dtype(np.float32))
 
 
 def _open_file(path: Path) -> TensorSource:

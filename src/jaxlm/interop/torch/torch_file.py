@@ -1,5 +1,6 @@
 """Torch checkpoint files as a tensor source, memory-mapped."""
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ class TorchFile:
             ) from error
         import pickle
 
+        if not zipfile.is_zipfile(path):
+            raise ConfigError(
+                f"{path}: not a zip file. It is damaged, or in the format of torch before version 1.6. Convert that with"
+                f' these lines of Python: weights = torch.load("{path.name}", weights_only=True); torch.save(weights,'
+                f' "{path.name}")'
+            )
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -10,12 +10,12 @@ from jaxlm.interop.hf.weights import Tensor
 
 
 def gemma_keys(
-    *, length: int, pattern: int, attn_cap: float | None, final_cap: float | None, one_way: bool | None
+    *, length: int, pattern: int, final_cap: float | None, one_way: bool | None
 ) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
-    """All keys except those of the rotary embedding.
+    """All keys except those of the rotary embedding and the soft cap of the attention scores.
 
     Args:
-        length, pattern, attn_cap, final_cap: defaults for keys that are missing.
+        length, pattern, final_cap: defaults for keys that are missing.
         one_way: value of `use_bidirectional_attention` that means causal attention.
     """
     return (
@@ -25,7 +25,6 @@ def gemma_keys(
         activation("hidden_activation", "gelu_pytorch_tanh", written={"gelu_new": "gelu_pytorch_tanh"}),
         window_pattern(pattern, window=4096),
         JsonKey("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
-        JsonKey("attn_logit_softcapping", "attn_soft_cap", attn_cap),
         JsonKey("final_logit_softcapping", "final_soft_cap", final_cap),
         FixedKey("use_bidirectional_attention", one_way, others=(None, False)),
         FixedKey("attention_bias", False),

@@ -26,6 +26,12 @@ def _ropes_to_theirs(config: Gemma3Config) -> Json:
     return {"rope_parameters": ropes}
 
 
+def _cap_notes(theirs: Mapping[str, Any]) -> list[str]:
+    cap = theirs.get(_CAP)
+    return [] if cap is None else [f"{_CAP}: {cap}: transformers does not cap the attention scores of Gemma 3"]
+
+
+_CAP = "attn_logit_softcapping"
 _ROPES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 FAMILY = Family(
@@ -33,7 +39,8 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     config=Gemma3Config,
     keys=(
-        *gemma_keys(length=131072, pattern=6, attn_cap=None, final_cap=None, one_way=False),
+        *gemma_keys(length=131072, pattern=6, final_cap=None, one_way=False),
+        KeyGroup((_CAP,), lambda _: {}, lambda _: {_CAP: None}, _cap_notes),
         KeyGroup(_ROPES, _ropes_to_ours, _ropes_to_theirs),
     ),
     tensors=lambda config: (*gemma_tensors(config), *qk_norms()),

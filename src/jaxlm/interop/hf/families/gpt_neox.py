@@ -1,8 +1,10 @@
 """GPT-NeoX and Pythia: config.json keys and weight names. Queries, keys and values are interleaved per head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, rope, size_keys
 from jaxlm.interop.hf.shared_weights import BLOCK
 from jaxlm.interop.hf.weights import Tensor, fused, single
@@ -38,13 +40,26 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
         yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
 
 
+def _check_other_names(theirs: Mapping[str, Any]) -> Json:
+    """Some versions of transformers wrote the rotary keys twice. The family's own names count."""
+    for own, other, default in (
+        ("rotary_emb_base", "rope_theta", 10000.0),
+        ("rotary_pct", "partial_rotary_factor", 0.25),
+    ):
+        counts = theirs.get(own, default)
+        if theirs.get(other, counts) != counts:
+            raise ConfigError(f"{other}: {theirs[other]} given, but {own} is {counts}. Remove one of them")
+    return {}
+
+
 FAMILY = Family(
     model_types=("gpt_neox",),
     architecture="GPTNeoXForCausalLM",
     config=GptNeoxConfig,
     keys=(
         *size_keys(length=2048, eps="layer_norm_eps", eps_default=1e-5),
-        rope(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"),
+        rope(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct", rotates_part=True),
+        KeyGroup(("rope_theta", "partial_rotary_factor"), _check_other_names, lambda _: {}),
         activation("hidden_act", "gelu"),
         JsonKey("use_parallel_residual", "use_parallel_residual", True),
         FixedKey("attention_bias", True),

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import IRRELEVANT, Family, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
+from jaxlm.interop.hf.unread_keys import sort_unread
 from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.mpt import MptConfig
 
@@ -23,7 +24,6 @@ _SUPPORTED = {
     "alibi": (True,),
     "alibi_bias_max": (8,),
 }
-_IRRELEVANT = {"attn_impl", "base_config_key", *IRRELEVANT}
 
 
 def _tensors(config: MptConfig) -> Iterator[Tensor]:
@@ -45,9 +45,9 @@ def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
     for key, allowed in _SUPPORTED.items():
         if given.get(key, allowed[0]) not in allowed:
             raise ConfigError(f"attn_config.{key}: {given[key]} given, which is not supported; {allowed[0]} expected")
-    unknown = sorted(set(given) - set(_SUPPORTED) - _IRRELEVANT)
-    if unknown:
-        raise ConfigError(f"attn_config: unknown keys {', '.join(unknown)}")
+    changing, _ = sort_unread(given, set(given) - set(_SUPPORTED))
+    if changing:
+        raise ConfigError(f"attn_config.{changing[0]}")
     return {"alibi_bias_max": 8.0}
 
 

@@ -1,0 +1,667 @@
+"""config.json files of published models: family by family, every key that their authors wrote."""
+
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, length: int, vocab: int, **more: Any) -> Json:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": length,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def _llama3_rope(factor: float) -> Json:
+    return {
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+def _qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool, **more: Any) -> Json:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 32768,
+        "max_window_layers": layers,
+        "model_type": "qwen2",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        **more,
+    }
+
+
+def _qwen3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool, **more: Any) -> Json:
+    return {
+        **_qwen2(hidden, mlp, layers, heads, kv_heads, tied=tied),
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "transformers_version": "4.51.0",
+        **more,
+    }
+
+
+def _mistral(**more: Any) -> Json:
+    return {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+        **more,
+    }
+
+
+def _mixtral(**more: Any) -> Json:
+    return {
+        **_mistral(sliding_window=None, rope_theta=1000000.0, transformers_version="4.36.0.dev0"),
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+        **more,
+    }
+
+
+def _phi3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Json:
+    return {
+        "_name_or_path": "Phi-3-mini-4k-instruct",
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
+        "bos_token_id": 1,
+        "embd_pdrop": 0.0,
+        "eos_token_id": 32000,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 4096,
+        "model_type": "phi3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.2",
+        "use_cache": True,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def _gemma2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, scalar: int, **more: Any) -> Json:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": scalar,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "torch_dtype": "float32",
+        "transformers_version": "4.42.4",
+        "use_cache": True,
+        "vocab_size": 256000,
+        **more,
+    }
+
+
+def _gemma3(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "use_cache": True,
+        "vocab_size": 262144,
+        **more,
+    }
+
+
+def _olmo2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Json:
+    return {
+        "architectures": ["Olmo2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": 100257,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 4096,
+        "model_type": "olmo2",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.47.0",
+        "use_cache": True,
+        "vocab_size": 100352,
+        **more,
+    }
+
+
+def _gpt2(width: int, layers: int, heads: int, **more: Any) -> Json:
+    return {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": width,
+        "n_head": heads,
+        "n_layer": layers,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+        **more,
+    }
+
+
+def _neox(hidden: int, mlp: int, layers: int, heads: int, vocab: int, **more: Any) -> Json:
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "gelu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "model_type": "gpt_neox",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.24.0",
+        "use_cache": True,
+        "use_parallel_residual": True,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def _mpt(attention: Json, **more: Any) -> Json:
+    return {
+        "architectures": ["MPTForCausalLM"],
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "attn_impl": "torch",
+            "attn_pdrop": 0,
+            "attn_type": "multihead_attention",
+            "attn_uses_sequence_id": False,
+            "clip_qkv": None,
+            "prefix_lm": False,
+            "qk_ln": False,
+            "softmax_scale": None,
+            **attention,
+        },
+        "auto_map": {
+            "AutoConfig": "configuration_mpt.MPTConfig",
+            "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM",
+        },
+        "d_model": 4096,
+        "emb_pdrop": 0,
+        "embedding_fraction": 1.0,
+        "expansion_ratio": 4,
+        "init_config": {
+            "emb_init_std": None,
+            "emb_init_uniform_lim": None,
+            "fan_mode": "fan_in",
+            "init_div_is_residual": True,
+            "init_gain": 0,
+            "init_nonlinearity": "relu",
+            "init_std": 0.02,
+            "name": "kaiming_normal_",
+            "verbose": 0,
+        },
+        "init_device": "cpu",
+        "learned_pos_emb": True,
+        "logit_scale": None,
+        "max_seq_len": 2048,
+        "model_type": "mpt",
+        "n_heads": 32,
+        "n_layers": 32,
+        "no_bias": True,
+        "norm_type": "low_precision_layernorm",
+        "resid_pdrop": 0,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.28.1",
+        "use_cache": False,
+        "verbose": 0,
+        "vocab_size": 50432,
+        **more,
+    }
+
+
+_LONG_FACTORS = [1.0 + 0.5 * i for i in range(48)]  # as many as published, one per pair of features; other values
+_PHI4_MINI = {
+    "_name_or_path": "Phi-4-mini-instruct",
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "pad_token_id": 199999,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": _LONG_FACTORS, "short_factor": [1.0] * 48, "type": "longrope"},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+_LLAMA31 = {"mlp_bias": False, "bos_token_id": 128000, "rope_theta": 500000.0}
+_SMOLLM2 = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_llama_config": True,
+    "pad_token_id": 2,
+    "rope_interleaved": False,
+    "tie_word_embeddings": True,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+}
+_R1 = {"eos_token_id": 151643, "max_position_embeddings": 131072, "use_mrope": False}
+
+# name -> (config.json, number of parameters, keys that a note names)
+OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
+    "Llama-2-7b": (_llama(4096, 11008, 32, 32, 32, 4096, 32000, torch_dtype="float16"), 6_738_415_616, ()),
+    "Llama-2-70b": (_llama(8192, 28672, 80, 64, 8, 4096, 32000), 68_976_648_192, ()),
+    "Llama-3-8B": (
+        _llama(4096, 14336, 32, 32, 8, 8192, 128256, bos_token_id=128000, eos_token_id=128001, rope_theta=500000.0),
+        8_030_261_248,
+        (),
+    ),
+    "Llama-3.1-8B-Instruct": (
+        _llama(
+            *(4096, 14336, 32, 32, 8, 131072, 128256),
+            **_LLAMA31,
+            eos_token_id=[128001, 128008, 128009],
+            rope_scaling=_llama3_rope(8.0),
+        ),
+        8_030_261_248,
+        (),
+    ),
+    "Llama-3.2-1B": (
+        _llama(
+            *(2048, 8192, 16, 32, 8, 131072, 128256),
+            **_LLAMA31,
+            head_dim=64,
+            rope_scaling=_llama3_rope(32.0),
+            tie_word_embeddings=True,
+        ),
+        1_235_814_400,
+        (),
+    ),
+    "Llama-3.2-3B-unsloth": (
+        _llama(
+            *(3072, 8192, 28, 24, 8, 131072, 128256),
+            **_LLAMA31,
+            head_dim=128,
+            rope_scaling=_llama3_rope(32.0),
+            tie_word_embeddings=True,
+            unsloth_fixed=True,
+            unsloth_version="2025.1.5",
+        ),
+        3_212_749_824,
+        ("unsloth_fixed",),
+    ),
+    "TinyLlama-1.1B": (_llama(2048, 5632, 22, 32, 4, 2048, 32000), 1_100_048_384, ()),
+    "SmolLM2-135M": (
+        _llama(576, 1536, 30, 9, 3, 8192, 49152, rope_theta=100000, **_SMOLLM2),
+        134_515_008,
+        ("is_llama_config", "rope_interleaved"),
+    ),
+    "SmolLM2-1.7B": (
+        _llama(2048, 8192, 24, 32, 32, 8192, 49152, rope_theta=130000, **_SMOLLM2),
+        1_711_376_384,
+        ("is_llama_config",),
+    ),
+    "deepseek-coder-1.3b": (
+        _llama(
+            *(2048, 5504, 24, 16, 16, 16384, 32256),
+            rope_theta=100000,
+            rope_scaling={"factor": 4.0, "type": "linear"},
+        ),
+        1_346_471_936,
+        (),
+    ),
+    "Yi-6B": (
+        _llama(4096, 11008, 32, 32, 4, 4096, 64000, pad_token_id=0, rope_theta=5000000.0),
+        6_061_035_520,
+        (),
+    ),
+    "R1-Distill-Llama-8B": (
+        _llama(
+            *(4096, 14336, 32, 32, 8, 131072, 128256),
+            **_LLAMA31,
+            eos_token_id=128001,
+            rope_scaling=_llama3_rope(8.0),
+        ),
+        8_030_261_248,
+        (),
+    ),
+    "Mistral-7B-v0.1": (_mistral(), 7_241_732_096, ()),
+    "Mistral-7B-v0.3": (
+        _mistral(rope_theta=1000000.0, sliding_window=None, vocab_size=32768, attention_dropout=0.0),
+        7_248_023_552,
+        (),
+    ),
+    "Mistral-Nemo-2407": (
+        _mistral(
+            attention_dropout=0.0,
+            head_dim=128,
+            hidden_size=5120,
+            max_position_embeddings=131072,
+            num_hidden_layers=40,
+            rope_theta=1000000.0,
+            sliding_window=None,
+            vocab_size=131072,
+        ),
+        12_247_782_400,
+        (),
+    ),
+    "zephyr-7b": (_mistral(_name_or_path="dpo", pad_token_id=2, use_cache=True), 7_241_732_096, ()),
+    "Mixtral-8x7B": (_mixtral(), 46_702_792_704, ()),
+    "Mixtral-8x22B": (
+        _mixtral(
+            hidden_size=6144,
+            intermediate_size=16384,
+            max_position_embeddings=65536,
+            num_attention_heads=48,
+            num_hidden_layers=56,
+            router_jitter_noise=0.0,
+            vocab_size=32000,
+        ),
+        140_620_634_112,
+        (),
+    ),
+    "Qwen2-0.5B": (_qwen2(896, 4864, 24, 14, 2, tied=True, max_position_embeddings=131072), 494_032_768, ()),
+    "Qwen2.5-0.5B": (_qwen2(896, 4864, 24, 14, 2, tied=True, use_mrope=False), 494_032_768, ("use_mrope",)),
+    "Qwen2.5-1.5B-Instruct": (_qwen2(1536, 8960, 28, 12, 2, tied=True), 1_543_714_304, ()),
+    "Qwen2.5-7B": (
+        _qwen2(3584, 18944, 28, 28, 4, tied=False, use_mrope=False, vocab_size=152064),
+        7_615_616_512,
+        ("use_mrope",),
+    ),
+    "Qwen2.5-7B-yarn": (
+        _qwen2(
+            *(3584, 18944, 28, 28, 4),
+            tied=False,
+            rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+            vocab_size=152064,
+        ),
+        7_615_616_512,
+        (),
+    ),
+    "R1-Distill-Qwen-1.5B": (
+        _qwen2(1536, 8960, 28, 12, 2, tied=False, **_R1, max_window_layers=21, sliding_window=4096, rope_theta=10000),
+        1_777_088_000,
+        ("use_mrope",),
+    ),
+    "Qwen3-0.6B": (_qwen3(1024, 3072, 28, 16, 8, tied=True), 596_049_920, ()),
+    "Qwen3-8B": (_qwen3(4096, 12288, 36, 32, 8, tied=False), 8_190_735_360, ()),
+    "Qwen3-30B-A3B": (_qwen3(2048, 6144, 48, 32, 4, tied=False, **_QWEN3_MOE), 30_532_122_624, ()),
+    "Phi-3-mini-4k": (_phi3(3072, 8192, 32, 32, 32, 32064), 3_821_079_552, ()),
+    "Phi-3-mini-128k": (
+        _phi3(
+            *(3072, 8192, 32, 32, 32, 32064),
+            max_position_embeddings=131072,
+            rope_scaling={"long_factor": _LONG_FACTORS, "short_factor": [1.0] * 48, "type": "longrope"},
+            sliding_window=262144,
+        ),
+        3_821_079_552,
+        (),
+    ),
+    "phi-4": (
+        _phi3(
+            *(5120, 17920, 40, 40, 10, 100352),
+            bos_token_id=100257,
+            eos_token_id=100265,
+            max_position_embeddings=16384,
+            original_max_position_embeddings=16384,
+            pad_token_id=100349,
+            rope_theta=250000,
+            sliding_window=None,
+        ),
+        14_659_507_200,
+        (),
+    ),
+    "Phi-4-mini": (
+        _phi3(3072, 8192, 32, 24, 8, 200064, **_PHI4_MINI),
+        3_836_021_760,
+        ("full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"),
+    ),
+    "gemma-2-2b": (_gemma2(2304, 9216, 26, 8, 4, 256), 2_614_341_888, ()),
+    "gemma-2-27b": (_gemma2(4608, 36864, 46, 32, 16, 144, head_dim=128), 27_227_128_320, ()),
+    "gemma-3-1b": (_gemma3(1152, 6912, 26, 4), 999_885_952, ()),
+    "gemma-3-270m": (
+        _gemma3(
+            *(640, 2048, 18, 4),
+            _sliding_window_pattern=6,
+            eos_token_id=1,
+            layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+            use_bidirectional_attention=False,
+        ),
+        268_098_176,
+        (),
+    ),
+    "OLMo-2-1B": (
+        _olmo2(2048, 8192, 16, 16, 16),
+        1_484_916_736,
+        (),
+    ),
+    "OLMo-2-7B": (_olmo2(4096, 11008, 32, 32, 32), 7_298_617_344, ()),
+    "gpt2": (_gpt2(768, 12, 12), 124_439_808, ()),
+    "gpt2-xl": (_gpt2(1600, 48, 25, output_past=True), 1_557_611_200, ("output_past",)),
+    "pythia-160m": (_neox(768, 3072, 12, 12, 50304), 162_322_944, ()),
+    "pythia-160m-tuned": (
+        _neox(768, 3072, 12, 12, 50304, partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000),
+        162_322_944,
+        (),
+    ),
+    "pythia-6.9b": (_neox(4096, 16384, 32, 32, 50432), 6_857_302_016, ()),
+    "gpt-neox-20b": (
+        _neox(
+            *(6144, 24576, 44, 64, 50432),
+            attention_probs_dropout_prob=0,
+            hidden_act="gelu_fast",
+            hidden_dropout_prob=0,
+        ),
+        20_554_567_680,
+        ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    ),
+    "RedPajama-3B": (_neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), 2_775_864_320, ()),
+    "mpt-7b": (_mpt({}), 6_649_286_656, ("init_config", "tokenizer_name")),
+    "own-pipeline": (
+        _gpt2(768, 12, 12, custom_pipelines={"text-generation": {"impl": "pipeline.Mine"}}, _num_labels=5),
+        124_439_808,
+        ("_num_labels", "custom_pipelines"),
+    ),
+}
+
+# name -> (config.json, message)
+REFUSED: dict[str, tuple[Json, str]] = {
+    "mpt-7b-storywriter": (
+        _mpt({"alibi_bias_max": 16, "clip_qkv": 6}, max_seq_len=65536),
+        "attn_config.clip_qkv: 6 given, which is not supported",
+    ),
+    "Llama-2-7b-gptq": (
+        _llama(4096, 11008, 32, 32, 32, 4096, 32000, quantization_config={"bits": 4, "quant_method": "gptq"}),
+        "quantization_config: .*it stores or computes the weights in another form",
+    ),
+    "vicuna-dynamic": (
+        _llama(4096, 11008, 32, 32, 32, 4096, 32000, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "rope_scaling: unknown type 'dynamic'",
+    ),
+    "Qwen2-VL-text": (
+        _qwen2(1536, 8960, 28, 12, 2, tied=True, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}),
+        "rope_scaling: unknown type 'mrope'",
+    ),
+    "SmolLM2-interleaved": (
+        _llama(576, 1536, 30, 9, 3, 8192, 49152, **_SMOLLM2 | {"rope_interleaved": True}),
+        "rope_interleaved: True given, .*it changes the positions",
+    ),
+    "a-llama-with-experts": (
+        _llama(4096, 11008, 32, 32, 32, 4096, 32000, num_local_experts=8, logits_scaling=8.0),
+        "logits_scaling: 8.0 given, .*it scales activations or logits\n  num_local_experts: 8 given, .*changes the layers",
+    ),
+    "an-encoder": (
+        _mistral(is_causal=False),
+        "is_causal: False given, .*these models always have it on",
+    ),
+    "gemma-3-4b": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
+        "unknown model_type 'gemma3'",
+    ),
+}

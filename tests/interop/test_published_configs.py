@@ -1,0 +1,65 @@
+"""config.json files of published models: each opens with the published number of parameters, or is refused with a reason."""
+
+import json
+
+import jax
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import all_families
+from jaxlm.interop.hf.folder import open_folder
+from jaxlm.interop.hf.unread_keys import SILENT
+from jaxlm.models.base import vocab_axis
+from tests.interop.published import OPENED, REFUSED
+
+# Attributes of transformers' classes that are no keys of config.json.
+NOT_READ = {"gemma3_text": {"default_theta"}, "gemma2": {"default_theta"}}
+
+
+def folder_of(path, content):
+    (path / "config.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_published_config_opens(name, tmp_path):
+    """The numbers of parameters are those of the published weights."""
+    content, num_parameters, noted = OPENED[name]
+    opened = open_folder(folder_of(tmp_path, content))
+    build = lambda key: opened.config.build(vocab_axis(opened.vocab_size), key=key)  # noqa: E731
+    assert tree.num_parameters(jax.eval_shape(build, jax.random.key(0))) == num_parameters
+    for key in noted:
+        assert f"{key}: " in "".join(opened.notes), opened.notes
+    assert bool(opened.notes) == bool(noted), opened.notes
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_would_change_the_numbers_is_refused(name, tmp_path):
+    content, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        open_folder(folder_of(tmp_path, content))
+
+
+def test_every_family_has_a_published_config():
+    assert {kind for family in all_families() for kind in family.model_types} == {
+        c["model_type"] for c, *_ in OPENED.values()
+    }
+
+
+def test_every_key_of_transformers_is_read():
+    """So a key that is only noted is one that transformers does not know either."""
+    transformers = pytest.importorskip("transformers")
+    for family in all_families():
+        read = {name for key in family.keys for name in ((key.theirs,) if isinstance(key.theirs, str) else key.theirs)}
+        own = type(transformers.AutoConfig.for_model(family.model_types[0])).__annotations__
+        assert set(own) - read - SILENT <= NOT_READ.get(family.model_types[0], set()), family.model_types
+
+
+def test_transformers_ignores_the_keys_of_the_notes(tmp_path):
+    """A key in a note is no field of the family's class in transformers, so it cannot have an effect there."""
+    transformers = pytest.importorskip("transformers")
+    for content, _, noted in OPENED.values():
+        known = transformers.AutoConfig.for_model(content["model_type"]).to_dict()
+        values = {key: content[key] for key in noted if key in known}
+        assert not any(values.values()), values

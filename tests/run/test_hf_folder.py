@@ -1,0 +1,100 @@
+"""Folders from the Hub as their authors wrote them: dtype, end tokens, special tokens, and the same settings in an export."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm import sample
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.interop.hf.folder import save_folder
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.run.export import export_model
+from jaxlm.run.inference_model import load
+from jaxlm.run.load_model import open_model
+from tests.answers import write_tokenizer
+from tests.engine.helpers import one_device
+from tests.interop.cases import inputs_of, logits_of
+
+MODEL = LlamaConfig(
+    seq_len=64, hidden_dim=32, intermediate_dim=48, num_layers=1, num_heads=4, num_kv_heads=2, initializer_range=0.3
+)
+GENERATION = {"bos_token_id": 0, "eos_token_id": [0, 4, 9], "pad_token_id": 3, "temperature": 0.6, "top_p": 0.95}
+SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": [0, 7], "pad_token_id": 3}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A float16 folder whose first tensors are a mask and float32 frequencies, with an unknown key."""
+    num_tokens = write_tokenizer(tmp_path / "tokenizer")
+    model = jax.jit(lambda: MODEL.build(vocab_axis(num_tokens), key=jax.random.key(0)))()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
+    files["generation_config.json"] = json.dumps(GENERATION).encode()
+    place = tmp_path / "model"
+    save_folder(place, model, MODEL, one_device(), dtype=np.float16, files=files, special_ids=SPECIAL_IDS)
+    source = SafetensorsFile(place / "model.safetensors")
+    layer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    arrays = {layer: np.ones(4, np.float32)} | {name: np.array(source.view(name)) for name in source.tensors}
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(place / "model.safetensors", infos, arrays.values())
+    config = json.loads((place / "config.json").read_text()) | {"use_mrope": False}
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def test_a_float16_folder_is_sampled_from_and_its_notes_are_printed(folder, capsys):
+    arguments = ["--checkpoint", str(folder), "--prompt", "The", "--max_new_tokens", "4", "--temperature", "0"]
+    assert sample.main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("The")
+    assert "the weights are float16, in which parameters cannot be stored, so they are read as float32" in shown.err
+    assert "ignored: keys that do not change what the model computes: use_mrope: False" in shown.err
+
+
+def test_float16_weights_are_computed_as_in_transformers_in_float32(folder):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    ours = load(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(ours.model) if hasattr(leaf, "dtype")} == {jnp.dtype(jnp.float32)}
+    ids = np.random.default_rng(0).integers(0, ours.model.Vocab.size, (2, 12))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(logits_of(ours.model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    opened = open_model(str(folder), {})
+    assert opened.tokenizer.stop_ids == (0, 4, 9, 7)
+    opened.tokenizer.save(tmp_path / "run")  # as in a checkpoint
+    tokenizer = load_tokenizer(str(tmp_path / "run"))
+    with opened.plan.layout.use():
+        export_model(tmp_path / "out", opened.load(), opened.plan, tokenizer, np.float32)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (settings.eos_token_id, settings.pad_token_id, settings.temperature) == ([0, 4, 9], 3, 0.6)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_prompts_begin_as_the_tokenizer_says(adds, folder):
+    """As in transformers: with BOS if the post-processor adds it."""
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    if adds:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        special = [("<|endoftext|>", 0)]
+        backend.post_processor = TemplateProcessing(single=["<|endoftext|>", "$A"], special_tokens=special)
+        backend.save(str(folder / "tokenizer.json"))
+    opened = open_model(str(folder), {})
+    plain = opened.tokenizer.encode_batch(["The"])[0]
+    assert opened.prompt_ids("The") == ([0, *plain] if adds else plain)
+    assert opened.prompt_ids("The") == transformers.AutoTokenizer.from_pretrained(folder)("The")["input_ids"]
+    assert opened.prompt_ids("") == [0], "a model needs something to continue"
