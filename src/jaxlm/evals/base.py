@@ -45,6 +45,7 @@ class EvalContext:
         log: prints a line.
         seq_len: the model's maximum sequence length.
         score: scores the targets of a validation batch.
+        log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class EvalContext:
     log: Callable[[str], None]
     seq_len: int
     score: Score
+    log_sample: Callable[[str, str], None] = lambda prompt, text: None
 
 
 @dataclass(frozen=True)

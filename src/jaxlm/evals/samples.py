@@ -1,4 +1,4 @@
-"""Prints text samples from the model during training."""
+"""Generates text samples from the model during training."""
 
 import textwrap
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from jaxlm.models.inference.generate import generate
 @EvalConfig.register_subclass("samples")
 @dataclass(frozen=True)
 class SamplesEvalConfig(EvalConfig):
-    """Generates completions of a few prompts and prints them.
+    """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
 
     Attributes:
         prompts: prompts to complete.
@@ -36,11 +36,18 @@ class SamplesEvalConfig(EvalConfig):
     def open(self, ctx: EvalContext) -> Eval:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
+        longest = max(len(prompt_ids(ctx.tokenizer, prompt)) for prompt in self.prompts)
+        if longest + self.max_new_tokens > ctx.seq_len:
+            raise ConfigError(
+                f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
+                f" together they must not exceed model.seq_len: {ctx.seq_len}. Shorten the prompt, or set max_new_tokens to"
+                f" {max(1, ctx.seq_len - longest)}"
+            )
         return SamplesEval(self, ctx)
 
 
 class SamplesEval(Eval):
-    """Prints samples and returns no metrics."""
+    """Prints and logs samples, and returns no metrics."""
 
     def __init__(self, config: SamplesEvalConfig, ctx: EvalContext):
         self._config = config
@@ -60,11 +67,13 @@ class SamplesEval(Eval):
             eos_id=tokenizer.eos_id,
         )
         for prompt, ids in zip(config.prompts, continuations, strict=True):
-            self._ctx.log(textwrap.indent(prompt + tokenizer.decode(ids), "  | ", lambda _line: True))
+            text = tokenizer.decode(ids)
+            self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
+            self._ctx.log_sample(prompt, text)
         return {}
 
 
 def prompt_ids(tokenizer, prompt: str) -> list[int]:
     """The prompt's token ids, with the BOS token in front if the tokenizer has one."""
-    ids = tokenizer.encode_batch([prompt])[0]
+    ids = tokenizer.encode(prompt)
     return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]

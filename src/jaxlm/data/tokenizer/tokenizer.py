@@ -26,8 +26,13 @@ _COMMON_NAMES = {
 }
 _SETTINGS = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
+# In a checkpoint: `chat_template` in the configuration -> the template in that file.
+_GIVEN_TEMPLATES = "given_chat_templates.json"
 # Further files of a Hugging Face tokenizer folder, copied for other programs.
-_EXTRA_FILES = (_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json")
+_EXTRA_FILES = (
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES),
+)
 _LONG_TEXT = 1 << 20  # characters; longer texts are split, to use all cores and bounded memory
 _CHARACTERS_PER_CALL = 1 << 23
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -59,6 +64,10 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._extra_files = dict(extra_files or {})
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without added special tokens."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without added special tokens. Uses all cores."""
@@ -116,6 +125,18 @@ class Tokenizer:
         return template
 
     @property
+    def given_templates(self) -> dict[str, str]:
+        """Path of a .jinja file -> its text, for the chat templates that a run was configured with."""
+        return json.loads(self._extra_files.get(_GIVEN_TEMPLATES, b"{}"))
+
+    def with_chat_template(self, text: str, given: Mapping[str, str]) -> "Tokenizer":
+        """A copy with this chat template. Args: given: see `given_templates`."""
+        settings = {name: value for name, value in self._settings.items() if name != "chat_template"}
+        files = {_CHAT_TEMPLATE: text, _SETTINGS: json.dumps(settings), _GIVEN_TEMPLATES: json.dumps(dict(given))}
+        encoded = {name: content.encode("utf-8") for name, content in files.items()}
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded)
+
+    @property
     def template_names(self) -> dict[str, str]:
         """Variables of chat templates for special tokens (`bos_token`, ...) -> the text of the token."""
         settings = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._settings.items()}
@@ -166,7 +187,10 @@ class Tokenizer:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         names = {key: None if i is None else self._backend.id_to_token(i) for key, i in ids.items()}
         settings = {**names, **self._settings} if max_length is None else {**defaults, **names, **self._settings}
-        return {**self._extra_files, _SETTINGS: json.dumps(settings).encode(), "tokenizer.json": self._json().encode()}
+        extra = dict(self._extra_files)
+        if max_length is not None:
+            extra.pop(_GIVEN_TEMPLATES, None)
+        return {**extra, _SETTINGS: json.dumps(settings).encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)
