@@ -13,7 +13,7 @@ import jaxlm
 from jaxlm.config.key_index import KeyIndex, check_command_line, has_plugins
 from jaxlm.config.overrides import help_text, parse_arguments
 from jaxlm.config.recipes import recipes_command
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_of_output
 
 COMMANDS = {
     "train": "trains what a YAML file describes, and resumes a run that was stopped",
@@ -31,25 +31,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        if command in ("--help", "-h", "help"):
-            print(_overview())
-            return 0
-        if command == "--version":
-            print(f"jaxlm {jaxlm.__version__}")
-            return 0
-        if command == RECIPES:
-            return recipes_command(rest)
-        if command not in COMMANDS:
-            raise ConfigError(_unknown(command))
-        if command == "train" and _is_answered(rest):
-            return 0
+        code = _answer(command, rest)
+        sys.stdout.flush()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except BrokenPipeError:  # `jaxlm train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return _run(command, rest)
+    except BrokenPipeError as error:  # `jaxlm train --help | head`
+        return end_of_output(error)
+    return _run(command, rest) if code is None else code
+
+
+def _answer(command: str, arguments: Sequence[str]) -> int | None:
+    """Does what needs no jax, and returns the exit code; None if the command's module has to run."""
+    if command in ("--help", "-h", "help"):
+        print(_overview())
+    elif command == "--version":
+        print(f"jaxlm {jaxlm.__version__}")
+    elif command == RECIPES:
+        return recipes_command(arguments)
+    elif command not in COMMANDS:
+        raise ConfigError(_unknown(command))
+    elif command != "train" or not _is_answered(arguments):
+        return None
+    return 0
 
 
 def _is_answered(arguments: Sequence[str]) -> bool:
@@ -60,7 +64,7 @@ def _is_answered(arguments: Sequence[str]) -> bool:
         return False
     if has_plugins():  # their keys are only known after importing them
         return False
-    print(help_text(KeyIndex.load().sections, "jaxlm train", topic), flush=True)
+    print(help_text(KeyIndex.load().sections, "jaxlm train", topic))
     return True
 
 

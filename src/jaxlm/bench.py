@@ -215,12 +215,14 @@ def _peak_bytes() -> int:
 
 
 def _rows(result: Result) -> list[tuple[str, str]]:
-    percent = lambda share: "unknown (no peak FLOP/s known for this device)" if share is None else f"{share:.1%}"  # noqa: E731
+    mfu = "unknown (no peak FLOP/s known for this device)"
+    if result.mfu is not None and result.mfu_palm is not None:
+        mfu = f"{result.mfu:.1%}; with non-causal attention {result.mfu_palm:.1%}"
     return [
         ("tokens/s", f"{result.tokens_per_second:,.0f}"),
         ("step", f"{result.step_seconds * 1e3:.1f} ms (spread {result.step_seconds_spread * 1e3:.1f} ms)"),
         ("host", f"{result.host_seconds * 1e3:.2f} ms to dispatch a step"),
-        ("MFU", f"{percent(result.mfu)}; with non-causal attention {percent(result.mfu_palm)}"),
+        ("MFU", mfu),
         ("attainable MFU", f"{result.mfu_attainable:.1%} of the measured rate of a large matrix product"),
         ("compile", f"{result.compile_seconds:.1f} s"),
         ("memory", f"peak {gib(result.peak_bytes)}, planned {gib(result.program_bytes or 0)}"),

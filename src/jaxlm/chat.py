@@ -3,23 +3,26 @@
     jaxlm chat --checkpoint checkpoints/tuned
     echo "What is a mesh?" | jaxlm chat --checkpoint model-folder --temperature 0
 
-Each input line is a user turn. `/new` starts a new conversation; `/exit` or end of input ends the program. Ctrl-C stops the
-current answer, or ends the program if no answer is being generated.
+Each input line is a user turn. `/help` lists the commands, such as `/reset` for a new conversation; `/exit` or end of input
+ends the program. Ctrl-C stops the current answer, or ends the program if no answer is being generated.
 """
 
 import argparse
 import dataclasses
+import difflib
 import itertools
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.chat_template import CHATML, ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
+from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.run.exit_codes import command
 from jaxlm.run.generation_options import add_generation_options, generation_config_of
@@ -27,6 +30,13 @@ from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 _TOKENS_PER_UPDATE = 4
 _INCOMPLETE_CHARACTER = "\ufffd"
+_COMMAND = re.compile(r"/[a-zA-Z]*")
+_RESET, _EXIT = ("/reset", "/new"), ("/exit", "/quit")
+_COMMANDS = {
+    "/help": "lists the commands",
+    " or ".join(_RESET): "starts a new conversation",
+    " or ".join(_EXIT): "ends",
+}
 
 
 @command
@@ -34,45 +44,65 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options, keys = parse_with_keys(_parser(), arguments)
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
-    template = ChatTemplate.load(options.chat_template, loaded.tokenizer, "--chat_template")
+    template = _load_template(options.chat_template, loaded.tokenizer)
     stop_ids = tuple(dict.fromkeys((*loaded.tokenizer.stop_ids, *turn_ends(template, loaded.tokenizer))))
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         config = generation_config_of(options, stop_ids)
         conversation = Conversation(model, loaded.tokenizer, template, config, options.system)
         for line in _input_lines(sys.stdin.isatty()):
-            if line == "/new":
-                conversation.begin()
+            if _COMMAND.fullmatch(line):
+                _obey(conversation, line)
             elif line:
                 _answer(conversation, line)
     return 0
 
 
+def _load_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """The given template, else the tokenizer's, else ChatML."""
+    if given is None and tokenizer.chat_template is None:
+        print("note: the tokenizer has no chat template; ChatML is used. --chat_template sets another", file=sys.stderr)
+        given = CHATML
+    return ChatTemplate.load(given, tokenizer, "--chat_template")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "chat",
-        "Chats with a trained model. Each line is a user turn; /new starts a new conversation, /exit quits. You can override"
-        " keys of the saved configuration: --trainer.mp f32.",
+        "Chats with a trained model. Each line is a user turn; /help lists the commands. You can override keys of the saved"
+        " configuration: --trainer.mp f32.",
         or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
     parser.add_argument("--system", default=None, help="system message at the start of the conversation")
     parser.add_argument(
-        "--chat_template", default=None, help="chat template, or the path of a .jinja file (default: the tokenizer's)"
+        "--chat_template",
+        default=None,
+        help="chat template, or the path of a .jinja file (default: the tokenizer's, else ChatML)",
     )
     add_generation_options(parser, max_new_tokens=512, temperature=0.7)
     return parser
 
 
 def _input_lines(interactive: bool) -> Iterator[str]:
-    """The input lines, until `/exit`, end of input or Ctrl-C."""
+    """The input lines, until `/exit`, `/quit`, end of input or Ctrl-C."""
     while True:
         try:
             line = input("> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
-        if line == "/exit":
+        if line in _EXIT:
             return
         yield line
+
+
+def _obey(conversation: "Conversation", command: str) -> None:
+    if command in _RESET:
+        conversation.begin()
+        return
+    if command != "/help":
+        near = difflib.get_close_matches(command, ("/help", *_RESET, *_EXIT), n=1)
+        print(f"{command} is not a command.{f' Did you mean {near[0]}?' if near else ''}", file=sys.stderr)
+    print("\n".join(f"{names}: {meaning}" for names, meaning in _COMMANDS.items()), file=sys.stderr, flush=True)
 
 
 def _answer(conversation: "Conversation", line: str) -> None:
@@ -83,7 +113,7 @@ def _answer(conversation: "Conversation", line: str) -> None:
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except ConfigError as error:
-        print(f"{error}. Use /new to start a new conversation", file=sys.stderr)
+        print(f"{error}. Use /reset to start a new conversation", file=sys.stderr)
         return
     seconds = time.perf_counter() - started
     print(flush=True)
@@ -107,6 +137,7 @@ class Conversation:
         self._template = template
         self._config = config
         self._system = system
+        self._stops = StopStrings(turn_end_texts(template, tokenizer), tokenizer.decode)
         self.begin()
 
     def begin(self) -> None:
@@ -132,6 +163,7 @@ class Conversation:
             [prompt],
             self._config_for(len(prompt)),
             every=_TOKENS_PER_UPDATE,
+            until=self._stops.until,
             prefix_cache=self._prefix_cache,
         )
         first = next(pieces, [[]])
@@ -140,16 +172,19 @@ class Conversation:
             for (new_ids,) in itertools.chain([first], pieces):
                 ids += new_ids
                 self.num_tokens = len(ids)
-                text = self._tokenizer.decode(ids)
-                if not text.endswith(_INCOMPLETE_CHARACTER):
+                text = self._stops.before(ids)
+                if not text.endswith((_INCOMPLETE_CHARACTER, *self._beginnings_of_stops())):
                     yield text[len(shown) :]
                     shown = text
-            rest = self._tokenizer.decode(ids)[len(shown) :]
+            rest = self._stops.before(ids)[len(shown) :]
             if rest:
                 shown += rest
                 yield rest
         finally:
             self.messages = [*messages, {"role": "assistant", "content": shown}]
+
+    def _beginnings_of_stops(self) -> list[str]:
+        return [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]
 
     def _config_for(self, num_prompt_tokens: int) -> GenerationConfig:
         """The generation config, with `max_new_tokens` limited to what fits after the prompt."""
@@ -164,13 +199,25 @@ class Conversation:
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The special token that the template writes after an assistant's turn; empty if it writes none."""
+    text, end = _example(template)
+    (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
+    special = [int(i) for i in ids[starts >= end] if not tokenizer.decode([int(i)])]
+    return tuple(special[:1])
+
+
+def turn_end_texts(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What the template writes after an assistant's turn, if that is not a special token but text; empty for white space."""
+    text, end = _example(template)
+    after = text[end:].strip()
+    return (after,) if after and not turn_ends(template, tokenizer) else ()
+
+
+def _example(template: ChatTemplate) -> tuple[str, int]:
+    """A rendered conversation, and where the assistant's text ends in it."""
     content = "jaxlm"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     text = template.render(turns, "a conversation", mark=False).text
-    (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
-    after = ids[starts >= text.rindex(content) + len(content)]
-    special = [int(i) for i in after if not tokenizer.decode([int(i)])]
-    return tuple(special[:1])
+    return text, text.rindex(content) + len(content)
 
 
 if __name__ == "__main__":

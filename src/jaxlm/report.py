@@ -5,10 +5,11 @@ import itertools
 import lzma
 from collections.abc import Iterable, Mapping
 
+from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.observe.trackers import read_jsonl
+from jaxlm.observe.trackers import SAMPLES, read_jsonl
 from jaxlm.run.plan import Plan
 
 _MAX_COMPRESSED_BYTES = 64 << 20
@@ -31,12 +32,21 @@ def final_report(plan: Plan, console: Console) -> None:
     rows += [
         ("checkpoint", str(checkpoint)),
         *write_plots(plan, records),
-        ("metrics", str(plan.log_folder / "metrics.jsonl")),
+        *outputs(plan),
         ("to sample", f'jaxlm sample --checkpoint {plan.checkpoints.location} --prompt "..."'),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows.append(("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"))
     console.log(table("report", rows))
+
+
+def outputs(plan: Plan) -> list[tuple[str, str]]:
+    """Where the numbers and texts of the run are, and how to open those that went to trackers."""
+    rows = [("metrics", str(plan.log_folder / "metrics.jsonl"))]
+    if (samples := plan.log_folder / SAMPLES).exists():
+        rows.append(("samples", str(samples)))
+    opened = ((choice_name(type(c)), c.how_to_open(plan.run_id)) for c in plan.config.trainer.trackers)
+    return rows + [(name, how) for name, how in opened if how is not None]
 
 
 def write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
@@ -51,7 +61,7 @@ def _write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
     title = f"{plan.run_id}: {plan.num_steps} steps"
     loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
     loss_curve(records, loss, title)
-    schedule_curve(plan.phases, schedule, title)
+    schedule_curve(plan.phases, schedule, title, records)
     rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
     measured = step_times(records, exclude={phase.start + 1 for phase in plan.phases})
     if measured is not None:

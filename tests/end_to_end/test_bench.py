@@ -32,6 +32,12 @@ def test_the_last_line_is_json(measured):
 
 
 @pytest.mark.slow
+def test_the_table_says_once_that_the_peak_is_unknown(measured):
+    _, _, text = measured
+    assert text.count("unknown") == 1
+
+
+@pytest.mark.slow
 def test_bench_needs_no_data_and_writes_nothing(measured):
     place, _, _ = measured
     assert sorted(path.name for path in place.folder.iterdir()) == ["run.yaml"]
@@ -45,6 +51,7 @@ def test_forecast_with_simulated_devices(workplace):
     done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-8,h100-16", module="jaxlm.bench")
     assert done.code == 0, done.err
     eight, sixteen = map(json.loads, done.out.splitlines()[-2:])
+    assert " 0.000 s" not in done.out
     assert (eight["chips"], sixteen["chips"]) == (8, 16)
     assert sixteen["tokens_per_step"] == 2 * eight["tokens_per_step"] == 2 * 8 * 2 * 128
     assert sixteen["compute_seconds"] == pytest.approx(eight["compute_seconds"])

@@ -61,6 +61,8 @@ def test_running_again_reports_that_the_run_is_complete(again):
     result = again.run(*RUN, "--trainer.num_train_steps", "12")
     assert result.code == 0, result.err
     assert "the run is complete: all 12 steps are done" in result.out
+    assert re.search(r"starts from +checkpoints/run/step-12 \(step 12\)\n", result.out)
+    assert re.search(r"starts from +step 0, with random weights\n", (again.folder / "logs/run/train.log").read_text())
     assert again.losses() == losses
 
 

@@ -119,6 +119,27 @@ def test_invalid_options_are_refused_before_anything_is_built(config_path, tmp_p
     assert not (tmp_path / "fresh").exists()
 
 
+def test_each_line_is_printed_once_where_the_steps_are_counted_from_the_data(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one and", "response": " two"}\n' * 300)
+    (tmp_path / "run.yaml").write_text(
+        f"""
+        data:
+          train_urls: [{tmp_path}/a.jsonl]
+          validation_urls: [{tmp_path}/a.jsonl]
+          cache_dir: {tmp_path}/cache
+          vocab_size: 260
+          format: {{type: supervised, input_field: prompt, output_field: response}}
+        model: {{seq_len: 16}}
+        trainer: {{train_batch_size: 4}}
+        epoch: 1
+        """
+    )
+    assert main(["--config_path", str(tmp_path / "run.yaml")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
+    assert len(lines) == len(set(lines))
+    assert sum("sequences of 16 tokens" in line for line in lines) == 2, "for training and for validation"
+
+
 @pytest.mark.slow
 def test_training_uses_the_prepared_caches(workplace, tmp_path):
     place = workplace()

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.data import ValidationData
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokens import TokensConfig
@@ -128,6 +129,13 @@ def sampled(tmp_path_factory):
         return "\n".join(lines)
 
     return sample
+
+
+def test_samples_that_do_not_fit_are_refused_before_training(sampled):
+    with pytest.raises(
+        ConfigError, match=r"must not exceed model\.seq_len: 32\. Shorten the prompt, or set max_new_tokens"
+    ):
+        sampled(max_new_tokens=31)
 
 
 def test_sample_fields(sampled):

@@ -1,4 +1,4 @@
-"""`jaxlm.load(...).hidden(...)` against transformers' hidden states, and its refusals."""
+"""`jaxlm.load(...)` against transformers: hidden states, logits, log-probabilities and texts; and its refusals."""
 
 import subprocess
 import sys
@@ -91,8 +91,8 @@ def test_the_dtype_of_the_computation_is_a_key(tmp_path):
             r"taps: 'layer_9' given, but this model has: embedding, layer_0, layer_1, final",
         ),
         ([[1]], {"batch_size": 0}, r"batch_size: 0 given"),
-        ("text", {}, r"a string given for texts or taps, but a list expected"),
-        ([[1]], {"taps": "final"}, r"a string given for texts or taps, but a list expected"),
+        ("text", {}, r"hidden: the string 'text' given, but a list expected"),
+        ([[1]], {"taps": "final"}, r"hidden: the string 'final' given, but a list expected"),
     ],
 )
 def test_impossible_requests_are_refused(llama, texts, options, problem):
@@ -102,6 +102,42 @@ def test_impossible_requests_are_refused(llama, texts, options, problem):
 
 def test_no_texts_give_no_arrays(llama):
     assert llama.hidden([]) == {"final": []}
+    assert llama.logits([]) == llama.log_probs([]) == llama.generate([]) == []
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_logits_and_log_probs_are_those_of_transformers(name, tmp_path):
+    model = opened(name, tmp_path)
+    rows = [row[:length] for row, length in zip(tokens(rows=3).tolist(), (48, 20, 1), strict=True)]
+    logits, log_probs = model.logits(rows, batch_size=2), model.log_probs(rows, batch_size=2)
+    for row, ours, probabilities in zip(rows, logits, log_probs, strict=True):
+        with torch.no_grad():
+            expected = reference(name)(torch.tensor([row])).logits[0]
+        assert (ours.dtype, ours.shape) == (np.float32, tuple(expected.shape))
+        np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-4, atol=1e-4)
+        following = torch.log_softmax(expected[:-1], -1)[range(len(row) - 1), row[1:]]
+        assert (probabilities.dtype, probabilities.shape) == (np.float32, (len(row) - 1,))
+        np.testing.assert_allclose(probabilities, following.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_texts_are_those_of_transformers(tmp_path):
+    model = jaxlm.load(write_model(tmp_path / "model"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    prompts = ["What is the capital of France?", "Rome"]
+    expected = []
+    for prompt in prompts:
+        ids = [model.tokenizer.bos_id, *model.tokenizer.encode(prompt)]
+        new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        expected.append(model.tokenizer.decode(new))
+    assert model.generate(prompts, max_new_tokens=12, temperature=0.0) == expected
+    stop = expected[0][2:4]
+    cut = model.generate(prompts[:1], max_new_tokens=12, temperature=0.0, stop=[stop])
+    assert cut == [expected[0].partition(stop)[0]]
+    ids = [[model.tokenizer.bos_id, *model.tokenizer.encode(prompts[0])]]
+    assert model.generate(ids, max_new_tokens=12, temperature=0.0) == expected[:1]
+    for problem, refused in {"a list expected": ("x", {}), "stop: 'x' given": (["x"], {"stop": "x"})}.items():
+        with pytest.raises(ConfigError, match=problem):
+            model.generate(refused[0], **refused[1])
 
 
 def test_importing_jaxlm_does_not_import_jax():

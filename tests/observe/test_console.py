@@ -1,7 +1,7 @@
 import io
 
 from jaxlm.core.hardware import peak_flops
-from jaxlm.observe.console import Console, duration, table
+from jaxlm.observe.console import Console, duration, exact_duration, table
 
 
 class Terminal(io.StringIO):
@@ -38,6 +38,8 @@ def test_the_log_has_no_progress_lines(tmp_path):
 
 def test_durations_and_tables():
     assert [duration(s) for s in (42.4, 190, 7500)] == ["42s", "3m10s", "2h05m"]
+    seconds = (0, 1.5e-5, 0.0123, 0.4567, 12.34, 123456)
+    assert [exact_duration(s) for s in seconds] == ["0 s", "15 us", "12.3 ms", "457 ms", "12.3 s", "123,456 s"]
     assert table("t", [("a", "1"), ("long", "2")]) == "t\n  a     1\n  long  2"
 
 

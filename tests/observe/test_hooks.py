@@ -1,13 +1,15 @@
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from jaxlm.core.guards import UPDATE_NORM, StepGuard
-from jaxlm.core.types import StepInfo
+from jaxlm.core.types import Sample, StepInfo
 from jaxlm.engine.metrics import CrashListener, NonFiniteError
+from jaxlm.evals.base import Eval
 from jaxlm.observe.console import Console
-from jaxlm.observe.hooks import ProgressListener
+from jaxlm.observe.hooks import EvalHook, ProgressListener
 from tests.engine.helpers import phase
 
 
@@ -77,3 +79,26 @@ def test_only_skipped_steps_look_up_their_records():
         "step 3: loss is not finite; update skipped (4 skipped so far). Batch: sequences of batch 2"
         " (to print it, run jaxlm.prepare --show_batch 2)"
     ) in shown.getvalue()
+
+
+def test_samples_of_the_weights_and_of_each_average_go_to_the_trackers():
+    generated: list[tuple[str, str]] = []
+
+    class Writes(Eval):
+        def run(self, model):
+            generated.append(("Once", f" of {model}"))
+            return {}
+
+    class Keeps:
+        def __init__(self):
+            self.samples = []
+
+        def log_samples(self, step, samples):
+            self.samples.append((step, samples))
+
+    tracker, any_phase = Keeps(), SimpleNamespace(end=4, averaged=lambda state: {"ema": "average"})
+    hook = EvalHook([Writes()], 2, any_phase, [tracker], Console(io.StringIO()), generated)
+    for step in (2, 4):
+        hook.run(step, SimpleNamespace(model="weights"))
+    both = [Sample("eval", "Once", " of weights"), Sample("eval/ema", "Once", " of average")]
+    assert tracker.samples == [(2, both), (4, both)]

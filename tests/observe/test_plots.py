@@ -39,6 +39,64 @@ def test_the_schedule_plot_marks_the_corners_of_two_phases(drawn, tmp_path):
         np.testing.assert_allclose(y[x == step][0], rate, rtol=1e-5)
     corners = {float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1}
     assert corners == {0, 10, 80, 100, 150}
+    assert {text.get_text() for text in axes.texts} >= {"decay begins\nstep 80: 0.01", "end\nstep 150: 0.0005"}
+    figure = axes.figure
+    frame = axes.get_window_extent(figure.canvas.get_renderer())
+    for text in axes.texts:
+        extent = text.get_window_extent(figure.canvas.get_renderer())
+        assert frame.x0 <= extent.x0 < extent.x1 <= frame.x1, text
+        assert frame.y0 <= extent.y0 < extent.y1 <= frame.y1, text
+
+
+def training(steps, rate, size=8, **first):
+    """Records of steps; those of the first step have more keys."""
+    shared = {"throughput/duration": 0.1, "throughput/examples_per_second": size / 0.1}
+    records = [{"step": step, "train/loss": 1.0, "optim/learning_rate": rate(step - 1), **shared} for step in steps]
+    return [records[0] | first, *records[1:]]
+
+
+def test_the_schedule_plot_shows_what_was_applied_and_what_is_planned_after_a_change(drawn, tmp_path):
+    """Forty steps at ten times today's learning rate, resumed with today's; nothing of the past is drawn anew."""
+    today = phase(optimizer=AdamConfig(learning_rate=1e-3, warmup=10, decay=20, lr_schedule="linear"), end=100)
+    plan = today.optimizer.schedule(100)
+    before = training(range(1, 41), lambda step: 10 * float(plan(step)))
+    after = training(range(41, 61), lambda step: float(plan(step)), 16, **{"throughput/resumed_from": 40})
+    schedule_curve([today], tmp_path / "s.png", "title", [*before, *after])
+    (axes,) = drawn
+    curves = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    assert list(curves) == ["train", "train, planned", "resumed", "batch size changed"]
+    x, y = curves["train"].get_xdata(), curves["train"].get_ydata()
+    assert (x[0], x[-1]) == (0, 59)
+    np.testing.assert_allclose(y, [10 * plan(step) for step in range(40)] + [plan(step) for step in range(40, 60)])
+    x, y = curves["train, planned"].get_xdata(), curves["train, planned"].get_ydata()
+    assert (x[0], x[-1]) == (60, 100)
+    np.testing.assert_allclose(y, plan(x))
+    assert curves["resumed"].get_xdata()[0] == curves["batch size changed"].get_xdata()[0] == 40
+    corners = {float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1}
+    assert corners == {0, 80, 100}, "at step 10, another rate was applied than is planned today"
+    assert "batch 16" in {text.get_text() for text in axes.texts}
+
+
+def test_the_mean_of_the_loss_does_not_lag(drawn, tmp_path):
+    """The centered mean of a straight line is the line."""
+    loss_curve([{"step": s, "train/loss": 5 - s / 500} for s in range(1, 1001)], tmp_path / "l.png", "title")
+    (axes,) = drawn
+    mean = next(line for line in axes.lines if line.get_label() == "training, mean of 21")
+    assert (mean.get_xdata()[0], mean.get_xdata()[-1]) == (11, 990)
+    np.testing.assert_allclose(mean.get_ydata(), 5 - mean.get_xdata() / 500)
+
+
+def test_step_times_exclude_the_first_step_of_a_start_and_differ_by_batch_size(drawn, tmp_path):
+    before = training(range(1, 11), lambda step: 1.0)
+    after = training(range(11, 31), lambda step: 1.0, 16, **{"throughput/resumed_from": 10, "throughput/duration": 9.0})
+    times = step_times([*before, *after], exclude={1})
+    assert times is not None
+    assert times.batch_sizes.tolist() == [8] * 9 + [16] * 19
+    np.testing.assert_allclose(times.durations_ms, 100)
+    step_time_histogram(times, tmp_path / "t.png", "title")
+    (axes,) = drawn
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert {"batch of 8", "batch of 16"} <= set(legend)
 
 
 def test_step_times_exclude_first_steps_and_records_without_a_time(drawn, tmp_path):

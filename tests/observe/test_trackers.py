@@ -15,7 +15,7 @@ import pytest
 from jaxlm.config.load import load_config
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
@@ -42,6 +42,18 @@ def test_resuming_drops_later_records_and_a_truncated_line(tmp_path):
     tracker.log(6, {"x": 60})
     tracker.close()
     assert [(r["step"], r["x"]) for r in read_jsonl(path)] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60)]
+
+
+def test_the_first_training_record_of_a_start_says_where_it_resumed(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for resume_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5)), (5, (6,))):
+        tracker = JsonlTracker(path, resume_step=resume_step)
+        for step in steps:
+            tracker.log(step, {"eval/loss": 1.0})
+            tracker.log(step, {"throughput/duration": 0.1})
+        tracker.close()
+    found = {r["step"]: r["throughput/resumed_from"] for r in read_jsonl(path) if "throughput/resumed_from" in r}
+    assert found == {3: 2, 6: 5}
 
 
 def test_records_of_a_later_attempt_supersede_those_after_the_step_it_began_at(tmp_path):
@@ -161,6 +173,58 @@ def test_tensorboard_shows_histograms(tmp_path):
     assert found.sum == pytest.approx(3 * -0.5 + 4 * 1.5)
 
 
+SAMPLES = [Sample("eval", "Once", " upon\na time"), Sample("eval", "é", ""), Sample("eval/ema", "Once", " more")]
+
+
+def test_samples_have_their_own_file_without_duplicate_records(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
+    assert not path.exists()
+    for resume_step in (0, 2):  # killed after step 4 and resumed from step 2
+        tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
+        for step in (2, 4)[resume_step // 2 :]:
+            tracker.log_samples(step, SAMPLES)
+        tracker.close()
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert records == [{"step": step, **dataclasses.asdict(sample)} for step in (2, 4) for sample in SAMPLES]
+
+
+def test_tensorboard_shows_samples_as_text(tmp_path):
+    pytest.importorskip("tensorboardX")
+    tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
+    tracker.log_samples(5, SAMPLES)
+    tracker.close()
+    shown = {v.tag: (e.step, v) for e in events(tmp_path / "run") for v in e.summary.value if "samples" in v.tag}
+    assert list(shown) == [f"eval{average}/samples/{n}/text_summary" for average, n in (("", 0), ("", 1), ("/ema", 0))]
+    step, value = shown["eval/samples/0/text_summary"]
+    assert (step, value.metadata.plugin_data.plugin_name) == (5, "text")
+    assert value.tensor.string_val[0] == b"**prompt**\n\n    Once\n\n**text**\n\n     upon\n    a time"
+
+
+def test_wandb_gets_samples_as_tables(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    handle = mock.MagicMock(step=0)
+    tracker = WandbTracker(handle, None)
+    tracker.log_samples(5, SAMPLES)
+    (first, second) = (call.args[0] for call in handle.log.call_args_list)
+    assert [call.kwargs for call in handle.log.call_args_list] == [{"step": 5}] * 2
+    assert (list(first), list(second)) == (["eval/samples"], ["eval/ema/samples"])
+    assert isinstance(first["eval/samples"], wandb.Table)
+    assert first["eval/samples"].columns == ["step", "prompt", "text"]
+    assert first["eval/samples"].data == [[5, "Once", " upon\na time"], [5, "é", ""]]
+
+
+def test_the_report_can_say_how_to_open_each_trackers_output(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    assert TensorboardConfig(logdir="boards").how_to_open("run") == "tensorboard --logdir boards"
+    assert TensorboardConfig(write_to_disk=False).how_to_open("run") is None
+    assert WandbConfig(project="p", entity="me").how_to_open("run") == "wandb.ai: run 'run' of me/p"
+    assert WandbConfig(mode="offline").how_to_open("run") == "wandb sync wandb/offline-run-*-run"
+    assert WandbConfig(mode="disabled").how_to_open("run") is None
+    assert TrackioConfig(project="p").how_to_open("run") == "trackio show --project p"
+
+
 class Recording:
     """A tracker that records its calls, and fails or blocks on request."""
 
@@ -181,6 +245,10 @@ class Recording:
     def log_histograms(self, step, histograms):
         self._called("log_histograms")
         self.records.append((step, dict(histograms)))
+
+    def log_samples(self, step, samples):
+        self._called("log_samples")
+        self.records.append((step, list(samples)))
 
     def begin_attempt(self, attempt, step, abandoned_steps):
         self._called("begin_attempt")

@@ -162,7 +162,7 @@ def test_a_length_of_one_is_the_whole_cycle_and_not_one_step():
     assert float(schedule(50)) == pytest.approx(0.5)
     assert cycle_boundaries(None, 1, 100) == [0, 100]
     lines = [name for _, _, name in schedule.corner_points()]
-    assert lines == ["warmup from", "end"]  # and it is printed before training
+    assert lines == ["warmup begins", "end"]  # and it is printed before training
     with pytest.raises(ConfigError, match="1 means all of it, not one step"):
         make_schedule(ScheduleSpec(1.0, 1.5, None, "linear", 0.1), 100)
 
@@ -320,9 +320,9 @@ def test_invalid_schedules_are_refused(changes, named):
 def test_corner_points_are_on_the_schedule():
     schedule = make_schedule(ScheduleSpec(1.0, 10, 20, "linear", 0.0), 100)
     assert [(step, name) for step, _, name in schedule.corner_points()] == [
-        (0, "warmup from"),
-        (10, "stable from"),
-        (80, "decay from"),
+        (0, "warmup begins"),
+        (10, "stable begins"),
+        (80, "decay begins"),
         (100, "end"),
     ]
     assert all(math.isclose(value, float(schedule(step))) for step, value, _ in schedule.corner_points())

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxlm import chat, sample
-from jaxlm.chat import Conversation, turn_ends
+from jaxlm.chat import Conversation, turn_end_texts, turn_ends
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
@@ -14,7 +14,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.run.load_model import open_model
-from tests.answers import SPECIAL, write_tokenizer
+from tests.answers import SPECIAL, TEMPLATE, write_tokenizer
 from tests.engine.helpers import one_device
 
 MODEL = LlamaConfig(
@@ -82,7 +82,7 @@ def test_a_conversation_that_is_too_long_is_reported_and_restarted(folder, monke
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/new\nHello\n"))
     assert chat.main(["--checkpoint", str(folder), "--max_new_tokens", "4"]) == 0
     shown = capsys.readouterr().err
-    assert "tokens, but the model's maximum sequence length is 128. Use /new to start a new conversation" in shown
+    assert "tokens, but the model's maximum sequence length is 128. Use /reset to start a new conversation" in shown
     assert shown.count("tokens/s]") == 1
 
 
@@ -106,9 +106,57 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(capsys, monkeypatch):
     assert list(chat._input_lines(interactive=True)) == [], "where nothing is written, it ends"
 
 
-def test_a_missing_template_says_what_to_do(folder, tmp_path, capsys):
+def without_template(folder, copy):
     for path in folder.iterdir():
         if path.name != "chat_template.jinja":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert chat.main(["--checkpoint", str(tmp_path)]) == 2
-    assert "--chat_template: null, but the tokenizer has no chat template. Give one" in capsys.readouterr().err
+            (copy / path.name).write_bytes(path.read_bytes())
+    return open_model(str(copy), {})
+
+
+def test_a_model_without_a_template_chats_in_chatml(folder, tmp_path, monkeypatch, capsys):
+    """The rendered text is transformers' with Qwen's template, which is ChatML; text ends the turn, not a token."""
+    named = without_template(folder, tmp_path)
+    template = chat._load_template(None, named.tokenizer)
+    assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; ChatML is used.")
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    assert template.prompt(turns, "here") == expected
+    assert (turn_ends(template, named.tokenizer), turn_end_texts(template, named.tokenizer)) == ((), ("<|im_end|>",))
+    own = ChatTemplate.load(TEMPLATE, named.tokenizer, "key")
+    assert turn_end_texts(own, named.tokenizer) == (), "its end is a special token"
+    answer = named.tokenizer.encode_batch(["Rome <|is<|im_end|>\n<|im_start|>user"])[0]
+    monkeypatch.setattr(chat, "stream_tokens", lambda *_, until, **__: tokens_until(answer, until))
+    with named.plan.layout.use():
+        talk = Conversation(named.for_inference(), named.tokenizer, template, GenerationConfig(12))
+    pieces = list(talk.answer("U"))
+    assert len(pieces) > 1
+    assert "".join(pieces) == "Rome <|is" == talk.messages[-1]["content"]
+
+
+def tokens_until(ids, until):
+    """One token at a time, as `stream_tokens` yields them."""
+    for end in range(1, len(ids) + 1):
+        yield [ids[end - 1 : end]]
+        if until(ids[:end]):
+            return
+
+
+def test_commands_and_what_looks_like_one(capsys):
+    class Talk:
+        begun = 0
+
+        def begin(self):
+            self.begun += 1
+
+    talk = Talk()
+    for line in ("/new", "/reset"):
+        chat._obey(talk, line)
+    assert talk.begun == 2
+    assert capsys.readouterr().err == ""
+    chat._obey(talk, "/help")
+    listed = capsys.readouterr().err
+    assert all(name in listed for name in ("/help", "/reset", "/new", "/exit", "/quit"))
+    chat._obey(talk, "/rest")
+    assert capsys.readouterr().err == f"/rest is not a command. Did you mean /reset?\n{listed}"
+    assert talk.begun == 2
+    assert not chat._COMMAND.fullmatch("/etc/hosts has which lines?")

@@ -1,8 +1,11 @@
 """The report at the end of a run."""
 
 import gzip
+from types import SimpleNamespace
 
-from jaxlm.report import compressors, skipped_updates, training_loss
+from jaxlm.observe.trackers.tensorboard import TensorboardConfig
+from jaxlm.observe.trackers.wandb import WandbConfig
+from jaxlm.report import compressors, outputs, skipped_updates, training_loss
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():
@@ -31,3 +34,13 @@ def test_the_report_does_not_show_an_earlier_loss_as_the_last():
     assert training_loss(records) == "not finite; 2.5000 at step 2"
     assert training_loss(records[2:]) == "never finite"
     assert training_loss([]) == "none"
+
+
+def test_the_report_names_what_the_trackers_have_written(tmp_path):
+    trackers = [TensorboardConfig(logdir="boards"), WandbConfig(mode="disabled")]
+    trainer = SimpleNamespace(trackers=trackers)
+    plan = SimpleNamespace(log_folder=tmp_path, run_id="run", config=SimpleNamespace(trainer=trainer))
+    metrics, opened = ("metrics", f"{tmp_path}/metrics.jsonl"), ("tensorboard", "tensorboard --logdir boards")
+    assert outputs(plan) == [metrics, opened]
+    (tmp_path / "samples.jsonl").write_text("")
+    assert outputs(plan) == [metrics, ("samples", f"{tmp_path}/samples.jsonl"), opened]

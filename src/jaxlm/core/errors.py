@@ -1,8 +1,14 @@
 """Exceptions that commands print without a traceback, and checks of configuration values that raise them."""
 
+import os
+import select
+import signal
+import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 EXIT_CONFIG = 2
+EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE
 
 
 class ConfigError(ValueError):
@@ -17,6 +23,26 @@ class PeerError(Exception):
 
     Commands print the message without a traceback and exit with code 1.
     """
+
+
+def end_of_output(error: BrokenPipeError) -> int:
+    """The exit code after the program that reads standard output has ended (`| head`). What is printed later is dropped.
+
+    Re-raises an error that comes from something else than standard output.
+    """
+    if not _has_no_reader(sys.stdout):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_CLOSED_OUTPUT
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)  # errors are always reported
+    except (OSError, ValueError):  # a stream without a file, as in tests and notebooks
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def check_at_least(path: str, given: float, least: float) -> None:

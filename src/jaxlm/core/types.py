@@ -148,6 +148,21 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """Text that an evaluation has generated.
+
+    Attributes:
+        name: `eval` for the weights, or `eval/<name>` for an average of them.
+        prompt: the text before it.
+        text: the model's continuation.
+    """
+
+    name: str
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """The numbers of a finished step, fetched to the host and passed to the listeners.
 

@@ -109,6 +109,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     def _store_of(self, name: str, config: SourceConfig, key: str) -> CacheStore:
         return CacheStore.at(config.cache_dir, key) if config.cache_dir else self.cache_store.child(name)
 
+    def chat_templates(self) -> list[str]:
+        """The chat templates given for the training sources, as in the configuration; that of the first source last."""
+        given = (source.config.format.given_template() for source in self.sources() if source.has(TRAIN))
+        return [template for template in given if template is not None][::-1]
+
     def train_source_names(self) -> list[str]:
         """Names of the sources that have training data."""
         return [source.name for source in self.sources() if source.has(TRAIN)]
@@ -183,9 +188,21 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             if source.has(split) and (split == VALIDATION or source.name in names)
         )
 
-    def open(self, tokenizer: Tokenizer, seq_len: int, log: Log, workers: Workers = LOCAL_WORKERS) -> Data:
-        """Opens the data as examples of `seq_len` tokens per sequence. Missing caches are tokenized first, by `workers`."""
-        names, options = self._weighted_names(), {"workers": workers}
+    def open(
+        self,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        log: Log,
+        workers: Workers = LOCAL_WORKERS,
+        *,
+        summarize: bool = True,
+    ) -> Data:
+        """Opens the data as examples of `seq_len` tokens per sequence. Missing caches are tokenized first, by `workers`.
+
+        Args:
+            summarize: log how the examples are packed.
+        """
+        names, options = self._weighted_names(), {"workers": workers, "summarize": summarize}
         train = {
             source.name: self._examples(source, TRAIN, tokenizer, seq_len, log, options)
             for source in self.sources()
@@ -195,7 +212,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return Data(
             train=train,
             spec=self.batch_spec(seq_len),
-            validation=self.open_validation(tokenizer, seq_len, log, workers=workers),
+            validation=self.open_validation(tokenizer, seq_len, log, **options),
             weights=weight_stages(self.train_weights or sizes, self.train_source_names()) if self.configs else (),
             block_size=self.mixture_block_size,
             shuffle=self.shuffle,
@@ -210,6 +227,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         *,
         separate_cache: bool = False,
         workers: Workers = LOCAL_WORKERS,
+        summarize: bool = True,
     ) -> tuple[ValidationData, ...]:
         """Opens only the validation data, for each source that has any.
 
@@ -217,7 +235,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             separate_cache: use a cache folder named after the cache key, so that these caches never conflict with those of
                 the run.
         """
-        options = {"separate_cache": separate_cache, "workers": workers}
+        options = {"separate_cache": separate_cache, "workers": workers, "summarize": summarize}
         return tuple(
             ValidationData(
                 source,
@@ -231,15 +249,15 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     def _examples(
         self, source: NamedSource, split: str, tokenizer: Tokenizer, seq_len: int, log: Log, options: dict[str, Any]
     ) -> Examples:
-        """Args: options: further arguments of `NamedSource.open_cache`."""
-        cache = source.open_cache(split, tokenizer, log, **options)
+        """Args: options: `summarize`, and further arguments of `NamedSource.open_cache`."""
+        cache = source.open_cache(split, tokenizer, log, **{k: v for k, v in options.items() if k != "summarize"})
         examples = self.arrange(cache, source.config.format, seq_len)
         if not len(examples):
             raise ConfigError(
                 f"{source.key}: no document has a token to compute the loss on within model.seq_len ({seq_len}). Raise"
                 " model.seq_len"
             )
-        if examples.summary:
+        if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")
         return examples
 

@@ -46,6 +46,7 @@ class EvalContext:
         seq_len: the model's maximum sequence length.
         score: scores the targets of a validation batch.
         dummy_prefix: the space that the tokenizer puts in front of every text; None if it puts none.
+        log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
     """
 
     layout: Layout
@@ -57,6 +58,7 @@ class EvalContext:
     seq_len: int
     score: Score
     dummy_prefix: DummyPrefix | None = None
+    log_sample: Callable[[str, str], None] = lambda prompt, text: None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prints text samples from the model during training."""
+"""Generates text samples from the model during training."""
 
 import textwrap
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from jaxlm.models.inference.unstacked import Generator
 @EvalConfig.register_subclass("samples")
 @dataclass(frozen=True)
 class SamplesEvalConfig(EvalConfig):
-    """Generates completions of a few prompts and prints them.
+    """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
 
     Attributes:
         prompts: prompts to complete.
@@ -37,11 +37,18 @@ class SamplesEvalConfig(EvalConfig):
     def open(self, ctx: EvalContext) -> Eval:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
+        longest = max(len(prompt_ids(ctx.tokenizer, prompt)) for prompt in self.prompts)
+        if longest + self.max_new_tokens > ctx.seq_len:
+            raise ConfigError(
+                f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
+                f" together they must not exceed model.seq_len: {ctx.seq_len}. Shorten the prompt, or set max_new_tokens to"
+                f" {max(1, ctx.seq_len - longest)}"
+            )
         return SamplesEval(self, ctx)
 
 
 class SamplesEval(Eval):
-    """Prints samples and returns no metrics."""
+    """Prints and logs samples, and returns no metrics."""
 
     def __init__(self, config: SamplesEvalConfig, ctx: EvalContext):
         self._config = config
@@ -55,11 +62,13 @@ class SamplesEval(Eval):
         generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids)
         continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
-            self._ctx.log(textwrap.indent(prompt + tokenizer.decode(ids), "  | ", lambda _line: True))
+            text = tokenizer.decode(ids)
+            self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
+            self._ctx.log_sample(prompt, text)
         return {}
 
 
 def prompt_ids(tokenizer, prompt: str, *, bos: bool = True) -> list[int]:
     """The prompt's token ids. Args: bos: put the BOS token in front, if the tokenizer has one."""
-    ids = tokenizer.encode_batch([prompt])[0]
+    ids = tokenizer.encode(prompt)
     return [tokenizer.bos_id, *ids] if bos and tokenizer.bos_id is not None else ids

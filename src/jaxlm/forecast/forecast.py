@@ -32,7 +32,7 @@ from jaxlm.forecast.topologies import Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import FULL
-from jaxlm.observe.console import Console, table
+from jaxlm.observe.console import Console, exact_duration, table
 from jaxlm.run.compile import compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
@@ -208,20 +208,19 @@ def _collective_seconds(collective: Collective, plan: Plan, topology: Topology) 
 
 def _rows(result: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
-    has_schedule = result.step_seconds_scheduled is not None and result.mfu_scheduled is not None
-    seconds = f"{result.step_seconds_scheduled:.3f} s as scheduled, " if has_schedule else ""
-    mfu = f"{result.mfu_scheduled:.1%} as scheduled, " if has_schedule else ""
-    exposed = f"{result.step_seconds_exposed:.3f} s"
+    seconds = mfu = ""
+    if result.step_seconds_scheduled is not None and result.mfu_scheduled is not None:
+        seconds = f"{exact_duration(result.step_seconds_scheduled)} as scheduled, "
+        mfu = f"{result.mfu_scheduled:.1%} as scheduled, "
+    step, exposed = map(exact_duration, (result.step_seconds, result.step_seconds_exposed))
+    compute, traffic = map(exact_duration, (result.compute_seconds, result.memory_seconds))
     full_attention = f"{result.mfu_palm:.1%} with full attention counted"
     return [
         ("compiled for", f"{result.compiled_for}, remat policy {result.recomputation}"),
         ("parameters", f"{result.parameters:,}, {result.active_parameters:,} of them active per token"),
-        ("step", f"{result.tokens_per_step:,} tokens, {result.step_seconds:.3f} s ({seconds}{exposed} exposed)"),
-        (
-            "compute",
-            f"{result.compute_seconds:.3f} s matrix products and attention, {result.memory_seconds:.3f} s memory",
-        ),
-        ("communication", f"{result.communication_seconds:.3f} s"),
+        ("step", f"{result.tokens_per_step:,} tokens, {step} ({seconds}{exposed} exposed)"),
+        ("compute", f"{compute} matrix products and attention, {traffic} memory"),
+        ("communication", exact_duration(result.communication_seconds)),
         ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),

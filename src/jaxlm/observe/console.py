@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from jaxlm.core.errors import end_of_output
 from jaxlm.core.runtime import is_main_process
 from jaxlm.observe.log_file import LogFile
 
@@ -13,7 +14,11 @@ _PROGRESS_INTERVAL_S = 10.0  # between progress lines if the output is not a ter
 
 
 class Console:
-    """Prints on process 0; other processes print nothing."""
+    """Prints on process 0; other processes print nothing.
+
+    If the program that reads the output ends (`| head`), a console with a log file goes on with the file alone. Another one
+    raises `BrokenPipeError`.
+    """
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stdout
@@ -33,22 +38,28 @@ class Console:
         if not is_main_process():
             return
         if self._showing_progress:
-            print("\r\x1b[2K", end="", file=self._stream)
+            self._print("\r\x1b[2K", end="")
             self._showing_progress = False
         self._print(text)
         if self._log_file is not None:
             self._log_file.append(f"{text}\n")
             self._log_file.flush(sync=False)
 
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+    def _print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, file=self._stream, flush=True)
+        except BrokenPipeError as error:
+            if self._log_file is None:
+                raise
+            end_of_output(error)
+            self._log_file.append("the program that read the output has ended; the run goes on\n")
 
     def progress(self, text: str, *, last: bool = False) -> None:
         """Replaces the progress line on a terminal; otherwise prints a line every 10 s."""
         if not is_main_process():
             return
         if self._is_terminal and not last:
-            print(f"\r\x1b[2K{text}", end="", file=self._stream, flush=True)
+            self._print(f"\r\x1b[2K{text}", end="")
             self._showing_progress = True
         elif last or time.monotonic() - self._last_progress >= _PROGRESS_INTERVAL_S:
             self._last_progress = time.monotonic()
@@ -65,6 +76,13 @@ def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     """Formats rows of name and value as two aligned columns under a title."""
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def exact_duration(seconds: float) -> str:
+    """Formats seconds with three digits, as `1.23 s`, `12.3 ms` or `123 us`."""
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.3g} s" if seconds < 1e3 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def duration(seconds: float) -> str:

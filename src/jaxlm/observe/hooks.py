@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.guards import SKIPPED, StepGuard, skip_reason
-from jaxlm.core.types import StepInfo
+from jaxlm.core.types import Sample, StepInfo
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval
@@ -105,9 +105,17 @@ class EvalHook:
     """Runs the evaluations every `every_steps` steps and after the last step of the phase."""
 
     def __init__(
-        self, evals: Sequence[Eval], every_steps: int, phase: Phase, trackers: Sequence[Tracker], console: Console
+        self,
+        evals: Sequence[Eval],
+        every_steps: int,
+        phase: Phase,
+        trackers: Sequence[Tracker],
+        console: Console,
+        generated: list[tuple[str, str]],
     ):
+        """Args: generated: where the evaluations put prompts and texts (`EvalContext.log_sample`)."""
         self._evals = evals
+        self._generated = generated
         self._every_steps = every_steps
         self._phase = phase
         self._trackers = trackers
@@ -118,19 +126,28 @@ class EvalHook:
         return step % self._every_steps == 0 or step == self._phase.end
 
     def run(self, step: int, state: RunState) -> None:
-        self.latest = self.measure(state)
+        self.latest, samples = self._measure(state)
+        if samples:
+            for tracker in self._trackers:
+                tracker.log_samples(step, samples)
         if self.latest:
             for tracker in self._trackers:
                 tracker.log(step, self.latest)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
             self._console.log(f"step {step}: {shown}")
 
-    def measure(self, state: RunState) -> dict[str, float]:
-        """Runs all evaluations on the weights and on their averages, without logging the metrics."""
-        metrics = self._evaluate("eval", state.model)
-        for name, model in self._phase.averaged(state).items():
-            metrics |= self._evaluate(f"eval/{name}", model)
-        return metrics
+    def _measure(self, state: RunState) -> tuple[dict[str, float], list[Sample]]:
+        """Runs all evaluations on the weights and on their averages."""
+        metrics: dict[str, float] = {}
+        samples: list[Sample] = []
+        for prefix, model in {"eval": state.model, **self._averages(state)}.items():
+            self._generated.clear()
+            metrics |= self._evaluate(prefix, model)
+            samples += [Sample(prefix, prompt, text) for prompt, text in self._generated]
+        return metrics, samples
+
+    def _averages(self, state: RunState) -> dict[str, LanguageModel]:
+        return {f"eval/{name}": model for name, model in self._phase.averaged(state).items()}
 
     def _evaluate(self, prefix: str, model: LanguageModel) -> dict[str, float]:
         results = (evaluation.run(model) for evaluation in self._evals)

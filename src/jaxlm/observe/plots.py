@@ -8,64 +8,135 @@ from typing import Any
 import numpy as np
 
 from jaxlm.engine.phases import Phase
+from jaxlm.observe.trackers.jsonl import RESUMED_FROM
 from jaxlm.optim.groups import group_schedules
+from jaxlm.optim.schedules import Schedule
 
 _SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the steps
 _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
-_MAX_LABELS = 24  # labels of corner points; more would overlap
+_MAX_LABELS = 24  # labels of points; more would overlap
+_RATE = "optim/learning_rate"
+_RIGHT = 0.8  # points after this fraction of the steps have their label below
 
 Records = Sequence[Mapping[str, float | None]]
 
 
+@dataclass(frozen=True)
+class Marks:
+    """Events of a run, by the number of steps done before them.
+
+    Attributes:
+        resumed: where a start continued from a checkpoint.
+        batch_sizes: where the batch size changed -> the new one.
+    """
+
+    resumed: tuple[int, ...]
+    batch_sizes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, records: Records) -> "Marks":
+        """The events in a run's records."""
+        steps, sizes = _batch_sizes(records)
+        changes = np.flatnonzero(np.diff(sizes)) + 1
+        return cls(
+            tuple(int(step) for step in _series(records, RESUMED_FROM)[1]),
+            {int(steps[index]) - 1: int(sizes[index]) for index in changes},
+        )
+
+    def draw(self, axes: Any) -> None:
+        """Draws a vertical line for each event."""
+        for number, step in enumerate(self.resumed):
+            axes.axvline(step, color="0.4", linestyle="--", linewidth=0.8, label=None if number else "resumed")
+        for number, (step, size) in enumerate(self.batch_sizes.items()):
+            label = None if number else "batch size changed"
+            axes.axvline(step, color="tab:green", linestyle=":", linewidth=1, label=label)
+            if len(self.batch_sizes) <= _MAX_LABELS:
+                place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "rotation": 90}
+                axes.annotate(f"batch {size}", (step, 0.02), (2, 0), fontsize=7, color="tab:green", **place)
+
+
 def loss_curve(records: Records, path: Path, title: str) -> None:
-    """Plots training loss (per step, and a moving average) and validation loss by step, as a PNG."""
+    """Plots training loss (per step, and a centered moving average) and validation loss by step, as a PNG."""
     figure, axes = _figure("xaxis")
     steps, losses = _series(records, "train/loss")
     if len(steps):
-        width = max(1, round(len(steps) * _SMOOTHING_WIDTH))
-        if width > 1:
+        half = round(len(steps) * _SMOOTHING_WIDTH / 2)
+        width = 2 * half + 1
+        if half:
             axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, per step")
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        label = f"training, mean of {width}" if width > 1 else "training"
-        axes.plot(steps[width - 1 :], smooth, color="tab:blue", label=label)
+        label = f"training, mean of {width}" if half else "training"
+        axes.plot(steps[half : len(steps) - half], smooth, color="tab:blue", label=label)
     steps, losses = _series(records, "eval/loss")
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
+    Marks.of(records).draw(axes)
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
     _save(figure, path)
 
 
-def schedule_curve(phases: Sequence[Phase], path: Path, title: str) -> None:
-    """Plots the learning rate by step over all phases, with its corner points marked, as a PNG.
-
-    Parameter groups are dashed.
+def schedule_curve(phases: Sequence[Phase], path: Path, title: str, records: Records = ()) -> None:
+    """Plots the learning rate by step over all phases, as a PNG: what the records say was applied, and what is planned from
+    there on. Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed.
     """
     figure, axes = _figure("xaxis")
     for phase in phases:
-        schedule = phase.optimizer.schedule(phase.num_steps)
-        steps = np.unique(np.linspace(0, phase.end - phase.start, _MAX_POINTS).round())
-        color = f"C{phase.index % 10}"
-        axes.plot(phase.start + steps, schedule(steps), color=color, label=phase.name)
-        for name, other in group_schedules(phase.optimizer, phase.num_steps).items():
-            axes.plot(phase.start + steps, other(steps), "--", linewidth=0.8, label=f"{phase.name}: {name}")
-        corners = [corner for corner in schedule.corner_points() if phase.start + corner[0] <= phase.end]
-        for step, rate, name in corners if len(corners) <= _MAX_LABELS else []:
-            axes.plot(phase.start + step, rate, "o", color=color, markersize=4)
-            point, text = (phase.start + step, rate), f"{name}\n{phase.start + step}: {rate:.3g}"
-            axes.annotate(text, point, (4, 4), textcoords="offset points", fontsize=7)
+        schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
+        applied = _applied(records, phase, _RATE)
+        _plot_rates(axes, phase, schedule, applied, phase.name, {"color": f"C{phase.index % 10}"})
+        for number, (name, other) in enumerate(groups.items()):
+            style = {"color": f"C{(phase.index + number + 1) % 10}", "linestyle": "--", "linewidth": 0.8}
+            _plot_rates(axes, phase, other, _applied(records, phase, f"{_RATE}/{name}"), f"{phase.name}: {name}", style)
+        _mark_corners(axes, phase, schedule, applied, phases[-1].end)
+    Marks.of(records).draw(axes)
     axes.set(title=title, xlabel="step", ylabel="learning rate")
-    axes.margins(x=0.12, y=0.12)
+    axes.margins(x=0.12, y=0.2)
     axes.legend()
     _save(figure, path)
 
 
+def _applied(records: Records, phase: Phase, name: str) -> dict[int, float]:
+    """The learning rates of a phase's updates, by the number of updates before."""
+    steps, rates = _series(records, name)
+    rows = zip((steps - 1).tolist(), rates.tolist(), strict=True)
+    return {step: rate for step, rate in rows if phase.start <= step < phase.end}
+
+
+def _plot_rates(
+    axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[int, float], label: str, style: Mapping[str, Any]
+) -> None:
+    """Plots what was applied, and dotted what is planned after it."""
+    begin = max(applied, default=phase.start - 1) + 1
+    if applied:
+        axes.plot(list(applied), list(applied.values()), label=label, **style)
+        label, style = f"{label}, planned", {**style, "linestyle": ":"}
+    if begin < phase.end:
+        steps = np.unique(np.linspace(begin, phase.end, _MAX_POINTS).round())
+        axes.plot(steps, schedule(steps - phase.start), label=label, **style)
+
+
+def _mark_corners(axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[int, float], end: int) -> None:
+    """Marks and names the corner points, except where another rate was applied. Args: end: of the whole run."""
+    points = [(phase.start + step, rate, name) for step, rate, name in schedule.corner_points()]
+    points = [
+        (step, rate, name)
+        for step, rate, name in points
+        if step <= phase.end and np.isclose(applied.get(step, rate), rate, rtol=0.05)
+    ]
+    for step, rate, name in points if len(points) <= _MAX_LABELS else []:
+        axes.plot(step, rate, "o", color=f"C{phase.index % 10}", markersize=4)
+        side = {"xytext": (0, -5), "ha": "center", "va": "top"} if step > _RIGHT * end else {"xytext": (4, 4)}
+        axes.annotate(f"{name}\nstep {step}: {rate:.3g}", (step, rate), textcoords="offset points", fontsize=7, **side)
+
+
 @dataclass(frozen=True)
 class StepTimes:
-    """Duration of each step of a run."""
+    """Duration of each step of a run, and its batch size."""
 
     durations_ms: np.ndarray
+    batch_sizes: np.ndarray
 
     @property
     def median_ms(self) -> float:
@@ -77,29 +148,40 @@ class StepTimes:
 
 
 def step_times(records: Records, exclude: Collection[int]) -> StepTimes | None:
-    """The step durations in a run's records; None if there are none.
+    """The step durations in a run's records, without the first step of each start; None if there are none.
 
-    `exclude` contains the first step of each phase, which includes warm-up.
+    `exclude` contains the first step of each phase, which also includes warm-up.
     """
     steps, seconds = _series(records, "throughput/duration")
-    included = seconds[~np.isin(steps, list(exclude))] if len(steps) else seconds
-    return StepTimes(included * 1e3) if len(included) else None
+    excluded = {*exclude, *(step + 1 for step in Marks.of(records).resumed)}
+    included = ~np.isin(steps, list(excluded))
+    sizes = _batch_sizes(records)[1]
+    return StepTimes(seconds[included] * 1e3, sizes[included]) if included.any() else None
 
 
 def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
-    """Plots the durations as a histogram with median and 99th percentile marked, as a PNG.
+    """Plots the durations as a histogram with median and 99th percentile marked, as a PNG; a color for each batch size.
 
     Steps longer than twice the 99th percentile are counted in the legend, so that they do not compress the plot.
     """
     figure, axes = _figure("yaxis")
-    durations = times.durations_ms
     end = 2 * times.p99_ms
-    beyond = int((durations > end).sum())
-    axes.hist(durations[durations <= end], bins=_NUM_BINS, color="0.75")
+    shown = times.durations_ms <= end
+    sizes = np.unique(times.batch_sizes)
+    durations = [times.durations_ms[shown & (times.batch_sizes == size)] for size in sizes]
+    labels = [f"batch of {size}" for size in sizes] if len(sizes) > 1 else [None]
+    axes.hist(
+        durations,
+        bins=_NUM_BINS,
+        stacked=True,
+        color=[str(c) for c in np.linspace(0.75, 0.4, len(sizes))],
+        label=labels,
+    )
     axes.axvline(times.median_ms, color="tab:blue", label=f"median {times.median_ms:.1f} ms")
     axes.axvline(times.p99_ms, color="tab:red", label=f"99th percentile {times.p99_ms:.1f} ms")
-    if beyond:
-        axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {durations.max():.1f} ms")
+    if not shown.all():
+        beyond, longest = int((~shown).sum()), times.durations_ms.max()
+        axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {longest:.1f} ms")
     axes.set(title=title, xlabel="step duration (ms)", ylabel="steps")
     axes.legend()
     _save(figure, path)
@@ -125,4 +207,13 @@ def _save(figure: Any, path: Path) -> None:
 
 def _series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
     points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    return (np.array([p[0] for p in points]), np.array([p[1] for p in points], dtype=float))
+    return (np.array([p[0] for p in points], dtype=int), np.array([p[1] for p in points], dtype=float))
+
+
+def _batch_sizes(records: Records) -> tuple[np.ndarray, np.ndarray]:
+    """(step, sequences in its batch) of the records with a duration; 0 where the rate is not known."""
+    steps, seconds = _series(records, "throughput/duration")
+    rates = dict(zip(*_series(records, "throughput/examples_per_second"), strict=True))
+    return steps, np.array(
+        [round(rates.get(step, 0) * duration) for step, duration in zip(steps, seconds, strict=True)]
+    )

@@ -99,8 +99,8 @@ class Schedule:
         points: list[tuple[int, float, str]] = []
         for before, segment in zip((None, *self.segments), self.segments, strict=False):
             if before is not None and before.name == "decay" and segment.name != "rewarmup":
-                points.append((segment.start - 1, float(self(segment.start - 1)), "cycle's last"))
-            points.append((segment.start, float(self(segment.start)), f"{segment.name} from"))
+                points.append((segment.start - 1, float(self(segment.start - 1)), "cycle ends"))
+            points.append((segment.start, float(self(segment.start)), f"{segment.name} begins"))
         end = self.segments[-1].end
         return [*points, (end, float(self(end)), "end")]
 

@@ -65,7 +65,7 @@ def _memory_rows(shape: tuple[int, int], memory: Any) -> list[tuple[str, str]]:
 
 
 def _corners(start: int, schedule: Schedule) -> str:
-    texts = [f"step {start + step} {name} {rate:.3g}" for step, rate, name in schedule.corner_points()]
+    texts = [f"step {start + step}: {name} at {rate:.3g}" for step, rate, name in schedule.corner_points()]
     if len(texts) > _MAX_CORNERS:
         texts = [*texts[: _MAX_CORNERS - 2], f"... {len(texts) - _MAX_CORNERS + 1} more", texts[-1]]
     return ", ".join(texts)

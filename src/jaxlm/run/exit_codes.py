@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError, end_of_output
 from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
@@ -24,14 +24,15 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
     2: the configuration or the data is wrong. 1: a checkpoint could not be saved, no checkpoint could be loaded, another
     process of the run failed, a loss or gradient was not finite and the configuration says to stop, too many updates in a
-    row were skipped, or the run cannot go back to an earlier checkpoint (again). 130: Ctrl-C before training began. Other
-    exceptions are passed on with their traceback.
+    row were skipped, or the run cannot go back to an earlier checkpoint (again). 130: Ctrl-C before training began. 141: the
+    program that reads the output has ended (`| head`). Other exceptions are passed on with their traceback.
     """
 
-    @functools.wraps(main)
-    def run(arguments: Sequence[str] | None = None) -> int:
+    def explained(arguments: Sequence[str]) -> int:
         try:
-            code = main(sys.argv[1:] if arguments is None else arguments)
+            code = main(arguments)
+        except BrokenPipeError:
+            raise
         except (Exception, KeyboardInterrupt) as error:
             code, message = _explained(error)
             print(message, file=sys.stderr, flush=True)
@@ -43,6 +44,16 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             return code
         stop_watching_peers()
         return code
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            try:
+                return explained(sys.argv[1:] if arguments is None else arguments)
+            finally:
+                sys.stdout.flush()  # not when the interpreter ends, where a closed pipe would be a traceback
+        except BrokenPipeError as error:
+            return end_of_output(error)
 
     return run
 

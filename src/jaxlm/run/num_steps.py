@@ -48,7 +48,9 @@ def with_num_steps_of_data(
         own = config.phases[phase.index].num_train_steps if config.phases else None
         by_epoch = bool(config.epoch) and own is None
         if by_epoch or section.stop_strategy != "restart":
-            data = main_first(lambda section=section: section.open(tokenizer, config.model.seq_len, log))
+            data = main_first(
+                lambda section=section: section.open(tokenizer, config.model.seq_len, log, summarize=False)
+            )
             own_batches = batches.starting_at(start)
             num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, log)

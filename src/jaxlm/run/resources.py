@@ -21,6 +21,7 @@ from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
@@ -89,6 +90,7 @@ class Run:
             batches = functools.partial(data_set.batches, layout=plan.layout, **options)
             return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
 
+        generated: list[tuple[str, str]] = []
         context = EvalContext(
             layout=plan.layout,
             precision=plan.precision,
@@ -99,9 +101,10 @@ class Run:
             seq_len=plan.config.model.seq_len,
             score=score_batch,
             dummy_prefix=self.tokenizer.dummy_prefix(),
+            log_sample=lambda prompt, text: generated.append((prompt, text)),
         )
         evals = [config.open(context) for config in plan.config.evals]
-        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)
+        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console, generated)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
         """The profiler hook, if configured. Args: program: returns the HLO text of the program that runs a given step."""
@@ -176,8 +179,8 @@ class Run:
             return []
         if config.hf_save_dtype is not None:
             dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
-        folder = location_of(config.hf_save_path)
-        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, self.tokenizer, dtype, self.console.log)]
+        folder, tokenizer = location_of(config.hf_save_path), _with_templates(self.tokenizer, self.plan)
+        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, tokenizer, dtype, self.console.log)]
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
@@ -209,7 +212,8 @@ def open_run(
     """Opens a run's folders and trackers, and closes them when the context exits, even after an error."""
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
-    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **_tokenizer_files(tokenizer)}
+    tokenizer_files = _tokenizer_files(_with_templates(tokenizer, plan))
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **tokenizer_files}
     if plan.refs:
         files[REFERENCES_IDENTITY] = json.dumps(references_identity(plan)).encode()
     writer = CheckpointWriter(plan.checkpoints, files)
@@ -276,6 +280,12 @@ def _run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
         summary=summary,
         abandoned_steps=init_from.history.abandoned_steps,
     )
+
+
+def _with_templates(tokenizer: Any, plan: Plan) -> Any:
+    """The tokenizer with the chat templates of the phases, so that the saved model does not need their files."""
+    given = [template for data in plan.data for template in data.chat_templates()]
+    return with_templates(tokenizer, given, "data.format.chat_template")
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

@@ -41,6 +41,9 @@ class Csv:
     def log_histograms(self, step, histograms):
         self._file.writelines(f"{step},{name},{h.low}..{h.high}\n" for name, h in histograms.items())
 
+    def log_samples(self, step, samples):
+        self._file.writelines(f"{step},{sample.name},{sample.prompt!r}\n" for sample in samples)
+
     def flush(self):
         self._file.flush()
 

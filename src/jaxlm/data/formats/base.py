@@ -94,6 +94,10 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """
         return None
 
+    def given_template(self) -> str | None:
+        """The chat template that the configuration gives, as text or as the path of a .jinja file; None if it gives none."""
+        return None
+
     @abc.abstractmethod
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         """Binds the format to a tokenizer.

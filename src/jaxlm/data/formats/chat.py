@@ -35,6 +35,9 @@ class ChatFormat(MaskedFormat):
     chat_template: str | None = None
     mask_user_turns: bool = True
 
+    def given_template(self) -> str | None:
+        return self.chat_template
+
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         del bos, eos
         return ChatEncoder(

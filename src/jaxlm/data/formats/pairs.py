@@ -75,6 +75,9 @@ class PairsFormat(FormatConfig):
     def can_read(self, name: str) -> bool:
         return has_records(name)
 
+    def given_template(self) -> str | None:
+        return self.chat_template
+
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         template = None
         if self.chat_template is not None or tokenizer.chat_template is not None:

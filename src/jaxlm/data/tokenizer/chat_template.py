@@ -23,6 +23,12 @@ _MARKS = re.compile(f"([{_BEGIN}{_END}])")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
 
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""The template for models that have none, as OpenAI defined it."""
+
 
 class Rendered(NamedTuple):
     """A rendered conversation, and the character ranges (begin, end) that the loss is computed on."""
@@ -57,10 +63,7 @@ class ChatTemplate:
         """
         text, origin = given, key
         if given is not None and given.endswith(".jinja"):
-            try:
-                text, origin = Path(os.path.expanduser(given)).read_text(encoding="utf-8"), given
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{key}: '{given}' cannot be read: {error}") from error
+            text, origin = _read(given, tokenizer, key), given
         elif given is None:
             text, origin = tokenizer.chat_template, "the tokenizer's"
         if text is None:
@@ -138,6 +141,27 @@ class ChatTemplate:
             return _compiled(self.text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template ({self.origin}), line {error.lineno}: {error.message}") from error
+
+
+def _read(path: str, tokenizer: Tokenizer, key: str) -> str:
+    """The text of a .jinja file. The tokenizer of a checkpoint also has the files that were on the machine of its run."""
+    try:
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if path in tokenizer.given_templates:
+            return tokenizer.given_templates[path]
+        raise ConfigError(f"{key}: '{path}' cannot be read: {error}") from error
+
+
+def with_templates(tokenizer: Tokenizer, given: Sequence[str], key: str) -> Tokenizer:
+    """The tokenizer to save with a model that was trained with these templates (texts or paths of .jinja files).
+
+    The last one becomes the tokenizer's own. Without any, the tokenizer stays as it is.
+    """
+    if not given:
+        return tokenizer
+    texts = {name: ChatTemplate.load(name, tokenizer, key).text for name in given}
+    return tokenizer.with_chat_template(texts[given[-1]], {k: v for k, v in texts.items() if k != v})
 
 
 def _split_marked(marked: str) -> Rendered:

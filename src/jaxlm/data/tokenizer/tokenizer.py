@@ -27,10 +27,13 @@ _COMMON_NAMES = {
 }
 _SETTINGS = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
+# In a checkpoint: `chat_template` in the configuration -> the template in that file.
+_GIVEN_TEMPLATES = "given_chat_templates.json"
 _GENERATION, _MODEL = "generation_config.json", "config.json"
 # Further files of a Hugging Face folder that speak of its tokens, copied for other programs.
 _EXTRA_FILES = (
-    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE, "chat_template.json", _GENERATION),
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES, _GENERATION),
 )
 _MODEL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the keys of config.json that speak of tokens
 _LONG_TEXT = 1 << 20  # characters; longer texts are split, to use all cores and bounded memory
@@ -78,6 +81,10 @@ class Tokenizer:
         listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self._model_ids.get("eos_token_id")), eos_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(number for number in listed if type(number) is int))
         self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **self._model_ids}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without added special tokens."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without added special tokens. Uses all cores."""
@@ -134,6 +141,18 @@ class Tokenizer:
         if isinstance(template, list):
             template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         return template
+
+    @property
+    def given_templates(self) -> dict[str, str]:
+        """Path of a .jinja file -> its text, for the chat templates that a run was configured with."""
+        return json.loads(self._extra_files.get(_GIVEN_TEMPLATES, b"{}"))
+
+    def with_chat_template(self, text: str, given: Mapping[str, str]) -> "Tokenizer":
+        """A copy with this chat template. Args: given: see `given_templates`."""
+        settings = {name: value for name, value in self._settings.items() if name != "chat_template"}
+        files = {_CHAT_TEMPLATE: text, _SETTINGS: json.dumps(settings), _GIVEN_TEMPLATES: json.dumps(dict(given))}
+        encoded = {name: content.encode("utf-8") for name, content in files.items()}
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded)
 
     @property
     def template_names(self) -> dict[str, str]:
@@ -204,7 +223,10 @@ class Tokenizer:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         names = {key: None if i is None else self._backend.id_to_token(i) for key, i in ids.items()}
         settings = {**names, **self._settings} if max_length is None else {**defaults, **names, **self._settings}
-        return {**self._extra_files, _SETTINGS: json.dumps(settings).encode(), "tokenizer.json": self._json().encode()}
+        extra = dict(self._extra_files)
+        if max_length is not None:
+            extra.pop(_GIVEN_TEMPLATES, None)
+        return {**extra, _SETTINGS: json.dumps(settings).encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
         return self._backend.to_str(pretty=False)

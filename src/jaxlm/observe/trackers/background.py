@@ -2,10 +2,10 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.trackers.base import Tracker
 
 _Job = Callable[[Tracker], None]
@@ -62,6 +62,9 @@ class BackgroundTracker:
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         self._queue(lambda tracker: tracker.log_histograms(step, histograms))
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._queue(lambda tracker: tracker.log_samples(step, samples))
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._queue(lambda tracker: tracker.begin_attempt(attempt, step, abandoned_steps))

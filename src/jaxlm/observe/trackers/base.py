@@ -9,7 +9,7 @@ import draccus
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 
 
 class Tracker(Protocol):
@@ -20,6 +20,9 @@ class Tracker(Protocol):
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Logs histograms by name. Called only if `trainer.watch.include_histograms` is set."""
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Logs generated text. Called only if an evaluation generates some (`evals: [{type: samples}]`)."""
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         """The run went back to `step`: the records of later steps are superseded by those that follow.
@@ -70,6 +73,10 @@ class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` for invalid settings. Does not touch disk or network."""
+
+    def how_to_open(self, run_id: str) -> str | None:
+        """The command or the place where you see what a run has sent, for the report at its end; None says nothing."""
+        return None
 
     @abc.abstractmethod
     def open(self, run: RunInfo) -> Tracker:

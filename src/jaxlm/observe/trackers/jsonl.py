@@ -1,22 +1,27 @@
-"""The tracker that writes `metrics.jsonl`, and histograms to `histograms.jsonl`. It is always on."""
+"""The tracker that writes `metrics.jsonl`, `histograms.jsonl` and `samples.jsonl`. It is always on."""
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.log_file import LogFile
+
+SAMPLES = "samples.jsonl"
+RESUMED_FROM = "throughput/resumed_from"
+_DURATION = "throughput/duration"  # only training records have it
 
 
 class JsonlTracker:
     """Writes one JSON object per record, `step` first, floats in full precision. NaN and infinity become null.
 
     Records have an `attempt` after the run went back to an earlier checkpoint. Histograms go to a second file with `name`,
-    `low`, `high` and `counts`, which is created with the first histogram.
+    `low`, `high` and `counts`, and samples to a third with `name`, `prompt` and `text`. They are created with their first
+    record. The first training record of a start that resumes has `throughput/resumed_from`: the step of its checkpoint.
     """
 
     def __init__(self, path: Path, *, resume_step: int, attempt: int = 0, warn: Callable[[str], None] = print):
@@ -28,10 +33,10 @@ class JsonlTracker:
         Raises:
             ConfigError: the files cannot be read and written.
         """
-        histograms = path.with_name("histograms.jsonl")
+        histograms, samples = path.with_name("histograms.jsonl"), path.with_name(SAMPLES)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for file in (path, histograms):
+            for file in (path, histograms, samples):
                 _drop_after(file, (attempt, resume_step), warn)
             self._file = LogFile(path, warn)
             self._file.open()
@@ -40,11 +45,15 @@ class JsonlTracker:
                 f"trainer.log_dir: {error.filename or path} cannot be read and written ({error.strerror}). Move it away,"
                 " free up disk space, or set another folder"
             ) from error
-        self._histograms = LogFile(histograms, warn)
+        self._histograms, self._samples = LogFile(histograms, warn), LogFile(samples, warn)
         self._attempt = attempt
+        self._resumed_from = resume_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = self._key(step) | {k: _finite(v) for k, v in metrics.items()}
+        if self._resumed_from and _DURATION in metrics:
+            record[RESUMED_FROM] = self._resumed_from
+            self._resumed_from = 0
         self._file.append(json.dumps(record) + "\n")
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -52,6 +61,12 @@ class JsonlTracker:
             ends = {"low": _finite(h.low), "high": _finite(h.high)}
             self._histograms.append(json.dumps(self._key(step) | {"name": name, **ends, "counts": h.counts}) + "\n")
         self._histograms.flush(sync=False)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            record = self._key(step) | {"name": sample.name, "prompt": sample.prompt, "text": sample.text}
+            self._samples.append(json.dumps(record, ensure_ascii=False) + "\n")
+        self._samples.flush(sync=False)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._attempt = attempt
@@ -63,8 +78,8 @@ class JsonlTracker:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
-        self._histograms.close()
+        for file in (self._file, self._histograms, self._samples):
+            file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:

@@ -1,7 +1,7 @@
 """TensorBoard event files."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
@@ -49,6 +49,9 @@ class TensorboardConfig(TrackerConfig):
                     " not contain '/'"
                 )
 
+    def how_to_open(self, run_id: str) -> str | None:
+        return f"tensorboard --logdir {self.logdir}" if self.write_to_disk else None
+
     def open(self, run: RunInfo) -> Tracker:
         """Starts a new event file, and has TensorBoard hide later steps in earlier files."""
         from tensorboardX import SummaryWriter
@@ -68,8 +71,7 @@ class TensorboardConfig(TrackerConfig):
             "summary": "\n".join(f"{name}: {value}" for name, value in run.summary.items()),
         }
         for name, text in texts.items():
-            # Four spaces make Markdown show the text verbatim.
-            writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), run.resume_step)
+            writer.add_text(name, _verbatim(text), run.resume_step)
         return TensorboardTracker(writer)
 
 
@@ -99,6 +101,14 @@ class TensorboardTracker:
                 sums = counts.sum(), (counts * centers).sum(), (counts * centers**2).sum()
                 self._writer.add_histogram_raw(name, histogram.low, histogram.high, *sums, edges[1:], counts, step)
 
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Adds a text for each prompt."""
+        numbers: dict[str, int] = {}
+        for sample in samples:
+            number = numbers[sample.name] = numbers.get(sample.name, -1) + 1
+            text = f"**prompt**\n\n{_verbatim(sample.prompt)}\n\n**text**\n\n{_verbatim(sample.text)}"
+            self._writer.add_text(f"{sample.name}/samples/{number}", text, step)
+
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         """Has TensorBoard hide the later steps."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,3 +121,8 @@ class TensorboardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _verbatim(text: str) -> str:
+    """Markdown that shows a text as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

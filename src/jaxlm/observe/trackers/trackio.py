@@ -1,11 +1,11 @@
 """Trackio: metrics in a local database, with a dashboard (`trackio show`)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
@@ -34,6 +34,9 @@ class TrackioConfig(TrackerConfig):
     def check(self) -> None:
         if not self.project.strip():
             raise ConfigError("trainer.tracker (trackio): project: must not be empty. Set it to a project name")
+
+    def how_to_open(self, run_id: str) -> str | None:
+        return f"trackio show --project {self.project}" if self.space_id is None else f"hf.co/spaces/{self.space_id}"
 
     def open(self, run: RunInfo) -> Tracker:
         """Starts a new run, or resumes the newest run of this name if there is a checkpoint."""
@@ -78,6 +81,9 @@ class TrackioTracker:
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Does nothing, because Trackio has no histograms. They are in `histograms.jsonl`."""
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Does nothing, because Trackio's tables need pandas. They are in `samples.jsonl`."""
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._abandoned_steps = abandoned_steps

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram
+from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
@@ -78,6 +78,17 @@ class WandbConfig(TrackerConfig):
                 " XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_pass_re=.*', or set save_xla_dumps to false"
             )
 
+    def how_to_open(self, run_id: str) -> str | None:
+        mode, name = self._mode(), self.id or run_id
+        if mode in ("offline", "dryrun"):
+            folder = Path(os.environ.get("WANDB_DIR", "."), "wandb")
+            return f"wandb sync {folder}/offline-run-*-{name}"
+        place = "/".join(filter(None, [self.entity, self.project])) or "your default project"
+        return f"wandb.ai: run '{name}' of {place}" if mode == "online" else None
+
+    def _mode(self) -> str:
+        return self.mode or os.environ.get("WANDB_MODE", "online")
+
     def open(self, run: RunInfo) -> Tracker:
         """Starts the wandb run, or resumes it if its ID exists.
 
@@ -87,8 +98,7 @@ class WandbConfig(TrackerConfig):
         """
         import wandb
 
-        mode = self.mode or os.environ.get("WANDB_MODE", "online")
-        if mode not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False, verify=False):
+        if self._mode() not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False, verify=False):
             raise NoKeyError("no API key. Run `wandb login`, set WANDB_API_KEY, or set mode: offline")
         # The environment variable takes precedence here; in wandb itself, the setting would.
         timeout = float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S))
@@ -163,6 +173,17 @@ class WandbTracker:
         number = step + self._abandoned_steps
         if number >= self._first_new_step:
             self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()}, step=number)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Logs a table for the weights, and one for each of their averages."""
+        import wandb
+
+        number = step + self._abandoned_steps
+        if number < self._first_new_step:
+            return
+        for name in dict.fromkeys(sample.name for sample in samples):
+            rows = [[step, sample.prompt, sample.text] for sample in samples if sample.name == name]
+            self._handle.log({f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)}, step=number)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._abandoned_steps = abandoned_steps
