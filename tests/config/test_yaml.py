@@ -1,6 +1,6 @@
 import pytest
 
-from jaxlm.config.yaml import load_yaml, parse_value
+from jaxlm.config.yaml import load_yaml, parse_value, without_quotes
 from jaxlm.core.errors import ConfigError
 
 
@@ -79,3 +79,20 @@ def test_the_error_for_a_missing_file_shows_the_path(tmp_path):
 def test_scalars(text, value):
     assert parse_value(text) == value
     assert type(parse_value(text)) is type(value)
+
+
+@pytest.mark.parametrize("text", ["include data.yaml", "!include data.yaml"])
+def test_a_file_is_included_on_the_command_line(tmp_path, monkeypatch, text):
+    """The first spelling is Draccus's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.yaml").write_text("train_urls: [a.txt]\n")
+    assert parse_value(text) == {"train_urls": ["a.txt"]}
+    (tmp_path / "data.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"!include \S+data\.yaml: cannot be read \(No such file"):
+        parse_value(text)
+    assert parse_value(f"'{text}'") == text
+
+
+@pytest.mark.parametrize("text", ["6E-4", "-1", "1_024", ".5", "true", "null", "x", "1:30", "2026-01-01", ""])
+def test_a_text_without_quotes_is_what_yaml_reads(text):
+    assert repr(without_quotes(text)) == repr(parse_value(text) if text else None)
