@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import yaml
 
+from jaxlm.config.decode import encode
 from jaxlm.config.load import decode_run, read_config, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
@@ -161,6 +162,18 @@ def test_every_other_documented_default():
     )
     assert (optimizer.rewarmup, optimizer.cycles, optimizer.cycle_length) == (0.0, None, None)
     assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.max_grad_norm) == (0.9, 0.95, 1e-8, 1.0)
+
+
+def test_the_documented_defaults_that_differ_are_listed():
+    section = TABLE.read_text(encoding="utf-8").partition("## Documented defaults that differ")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| .+? \| `(.+?)` \|", section, re.MULTILINE)
+    assert len(rows) == section.count("\n|") - 2
+    usual, tracked = encode(fresh()), encode(fresh("trainer: {tracker: {type: wandb}}"))
+    for key, default in rows:
+        node = tracked if key.startswith("trainer.tracker.") else usual
+        for name in key.split("."):
+            node = node[name]
+        assert node == yaml.safe_load(default), key
 
 
 @pytest.mark.trap("D9")

@@ -193,8 +193,7 @@ def _restore(run: Run, init_from: InitFrom) -> RunState:
     run.console.log(f"{progress}, from {checkpoint.location}")
     for line in changed_stages(checkpoint.cursor, checkpoint.position(), phase, plan):
         run.console.log(line)
-    if not init_from.is_own:
-        run.save_as_first_checkpoint(state, checkpoint)
+    run.settle(state, init_from)
     return state
 
 

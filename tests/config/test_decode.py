@@ -1,7 +1,7 @@
 """Decoding values into dataclasses: valid values, refused values, and round trips through `dump`."""
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlm.config.decode import decode, drop_stale_keys, dump, encode
+from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.muon import MuonConfig
+from jaxlm.refs.hf import HfRefConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Outer:
     axes: str | list[str] | None = None
     mode: Literal["a", "b"] = "a"
     sizes: list[int] = field(default_factory=list)
+    paths: list[str] | None = None
     mapping: dict[str, str | list[str]] = field(default_factory=dict)
     shape: Shape = field(default_factory=Circle)
     shapes: list[Shape] = field(default_factory=list)
@@ -89,7 +94,11 @@ def test_valid_values_are_decoded(given, value):
         ({"count": None}, "count: null given, an integer expected"),
         ({"count": 1.5}, "count: 1.5 given, an integer expected"),
         ({"count": True}, "count: true given, an integer expected"),
-        ({"count": "1"}, "count: '1' given"),
+        ({"count": "1"}, "count: '1' given, an integer expected. Write 1 without quotes"),
+        ({"share": "6E-4"}, "share: '6E-4' given, a finite number expected. Write 6E-4 without quotes"),
+        ({"on": "true"}, "on: 'true' given, true or false expected. Write true without quotes"),
+        ({"paths": "a.txt"}, "paths: 'a.txt' given, a list (each entry a string) or null expected. Write [a.txt]"),
+        ({"name": "a\0"}, "expected without control characters"),
         ({"on": 1}, "on: 1 given, true or false expected"),
         ({"name": 3}, "name: 3 given, a string or null expected"),
         ({"mode": "c"}, "mode: 'c' given, 'a' or 'b' expected"),
@@ -140,6 +149,14 @@ outers = st.builds(
 def test_dumped_values_decode_to_an_equal_object(value):
     assert decode(Outer, ConfigSource(yaml.safe_load(dump(value)))) == value
     assert encode(value)["shape"]["type"] in ("circle", "square")
+
+
+def test_draccus_dumps_a_run():
+    config = replace(
+        RunConfig(), optimizer=MuonConfig(groups=[AdamConfig(match="tokens")]), refs={"teacher": HfRefConfig("p")}
+    )
+    dumped = draccus.dump(config)
+    assert decode(RunConfig, ConfigSource(yaml.safe_load(dumped))) == config
 
 
 def test_changing_the_type_drops_the_old_types_keys():

@@ -34,6 +34,12 @@ def test_values_are_yaml():
         ("--dry_run --x 3", "--dry_run needs a value"),
         ("--x 1 --x 2", "--x is given twice. Keep one of them"),
         ("--config a --config_path b", "are aliases. Remove one of them"),
+        ("--configs a b", "--configs is not an option. Did you mean --config_path?"),
+        ("--config_path a.yaml b.yaml", "--config_path takes one file. To combine files, write `<<: !include b.yaml`"),
+        (
+            "--data include x.yaml",
+            "'x.yaml' is not an option. Write --section.key value. If it belongs to --data, quote",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, message):

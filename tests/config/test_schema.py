@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import draccus
 
+from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import ConfigKey, attribute_docs, sections
 
 
@@ -97,6 +98,14 @@ def test_every_section_is_listed_once_with_its_own_keys():
 def test_an_optional_section_is_listed():
     _, rule = sections(Optional)
     assert (rule.path, rule.is_default) == ("rule", False)
+
+
+def test_sections_in_a_type_follow_the_last_type():
+    """Otherwise the help shows the keys of the types after it below its heading."""
+    found = [(section.path, section.choice) for section in sections(RunConfig)]
+    types = [number for number, (path, choice) in enumerate(found) if path == "optimizer" and choice]
+    assert types == list(range(types[0], types[0] + len(types)))
+    assert found.index(("optimizer.clip_update_norm", None)) > types[-1]
 
 
 def test_attribute_docs_come_from_all_bases():

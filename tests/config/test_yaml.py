@@ -1,6 +1,6 @@
 import pytest
 
-from jaxlm.config.yaml import load_yaml, parse_value
+from jaxlm.config.yaml import load_yaml, parse_value, without_quotes
 from jaxlm.core.errors import ConfigError
 
 
@@ -122,7 +122,18 @@ def test_a_long_chain_of_includes_is_one_message(tmp_path):
         load_yaml(tmp_path / "0.yaml")
 
 
-def test_an_option_can_include_a_file(tmp_path, monkeypatch):
-    (tmp_path / "data.yaml").write_text("cache_dir: here\n")
+@pytest.mark.parametrize("text", ["include data.yaml", "!include data.yaml"])
+def test_a_file_is_included_on_the_command_line(tmp_path, monkeypatch, text):
+    """The first spelling is Draccus's."""
     monkeypatch.chdir(tmp_path)
-    assert parse_value("!include data.yaml") == {"cache_dir": "here"}
+    (tmp_path / "data.yaml").write_text("train_urls: [a.txt]\n")
+    assert parse_value(text) == {"train_urls": ["a.txt"]}
+    (tmp_path / "data.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"!include \S+data\.yaml: cannot be read \(No such file"):
+        parse_value(text)
+    assert parse_value(f"'{text}'") == text
+
+
+@pytest.mark.parametrize("text", ["6E-4", "-1", "1_024", ".5", "true", "null", "x", "1:30", "2026-01-01", ""])
+def test_a_text_without_quotes_is_what_yaml_reads(text):
+    assert repr(without_quotes(text)) == repr(parse_value(text) if text else None)

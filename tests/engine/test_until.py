@@ -128,11 +128,13 @@ def test_the_cursor_of_a_run_that_never_went_back_has_no_history():
     assert json.loads(Cursor(**plain).to_json()) == plain
     assert list(json.loads(Cursor(**plain).to_json())) == list(plain)
     assert Cursor.from_json(json.dumps(plain).encode()) == Cursor(**plain)
-    history = History(2, 7, (5,), 1, BestEval(3.0, 2, 3.1, 1), {"best": "step-2"})
+    history = History(2, 7, (5,), 1, BestEval(3.0, 2, 3.1, 1), {"best": "step-2"}, "step-4", ("step-6",))
     assert Cursor.from_json(Cursor(**plain, history=history).to_json()) == Cursor(**plain, history=history)
-    assert history.in_next_phase() == History(2, 7, (5,))
+    assert history.settled() == History(2, 7, (5,), 1, history.best, history.pins, "step-4")
+    history = history.settled()
+    assert history.in_next_phase() == History(2, 7, (5,), went_back_to="step-4")
     assert history.in_another_run() == History(phase_ends=(5,))
-    assert history.rewound(4) == History(3, 11, (5,), 0, history.best, history.pins)
+    assert history.rewound(4) == History(3, 11, (5,), 0, history.best, history.pins, "step-4")
 
 
 def test_later_attempts_are_newer_whatever_their_step():

@@ -55,6 +55,7 @@ def calls(tmp_path, monkeypatch):
 
     (tmp_path / "dumped").mkdir()
     (tmp_path / "dumped" / "a.txt").write_text("a program")
+    (tmp_path / "main.py").write_text("a program")
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path / 'dumped'}")
 
     def opened(kind: str, **fields: Any) -> str:

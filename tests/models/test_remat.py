@@ -11,7 +11,14 @@ from jaxlm.models.remat import CANDIDATES, parse_remat
 
 @pytest.mark.parametrize(
     ("value", "remat_policy"),
-    [(True, "full"), (False, "cheap"), ("auto", "auto"), ("none", "none"), (["query", "mlp"], ("query", "mlp"))],
+    [
+        (True, "full"),
+        (False, "none"),
+        ("cheap", "cheap"),
+        ("auto", "auto"),
+        ("none", "none"),
+        (["query", "mlp"], ("query", "mlp")),
+    ],
 )
 def test_reads(value, remat_policy):
     assert parse_remat(value) == remat_policy

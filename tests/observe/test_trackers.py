@@ -600,6 +600,59 @@ def test_a_missing_trackio_is_reported(monkeypatch):
     assert "trackio is not installed. Install it with pip install 'jaxlm[trackio]'" in line
 
 
+def test_code_is_what_git_tracks_and_nothing_else_is_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    for name in ("main.py", "lib/one.yaml", "deleted.py"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "weights.bin").write_bytes(bytes(3 * 2**20))
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+    (tmp_path / "deleted.py").unlink()
+    (tmp_path / "untracked.py").write_text("x")
+    monkeypatch.setattr(os, "walk", mock.Mock(side_effect=AssertionError))
+    assert environment.code_files(tmp_path) == ([tmp_path / "lib/one.yaml", tmp_path / "main.py"], 1)
+    monkeypatch.setattr(environment, "MAX_CODE_FILES", 1)
+    assert environment.code_files(tmp_path) == ([tmp_path / "lib/one.yaml"], 2)
+    monkeypatch.setattr(environment, "MAX_CODE_BYTES", 15)
+    assert environment.code_files(tmp_path) == ([], 3)
+
+
+def test_without_git_code_is_the_python_files_outside_of_environments(tmp_path, monkeypatch):
+    for name in (".venv/lib/a.py", "env/pyvenv.cfg", "env/lib/b.py", "x/__pycache__/c.py", "x/code.py", "x/data.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert environment.code_files(tmp_path) == ([tmp_path / "x/code.py"], 0)
+    monkeypatch.setattr(environment, "_MAX_VISITED", 0)
+    assert environment.code_files(tmp_path) == ([], 0)
+
+
+def test_records_do_not_wait_for_the_code(tmp_path, monkeypatch):
+    """Logging the code blocks until the record has arrived. Its failure is reported when the records are sent."""
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "main.py").write_text("x")
+    handle, arrived = mock.MagicMock(step=0), threading.Event()
+
+    def log_code(folder: str, **_: object) -> None:
+        assert os.listdir(folder) == ["main.py"]
+        assert arrived.wait(10)
+        raise OSError("no space")
+
+    handle.log_code = log_code
+    handle.log = lambda *_, **__: arrived.set()
+    monkeypatch.setattr(wandb, "init", lambda **_: handle)
+    lines: list[str] = []
+    config = WandbConfig(mode="offline", save_code=str(tmp_path))
+    tracker = BackgroundTracker("wandb", lambda: config.open(FACTS), lines.append)
+    tracker.log(1, {"x": 1.0})
+    tracker.close()
+    assert arrived.is_set()
+    assert handle.finish.call_count == 1
+    (line,) = lines
+    assert line.startswith(
+        "tracker wandb failed (FilesError: the code and the packages were not logged: OSError('no sp"
+    )
+
+
 def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -613,7 +666,7 @@ def test_the_repository_of_the_main_script(tmp_path, monkeypatch):
     try:
         assert environment.repository() == tmp_path.resolve()
         assert environment.commit() == head
-        assert environment.tracked_files(tmp_path) == {(tmp_path / "main.py").resolve()}
+        assert environment.code_files(tmp_path) == ([tmp_path / "main.py"], 0)
         assert environment.changes() == ""
         (tmp_path / "main.py").write_text("changed\n")
         assert environment.commit() == f"{head} + changes"

@@ -161,8 +161,8 @@ def test_a_length_of_one_is_the_whole_cycle_and_not_one_step():
     assert [s.name for s in schedule.segments] == ["warmup"]
     assert float(schedule(50)) == pytest.approx(0.5)
     assert cycle_boundaries(None, 1, 100) == [0, 100]
-    lines = [name for _, _, name in schedule.corner_points()]
-    assert lines == ["warmup begins", "end"]  # and it is printed before training
+    (note,) = schedule.notes  # printed at every start
+    assert note.startswith("optimizer.warmup: 1 means the whole cycle, not one step: the learning rate rises over all")
     with pytest.raises(ConfigError, match="1 means all of it, not one step"):
         make_schedule(ScheduleSpec(1.0, 1.5, None, "linear", 0.1), 100)
 
@@ -177,6 +177,10 @@ def test_a_decay_of_the_whole_cycle_keeps_the_warmup():
 def test_a_warmup_longer_than_its_cycle_is_clamped():
     for kind in ("linear", "cosine"):
         schedule = make_schedule(ScheduleSpec(1.0, 300, None, kind, 0.1, cycles=[100]), 200)
+        (note,) = schedule.notes
+        assert note.startswith(
+            "optimizer.warmup: 300 is cut to the length of the cycle: the learning rate rises over all"
+        )
         assert [float(schedule(s)) for s in (0, 50, 99, 100, 200)] == pytest.approx([0, 0.5, 0.99, 1.0, 0.1])
 
 

@@ -14,7 +14,9 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.mixture import Mixture
+from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, find_checkpoints
+from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.outcome import Next
 from jaxlm.observe.trackers import read_jsonl
@@ -178,6 +180,88 @@ def test_a_checkpoint_of_the_streak_is_not_gone_back_to_and_does_not_delete_the_
     runs.run("pinned", trainer={"checkpointer": checkpointer}, **RULE)
     assert "pinned/step-4 and past the data of the 3 steps since" in runs.output
     assert runs.names("pinned") == ["step-10-attempt-1"]
+
+
+def back_to(runs: Runs, run_id: str, checkpoint: str) -> dict[str, Any]:
+    """Options for a run that goes back, with another learning rate than before."""
+    path = str(runs.place(run_id) / checkpoint)
+    return {"trainer": {"load_checkpoint_path": path}, "optimizer": {"learning_rate": 5e-3}}
+
+
+@pytest.fixture(scope="module")
+def stopped(runs) -> dict[int, str]:
+    """The losses of a run that was stopped at step 4 and continued with another learning rate."""
+    runs.run("stopped", 4)
+    runs.run("stopped", optimizer={"learning_rate": 5e-3})
+    return runs.losses("stopped")
+
+
+def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(runs, stopped):
+    runs.run("returned")
+    before = {name: saved_arrays(runs.place("returned") / name) for name in ("step-6", "step-8", "step-10")}
+    options = back_to(runs, "returned", "step-4")
+    runs.run("returned", **options)
+    assert "load_checkpoint_path: going back from step-10 to" in runs.output
+    assert "returned/step-4 (attempt 1)" in runs.output
+    assert "checkpoint step-10 was set aside as step-10.abandoned" in runs.output
+    for name, arrays in before.items():
+        assert same(arrays, saved_arrays(runs.place("returned") / f"{name}.abandoned"))
+    names = ["step-2", "step-4", "step-6-attempt-1", "step-8-attempt-1", "step-10-attempt-1"]
+    assert runs.names("returned") == names
+    attempts = [*((0, n) for n in range(1, STEPS + 1)), *((1, n) for n in range(5, STEPS + 1))]
+    assert runs.attempts("returned") == attempts
+    assert runs.losses("returned") == stopped
+    assert same(*(saved_arrays(runs.place(n) / c) for n, c in (("returned", names[-1]), ("stopped", "step-10"))))
+    history = runs.cursor("returned", names[-1]).history
+    assert (history.attempt, history.abandoned_steps, history.went_back_to) == (1, 6, "step-4")
+
+    runs.run("returned", **options)  # the same command again does not lose what was done since
+    assert "the run has gone back to step-4 already (attempt 1)" in runs.output
+    assert "the run is complete" in runs.output
+    assert runs.attempts("returned") == attempts
+
+    runs.run("returned", **back_to(runs, "returned", "step-8-attempt-1"))
+    assert runs.attempts("returned") == [*attempts, (2, 9), (2, 10)]
+    assert runs.losses("returned") == stopped
+    with pytest.raises(ConfigError, match=r"the run 'returned' has no checkpoint step-5 to go back to. It has: step-2"):
+        runs.run("returned", **back_to(runs, "returned", "step-5"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [[{"every": 2}], []], ids=["permanent", "temporary"])
+def test_a_run_that_goes_back_may_be_killed_at_any_time(runs, stopped, keep, monkeypatch):
+    """Before anything was set aside, after a part of it, and while training. Temporary checkpoints stay, too."""
+    name, checkpointer = f"killed_{len(keep)}", {**runs.checkpointer, "keep": keep, "save_interval": 0}
+    if not keep:  # every step is saved, and each save deletes the one before
+        checkpointer["delete_old_temp_checkpoints"] = False
+    runs.run(name, trainer={"checkpointer": checkpointer})
+    options = back_to(runs, name, "step-4")
+    options["trainer"]["checkpointer"] = {**checkpointer, "delete_old_temp_checkpoints": True}
+    abandon, commit = LocalFolder.abandon, LocalFolder.commit
+
+    def killed_at(method: str, at: str) -> None:
+        original = {"abandon": abandon, "commit": commit}[method]
+
+        def acting(self: LocalFolder, checkpoint: str) -> Any:
+            if checkpoint == at:
+                raise RuntimeError("killed")
+            return original(self, checkpoint)
+
+        monkeypatch.setattr(LocalFolder, method, acting)
+        with pytest.raises((RuntimeError, SaveError), match="killed"):
+            runs.run(name, **options)
+        monkeypatch.setattr(LocalFolder, method, original)
+
+    killed_at("abandon", "step-10")
+    assert runs.names(name)[-2:] == ["step-10", "step-4-attempt-1"]
+    killed_at("abandon", "step-8")
+    killed_at("commit", "step-8-attempt-1")
+    runs.run(name, **options)
+    assert "gone back to step-4 already" in runs.output
+    aside = {path.name for path in runs.place(name).glob("*.abandoned")}
+    assert aside >= {"step-6.abandoned", "step-8.abandoned", "step-10.abandoned"}
+    assert runs.attempts(name) == [*((0, n) for n in range(1, STEPS + 1)), *((1, n) for n in range(5, STEPS + 1))]
+    assert runs.losses(name) == stopped
 
 
 UNTIL = {

@@ -133,6 +133,22 @@ REFUSED = {
         {"tensor_parallel_axes": ["mlp", "embed"], "model_axis_size": 2},
         "'mlp' and 'embed' are both mapped to 'model'.*mlp.*weight has both",
     ),
+    "the batch and what is computed": (
+        {"axis_resources": {"embed": "data"}},
+        "'batch' and 'embed' are both mapped to 'data' for computation, and what is computed with .*weight has both",
+    ),
+    "the batch and the inside of the MLP": (
+        {"compute_axis_resources": {"mlp": "data"}},
+        "'batch' and 'mlp' are both mapped to 'data' .*mlp.*weight has both",
+    ),
+    "the batch and the sequence": (
+        {"axis_resources": {"position": "data"}},
+        "'batch' and 'position' are both mapped to 'data' .*every batch has both",
+    ),
+    "the sequence and what is computed": (
+        {"compute_axis_resources": {"position": "model"}, "tensor_parallel_axes": "mlp", "model_axis_size": 2},
+        "'position' and 'mlp' are both mapped to 'model' .*mlp.*weight has both",
+    ),
     "two sizes": ({"mesh": {"axes": {"model": -1}}, "model_axis_size": 2}, "model_axis_size: 2 .*mesh.axes"),
     "two mappings": (
         {"mesh": {"shared_mapping": {"mlp": "data"}}, "axis_resources": {"mlp": "model"}},

@@ -3,10 +3,13 @@
 import jax
 import pytest
 
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
-from jaxlm.run.startup import check_accelerator
-from tests.run.test_mesh_plan import plan_of
+from jaxlm.run.plan import make_plan
+from jaxlm.run.startup import check_accelerator, describe
+from tests.run.test_mesh_plan import MODEL, plan_of
 
 
 @pytest.mark.trap("D22")
@@ -38,3 +41,15 @@ def test_shutdown_at_exit_is_refused():
     for value in (True, 60.0):
         with pytest.raises(ConfigError, match=r"shutdown_at_exit.*does not shut machines down"):
             plan_of(shutdown_at_exit=value)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "meaning"),
+    [(1, "1 means the whole cycle, not one step"), (300, "300 is cut to the length of the cycle")],
+)
+def test_a_warmup_of_the_whole_run_is_said_at_every_start(warmup, meaning):
+    groups = [{"match": "tokens", "learning_rate": 0.1}]  # the entry takes its warmup from the optimizer around it
+    sections = {"trainer": {"num_train_steps": 100}, "optimizer": {"warmup": warmup, "groups": groups}}
+    plan = make_plan(decode_run(ConfigSource({"model": {**MODEL, "num_kv_heads": 4}, **sections}), None), "x", 64)
+    (warning,) = [text for name, text in describe(plan) if name == "warning"]
+    assert warning.startswith(f"optimizer.warmup: {meaning}: the learning rate rises over all its 100 steps")

@@ -20,7 +20,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
 from jaxlm.config.durations import format_duration, parse_duration
 from jaxlm.config.plugins import import_choice, is_import_path
-from jaxlm.config.yaml import ConfigSource, KeyPath
+from jaxlm.config.yaml import ConfigSource, KeyPath, without_quotes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, in_range
 
@@ -194,8 +194,24 @@ class _Decoder:
             except _MismatchError:
                 continue
         raise self._error(
-            path, f"{_format_value(value)} given, {describe_type(kind, value)} expected{_hint(kind, value)}"
+            path, f"{_format_value(value)} given, {describe_type(kind, value)} expected{self._hint(kind, value, path)}"
         )
+
+    def _hint(self, kind: Any, value: Any, path: KeyPath) -> str:
+        """What to change in a value that does not fit a type, if the types alone do not say it."""
+        if not _is_representable(value):
+            return " without control characters" if isinstance(value, str) else " of at most 64 bits"
+        if isinstance(value, str) and self._fits(kind, without_quotes(value), path):
+            return f". Write {value} without quotes"
+        is_scalar = isinstance(value, (str, int, float))
+        return f". Write [{value}] for a list of one" if is_scalar and self._fits(kind, [value], path) else ""
+
+    def _fits(self, kind: Any, value: Any, path: KeyPath) -> bool:
+        try:
+            self._fit(kind, value, path, None, lenient=True)
+        except (_MismatchError, ConfigError):
+            return False
+        return True
 
     def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -296,15 +312,6 @@ def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
     if lenient and kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
         value = float(value)
     return _accept(type(value) is kind and _is_representable(value), value)
-
-
-def _hint(kind: Any, value: Any) -> str:
-    """What to change in a value that does not fit a type, if the types alone do not say it."""
-    if typing.get_origin(kind) is list and isinstance(value, str):
-        return f". Write [{value}] for a list of one"
-    if isinstance(value, str) and not _is_representable(value):
-        return " without control characters"
-    return " of at most 64 bits" if isinstance(value, int) and not _is_representable(value) else ""
 
 
 def _is_representable(value: Any) -> bool:

@@ -3,6 +3,8 @@
 import re
 from datetime import timedelta
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -48,3 +50,7 @@ def format_duration(value: timedelta) -> int | float | str:
     if timedelta(seconds=seconds) != value:
         return f"{value.days}d {value.seconds}.{value.microseconds:06}s"
     return int(seconds) if seconds == int(seconds) else seconds
+
+
+# For `draccus.dump`, which knows all other types of a configuration.
+draccus.encode.register(timedelta, lambda value, _=None: format_duration(value))

@@ -41,10 +41,10 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     while rest:
         option = rest.pop(0)
         if not option.startswith("--") or option == "--":
-            is_file = option.endswith((".yaml", ".yml"))
-            hint = f"To read a file, write --config_path {option}" if is_file else "Write --section.key value"
-            raise ConfigError(f"command line: '{option}' is not an option. {hint}")
+            raise _not_an_option(option, given)
         name, equals, text = option[2:].partition("=")
+        if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
+            raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
         if not equals:
             if not rest or re.match(r"--[A-Za-z_]", rest[0]):
                 raise ConfigError(f"command line: --{name} needs a value (--{name} true, for a switch)")
@@ -52,13 +52,22 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if name in given:
             raise ConfigError(f"command line: --{name} is given twice. Keep one of them")
         given[name] = text
-    for name in given:
-        if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
-            raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
     paths = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
     if len(paths) > 1:
         raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
     return Arguments(next(iter(paths), None), {name: parse_value(text) for name, text in given.items()})
+
+
+def _not_an_option(argument: str, given: dict[str, str]) -> ConfigError:
+    """The error for an argument without dashes. Args: given: names of the options before it."""
+    last = next(reversed(given), None)
+    if last in _CONFIG_OPTIONS:
+        hint = f"--{last} takes one file. To combine files, write `<<: !include {argument}` in it"
+    elif argument.endswith((".yaml", ".yml")) and last is None:
+        hint = f"To read a file, write --config_path {argument}"
+    else:
+        hint = "Write --section.key value" + (f". If it belongs to --{last}, quote the whole value" if last else "")
+    return ConfigError(f"command line: '{argument}' is not an option. {hint}")
 
 
 def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:

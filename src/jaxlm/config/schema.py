@@ -86,8 +86,12 @@ def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[ConfigSection]:
         return
     shared = tuple(_keys(kind, None))
     yield ConfigSection(place.path, None, place.default is not None, place.meaning, shared)
+    inner: list[ConfigSection] = []
     for choice, member in sorted(kind.get_known_choices().items()):
-        yield from _walk(member, place, choice, shared, seen)
+        own, *below = _walk(member, place, choice, shared, seen)
+        yield own
+        inner += below  # after the last type, so that they do not stand between a type and the section's path
+    yield from inner
 
 
 def _keys(kind: Any, instance: Any) -> Iterator[ConfigKey]:

@@ -65,7 +65,9 @@ class TrainerConfig:
         load_checkpoint: resume from a checkpoint. True requires one, false fails if one exists, null resumes if one
             exists.
         load_checkpoint_path: where to resume from if this run has no checkpoint of its own: another run's checkpoint, a
-            folder of checkpoints or of runs, or a URL of one of these. The checkpoint with the most steps is used.
+            folder of checkpoints or of runs, or a URL of one of these. The checkpoint with the most steps is used. An
+            earlier checkpoint of this run (`checkpoints/my-run/step-4000`) makes it go back there, once: the checkpoints
+            after it are set aside, not deleted, and the records of the steps that follow have a new `attempt`.
         initialize_from: load only the model weights from a checkpoint, given as in `load_checkpoint_path`. Step, optimizer
             state and data position start from zero.
         initialize_from_state: like `load_checkpoint_path`, but fails if no checkpoint is found.

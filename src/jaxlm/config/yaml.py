@@ -69,15 +69,30 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """Parses a value from the command line as YAML. Paths of `!include` are relative to the current folder.
 
+    `include FILE`, as Draccus spells it there, is the same as `!include FILE`.
+
     Raises:
-        ConfigError: the text is not YAML.
+        ConfigError: the text is not YAML, or the file cannot be read.
     """
+    if text.startswith("include "):
+        text = f"!{text}"
     with _limited_depth("the value"):
         try:
             return _Reader().text(text, "the value", (), (Path.cwd() / "command line",))
         except ConfigError as error:
+            if text.startswith("!include"):
+                raise
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
             raise ConfigError(f"{shown!r} is not a valid YAML value: {error}") from error
+
+
+def without_quotes(text: str) -> Any:
+    """The number, boolean or null that YAML reads where a text is written without quotes; else the text itself."""
+    loader = _Loader("")
+    try:
+        return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
+    except (ValueError, yaml.YAMLError):  # a number of 5000 digits, a `<<`
+        return text
 
 
 @contextlib.contextmanager

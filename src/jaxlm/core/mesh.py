@@ -9,7 +9,19 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxlm.core.axes import BATCH, DATA, HEADS, KV_HEADS, MESH_AXES, MODEL, POSITION, REPLICA, axis_names
+from jaxlm.core.axes import (
+    BATCH,
+    DATA,
+    EXPERTS,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MESH_AXES,
+    MODEL,
+    POSITION,
+    REPLICA,
+    axis_names,
+)
 from jaxlm.core.errors import ConfigError, check_at_least, divisors
 from jaxlm.core.sharding import Layout
 
@@ -247,18 +259,31 @@ def check_arrays(layout: Layout, arrays: Mapping[str, Sequence[str]]) -> None:
     Stored parameters need no check: there the first axis of the mapping gets the mesh axis (`Layout.parameter_sharding`).
 
     Args:
-        arrays: names of the axes of each parameter, by path.
+        arrays: names of the axes of each parameter, by path. Activations have the axes of a batch, and one of these.
     """
+    _check_distinct(layout, (BATCH, POSITION), "every batch")
     for path, axes in arrays.items():
-        taken: dict[str, str] = {}
+        _check_distinct(layout, axes, path)
         for axis in axes:
-            for name in set(axis_names(layout.compute.get(axis))):
-                if name in taken:
-                    raise ConfigError(
-                        f"trainer: '{taken[name]}' and '{axis}' are both mapped to '{name}' for computation, and"
-                        f" {path} has both. Remove one of them (trainer.tensor_parallel_axes, axis_resources, mesh)"
-                    )
-                taken[name] = axis
+            if axis not in (*_NOT_OF_ACTIVATIONS, BATCH, POSITION):
+                _check_distinct(layout, (BATCH, POSITION, axis), f"what is computed with {path}")
+
+
+# Experts read tokens in an order of their own.
+_NOT_OF_ACTIVATIONS = (LAYERS, EXPERTS)
+
+
+def _check_distinct(layout: Layout, axes: Sequence[str], what: str) -> None:
+    taken: dict[str, str] = {}
+    for axis in axes:
+        for name in set(axis_names(layout.compute.get(axis))):
+            if name in taken:
+                raise ConfigError(
+                    f"trainer: '{taken[name]}' and '{axis}' are both mapped to '{name}' for computation, and {what} has both."
+                    " Remove one of them (trainer.batch_axis, tensor_parallel_axes, axis_resources, compute_axis_resources,"
+                    f" mesh), or shard only the stored parameters: trainer.parameter_axis_resources: {{{axis}: {name}}}"
+                )
+            taken[name] = axis
 
 
 def _targets_of(mapping: Mapping[str, Any]) -> set[str]:

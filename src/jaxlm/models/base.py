@@ -184,8 +184,8 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
 
     Attributes:
         seq_len: number of tokens per training example; the maximum sequence length of the model.
-        gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` recomputes
-            nothing; `cheap` (or false) norms and activations, but no matrix products; `full` (or true) everything
+        gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` (or false)
+            recomputes nothing; `cheap` norms and activations, but no matrix products; `full` (or true) everything
             except each layer's input. A list names the activations to save (query, key, value, attention, mlp, expert);
             everything else is recomputed. `auto` recomputes as little as fits into device memory.
         scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto`

@@ -37,13 +37,13 @@ CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CH
 
 
 def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
-    """Converts `model.gradient_checkpointing` to a policy: true is `full` and false is `cheap`.
+    """Converts `model.gradient_checkpointing` to a policy: true is `full` and false is `none`.
 
     Raises:
         ConfigError: the value is neither a policy nor a list of names.
     """
     if isinstance(value, bool):
-        return FULL if value else CHEAP
+        return FULL if value else NONE
     if isinstance(value, str):
         if value not in _POLICIES:
             raise ConfigError(

@@ -92,7 +92,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False
-    groups: list["OptimizerConfig"] = field(default_factory=list, metadata=INHERITS)
+    groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
 
     separates_matrices: ClassVar[bool] = False

@@ -69,10 +69,15 @@ class Segment:
 
 
 class Schedule:
-    """Maps a step to a value. Steps before 0 and after the last segment get the value at the nearest end."""
+    """Maps a step to a value. Steps before 0 and after the last segment get the value at the nearest end.
 
-    def __init__(self, segments: Sequence[Segment], decay: LrShape, peak: float, low: float):
-        self.segments = tuple(segments)
+    Attributes:
+        segments: in order, without gaps.
+        notes: what its lengths mean, where they may mean something else than intended.
+    """
+
+    def __init__(self, segments: Sequence[Segment], decay: LrShape, peak: float, low: float, notes: Sequence[str] = ()):
+        self.segments, self.notes = tuple(segments), tuple(notes)
         self._decay, self._peak, self._low = decay, peak, low
         self._starts = np.array([s.start for s in segments], np.int32)
         rows = [(s.length, s.first, s.last, s.warmup, s.name == "decay") for s in segments]
@@ -118,13 +123,25 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
             f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Set optimizer.min_lr_ratio above 0"
         )
     segments: list[Segment] = []
+    notes: dict[str, str] = {}
     points = cycle_boundaries(spec.cycles, spec.cycle_length, num_steps)
     for number, (start, end) in enumerate(itertools.pairwise(points)):
         name, warmup = ("rewarmup", spec.rewarmup) if number else ("warmup", spec.warmup)
-        steps = min(to_num_steps(name, warmup, end - start), end - start)
+        steps = to_num_steps(name, warmup, end - start)
+        if steps >= end - start:
+            steps = end - start
+            notes.setdefault(name, _whole_cycle_note(name, warmup, steps))
         low = segments[-1].last if segments else 0.0
         segments += _cycle(spec, decay, Segment(name, start, steps, low, spec.peak, steps), end)
-    return Schedule(segments, decay, spec.peak, spec.min_ratio)
+    return Schedule(segments, decay, spec.peak, spec.min_ratio, list(notes.values()))
+
+
+def _whole_cycle_note(name: str, given: int | float, cycle: int) -> str:
+    meaning = "means the whole cycle, not one step" if given == 1 else "is cut to the length of the cycle"
+    return (
+        f"optimizer.{name}: {given} {meaning}: the learning rate rises over all its {cycle} steps and reaches the peak only"
+        " at the end"
+    )
 
 
 def _cycle(spec: ScheduleSpec, decay: LrShape, warmup: Segment, end: int) -> Iterator[Segment]:

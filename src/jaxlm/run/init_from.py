@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxlm.config.trainer import TrainerConfig
@@ -10,9 +10,15 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, latest_valid, restore
+from jaxlm.engine.checkpoint.restore import (
+    VerifiedCheckpoint,
+    latest_complete,
+    latest_valid,
+    newest_undamaged,
+    restore,
+)
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
@@ -33,11 +39,13 @@ class InitFrom:
         state: the checkpoint to resume from, including step, optimizer state and data position; None starts at step 0.
         is_own: whether `state` is this run's own checkpoint.
         weights: the checkpoint whose model to start from at step 0; None if `state` is set.
+        back: the history of a run that goes back to `state`; None if `state` is its newest checkpoint, or another run's.
     """
 
     state: VerifiedCheckpoint | None = None
     is_own: bool = True
     weights: VerifiedCheckpoint | None = None
+    back: History | None = None
 
     @property
     def resume_step(self) -> int | None:
@@ -49,8 +57,13 @@ class InitFrom:
         """The history with which the run starts."""
         if self.state is None:
             return History()
-        history = self.state.cursor.history
+        history = self.back or self.state.cursor.history
         return history if self.is_own else history.in_another_run()
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether `state` is the newest checkpoint of this run."""
+        return self.is_own and self.back is None
 
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
@@ -128,12 +141,13 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
     """Finds what the run starts from. Its own checkpoints take precedence over all configured paths.
 
     Raises:
+        ConfigError: the run is to go back to a checkpoint that it does not have.
         NoUsableCheckpointError: checkpoints exist, but all of them are damaged.
     """
     trainer = plan.config.trainer
     own = latest_valid(plan.checkpoints, log)
     if own is not None:
-        return InitFrom(own)
+        return _going_back(plan, own, log) or InitFrom(own)
     other = trainer.load_checkpoint_path
     if other is not None and (checkpoints := _checkpoints_at(other, trainer)):
         return InitFrom(latest_complete(checkpoints, other, log), is_own=False)
@@ -144,6 +158,52 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
     if trainer.initialize_from is not None:
         return InitFrom(weights=_newest(trainer.initialize_from, trainer, log))
     return InitFrom()
+
+
+def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | None:
+    """Where the run goes back to because the configuration names a checkpoint of its own; None if it does not go back.
+
+    It goes back once: a later start with the same configuration goes on from what was done since.
+    """
+    key, name = _own_checkpoint_named(plan)
+    before = newest.cursor.history
+    if name is None or name == newest.checkpoint.name:
+        return None
+    if name == before.went_back_to:
+        log(f"{key}: the run has gone back to {name} already (attempt {before.attempt})")
+        return None
+    names = main_first(plan.checkpoints.names)
+    if name not in names:
+        raise ConfigError(
+            f"{key}: the run '{plan.run_id}' has no checkpoint {name} to go back to. It has: {', '.join(names)}"
+        )
+    target = newest_undamaged(plan.checkpoints, [name], log)
+    if target is None:
+        raise ConfigError(f"{key}: {name} is damaged. Choose another checkpoint: {', '.join(names)}")
+    num_steps = max(newest.cursor.step - target.cursor.step, 0)
+    then = target.cursor.history
+    # A checkpoint that was pinned then may have been deleted since: its evaluations start anew.
+    then = then if set(then.pins.values()) <= set(names) else replace(then, best=None, pins={})
+    history = replace(
+        then,
+        attempt=before.attempt + 1,
+        abandoned_steps=before.abandoned_steps + num_steps,
+        went_back_to=name,
+        abandoned=tuple(names[names.index(name) + 1 :]),
+    )
+    log(f"{key}: going back from {newest.checkpoint.name} to {target.location} (attempt {history.attempt})")
+    return InitFrom(target, back=history)
+
+
+def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
+    """The key that names one of the run's own checkpoints, and the checkpoint's name; None if no key does."""
+    for key in ("load_checkpoint_path", "initialize_from_state"):
+        folder, _, name = (getattr(plan.config.trainer, key) or "").rstrip("/").rpartition("/")
+        own = str(plan.checkpoints.location).rstrip("/")
+        is_own = folder == own or (not is_url(own) and Path(folder).resolve() == Path(own).resolve())
+        if is_own and CheckpointName.parse(name) is not None:
+            return f"trainer.{key}", name
+    return "", None
 
 
 def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:

@@ -29,6 +29,7 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
+from jaxlm.optim.groups import group_schedules
 from jaxlm.refs.base import Ref
 from jaxlm.run.batch_plan import BatchPlan, plan_batches, unreached_stages
 from jaxlm.run.mesh_plan import plan_mesh
@@ -43,7 +44,7 @@ class Plan:
         run_id: ID of the run.
         mesh: sizes of the mesh axes.
         layout: devices and axis mappings.
-        warnings: settings that waste resources or are overridden.
+        warnings: settings that waste resources, are overridden or may mean something else than intended.
         state_builder: builds the model and the state of each phase.
         data: data section of each phase.
         batches: batch sizes and their division into microbatches.
@@ -141,7 +142,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         run_id=run_id,
         mesh=mesh,
         layout=layout,
-        warnings=(*warnings, *unreached_stages(trainer, phases[-1].end)),
+        warnings=(*warnings, *unreached_stages(trainer, phases[-1].end), *_schedule_notes(phases)),
         state_builder=state_builder,
         data=data,
         batches=plan_batches(trainer, layout.num_shards(BATCH)),
@@ -153,6 +154,16 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     return plan
+
+
+def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
+    """The notes of all learning-rate schedules, each once."""
+    notes = {}
+    for phase in phases:
+        schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
+        of_phase = f"phase '{phase.name}': " if len(phases) > 1 else ""
+        notes |= {f"{of_phase}{note}": None for each in (schedule, *groups.values()) for note in each.notes}
+    return list(notes)
 
 
 def _check_batch(phase: Phase, data: DataConfig, seq_len: int) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.manifest import History
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.early_stopping import EarlyStopping
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
@@ -128,7 +127,7 @@ class Run:
     def conductor(self, init_from: InitFrom) -> Conductor:
         """Leads the run through its phases from where it starts."""
         plan, log = self.plan, self.console.log
-        history = init_from.history
+        history = init_from.history.settled()
         return Conductor(plan.state_builder, plan.layout, plan.checkpoints, self.writer, log, init_from.state, history)
 
     def early_stopping(self, phase: Phase, evaluations: EvalHook, saver: Saver) -> list[EarlyStopping]:
@@ -164,13 +163,26 @@ class Run:
                 shape = f".{num_microbatches}x{microbatch}" if len(steps.by_shape) > 1 else ""
                 (folder / f"{phase.name}{shape}.{form}.txt").write_text(texts[form](step))
 
-    def save_as_first_checkpoint(self, state: RunState, checkpoint: VerifiedCheckpoint) -> None:
-        """Saves the state of another run's checkpoint as this run's first checkpoint, and blocks until it is written."""
-        complete = checkpoint.cursor.step == self.plan.num_steps
-        history = checkpoint.cursor.history.in_another_run()
-        cursor = replace(checkpoint.cursor, temporary=not complete, history=history)
-        self.writer.save(state, cursor, checkpoint.position())
-        self.writer.wait()
+    def settle(self, state: RunState, init_from: InitFrom) -> None:
+        """Makes the checkpoint from which the run goes on its newest one, and blocks until that is written.
+
+        A checkpoint of another run, or one that this run goes back to, is saved once more. Checkpoints that it abandons are
+        set aside afterwards, or by the next start.
+        """
+        checkpoint, history = init_from.state, init_from.history
+        assert checkpoint is not None
+        if not init_from.is_newest:
+            complete = checkpoint.cursor.step == self.plan.num_steps
+            cursor = replace(checkpoint.cursor, temporary=not complete, history=history)
+            self.writer.save(state, cursor, checkpoint.position())
+            self.writer.wait()
+        if history.abandoned:
+            main_only(lambda: self._abandon(history.abandoned))
+
+    def _abandon(self, names: Sequence[str]) -> None:
+        folder = self.plan.checkpoints
+        for name in sorted(set(names) & set(folder.names())):
+            self.console.log(f"checkpoint {name} was set aside as {folder.abandon(name)}")
 
     def export_hooks(self, phase: Phase) -> list[ExportHook]:
         """The hook that exports models for transformers, if configured."""

@@ -31,8 +31,8 @@ def folder(request, tmp_path) -> CheckpointFolder:
     return made
 
 
-def save(folder: CheckpointFolder, step: int, *, attempt: int = 0, **pins: str) -> str:
-    cursor = Cursor(step, 0, "train", False, True, History(attempt, pins=pins))
+def save(folder: CheckpointFolder, step: int, *, attempt: int = 0, abandoned: tuple[str, ...] = (), **pins: str) -> str:
+    cursor = Cursor(step, 0, "train", False, True, History(attempt, pins=pins, abandoned=abandoned))
     folder.begin(cursor.folder_name, {CURSOR: cursor.to_json()})
     folder.commit(cursor.folder_name)
     return cursor.folder_name
@@ -47,6 +47,23 @@ def test_a_pinned_checkpoint_stays_until_the_newest_no_longer_pins_it(folder):
     assert folder.names() == ["step-2", "step-4"]
     save(folder, 1, attempt=1)
     assert folder.names() == ["step-1-attempt-1"]
+
+
+def test_abandoned_checkpoints_are_neither_found_nor_deleted(folder):
+    save(folder, 1)
+    save(folder, 2, best="step-1")
+    save(folder, 1, attempt=1, abandoned=("step-2",))
+    assert folder.names() == ["step-2", "step-1-attempt-1"]
+    found = folder.abandon("step-2")
+    for step in (2, 3):
+        save(folder, step, attempt=1)
+    folder.prepare()
+    assert folder.names() == ["step-3-attempt-1"]
+    location = str(folder.location).removeprefix("memory:/")
+    fs = fsspec.filesystem("memory" if location != str(folder.location) else "file")
+    assert found.startswith("step-2")
+    assert fs.exists(f"{location}/{found}")
+    assert fs.exists(f"{location}/{found.partition('/')[0]}/{CURSOR}")
 
 
 def test_an_older_checkpoint_is_found_and_a_damaged_one_passed_over(folder, tmp_path):

@@ -19,6 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
+from jaxlm.engine.checkpoint.manifest import ABANDONED, DAMAGED
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError
 
@@ -109,7 +110,12 @@ class BucketFolder(CheckpointFolder):
         with storage_errors(
             lambda reason: ConfigError(f"{self.location}/{name} is damaged, but it cannot be set aside ({reason})")
         ):
-            return self._remote.set_aside(name)
+            return self._remote.set_aside(name, DAMAGED)
+
+    def abandon(self, name: str) -> str:
+        """Renames `checksums.json` of the checkpoint."""
+        with storage_errors(lambda reason: ConfigError(f"{self.location}/{name} cannot be set aside ({reason})")):
+            return self._remote.set_aside(name, ABANDONED)
 
     def prepare(self) -> None:
         """Removes checkpoints that were only partly written or deleted."""

@@ -16,6 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import seal, verify
 from jaxlm.engine.checkpoint.manifest import (
+    ABANDONED,
     DAMAGED,
     UNFINISHED,
     CheckpointName,
@@ -90,8 +91,15 @@ class LocalFolder(CheckpointFolder):
 
     def set_aside(self, name: str) -> str:
         """Renames the checkpoint to `<name>.damaged`, or `<name>.damaged.N`."""
+        return self._rename(name, DAMAGED)
+
+    def abandon(self, name: str) -> str:
+        """Renames the checkpoint to `<name>.abandoned`, or `<name>.abandoned.N`."""
+        return self._rename(name, ABANDONED)
+
+    def _rename(self, name: str, suffix: str) -> str:
         for number in range(1, 1_000_000):
-            target = self.location / (f"{name}{DAMAGED}" + (f".{number}" if number > 1 else ""))
+            target = self.location / (f"{name}{suffix}" + (f".{number}" if number > 1 else ""))
             if not target.exists():
                 break
         os.rename(self.location / name, target)

@@ -39,6 +39,8 @@ class History:
         bad_steps: number of updates skipped in a row up to this step.
         best: the phase's best evaluation; None without `until.patience`.
         pins: purpose -> name of a checkpoint that is not deleted while it is listed here.
+        went_back_to: name of the checkpoint to which the configuration last made the run go back; None if it never did.
+        abandoned: names of the checkpoints after that one, until they are set aside.
     """
 
     attempt: int = 0
@@ -47,10 +49,12 @@ class History:
     bad_steps: int = 0
     best: BestEval | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
+    went_back_to: str | None = None
+    abandoned: tuple[str, ...] = ()
 
     def in_next_phase(self) -> "History":
         """The history at the start of the next phase."""
-        return History(self.attempt, self.abandoned_steps, self.phase_ends)
+        return History(self.attempt, self.abandoned_steps, self.phase_ends, went_back_to=self.went_back_to)
 
     def in_another_run(self) -> "History":
         """The history of a run that starts from this run's state."""
@@ -59,6 +63,10 @@ class History:
     def rewound(self, num_steps: int) -> "History":
         """The history after going back `num_steps` steps. The best evaluation and its pin stay."""
         return replace(self, attempt=self.attempt + 1, abandoned_steps=self.abandoned_steps + num_steps, bad_steps=0)
+
+    def settled(self) -> "History":
+        """The history once the abandoned checkpoints are set aside."""
+        return replace(self, abandoned=())
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
@@ -69,7 +77,8 @@ class History:
     def from_json(saved: Mapping[str, Any]) -> "History":
         """The reverse of `to_json`."""
         best = BestEval(**saved["best"]) if "best" in saved else None
-        return History(**{**saved, "phase_ends": tuple(saved.get("phase_ends", ())), "best": best})
+        tuples = {name: tuple(saved.get(name, ())) for name in ("phase_ends", "abandoned")}
+        return History(**{**saved, **tuples, "best": best})
 
 
 @dataclass(frozen=True)
@@ -120,13 +129,15 @@ def is_temporary(read: Callable[[], bytes]) -> bool:
 
 def pinned_by(read: Callable[[], bytes]) -> frozenset[str]:
     """Names of the checkpoints that must not be deleted while the checkpoint whose cursor `read` returns is the newest."""
-    return frozenset(Cursor.from_json(read()).history.pins.values())
+    history = Cursor.from_json(read()).history
+    return frozenset((*history.pins.values(), *history.abandoned))
 
 
-UNFINISHED, PENDING, DAMAGED = ".unfinished", ".pending", ".damaged"
-"""Suffixes of names that are not finished checkpoints: partly written or deleted, not yet uploaded, set aside."""
+UNFINISHED, PENDING, DAMAGED, ABANDONED = ".unfinished", ".pending", ".damaged", ".abandoned"
+"""Suffixes of names that are not finished checkpoints: partly written or deleted, not yet uploaded, set aside because they
+are damaged, or because the run went back to before them."""
 _NAME = re.compile(r"step-(\d+)(?:-([\w.]+))?(?:-attempt-(\d+))?")
-_RESERVED_SUFFIX = re.compile(rf"(?:{re.escape(UNFINISHED)}|{re.escape(PENDING)}|{re.escape(DAMAGED)}(?:\.\d+)?)$")
+_RESERVED_SUFFIX = re.compile(r"\.(?:unfinished|pending|(?:damaged|abandoned)(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True, order=True)

@@ -15,10 +15,18 @@ from typing import Any
 
 from jaxlm.core.stores import check_size, open_store, put_file
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
-from jaxlm.engine.checkpoint.manifest import DAMAGED, UNFINISHED, CheckpointName, in_order, is_temporary, pinned_by
+from jaxlm.engine.checkpoint.manifest import (
+    ABANDONED,
+    DAMAGED,
+    UNFINISHED,
+    CheckpointName,
+    in_order,
+    is_temporary,
+    pinned_by,
+)
 from jaxlm.engine.checkpoint.store import CURSOR
 
-_DAMAGED = f"{CHECKSUMS}{DAMAGED}"
+_ASIDE = (f"{CHECKSUMS}{DAMAGED}", f"{CHECKSUMS}{ABANDONED}")
 
 
 class RemoteFolder:
@@ -64,7 +72,7 @@ class RemoteFolder:
         root = f"{self._root}/{name}"
         infos: dict[str, Any] = self._fs.find(root, detail=True)
         sums = {posixpath.relpath(path, root): info.get("md5Hash") for path, info in infos.items()}
-        sums = {file: md5 for file, md5 in sums.items() if file not in (CHECKSUMS, _DAMAGED)}
+        sums = {file: md5 for file, md5 in sums.items() if file not in (CHECKSUMS, *_ASIDE)}
         return {file: md5 and base64.b64decode(md5).hex() for file, md5 in sorted(sums.items())}
 
     def read(self, name: str, file: str) -> bytes:
@@ -82,19 +90,23 @@ class RemoteFolder:
         self._fs.pipe_file(path, content)
         check_size(self._fs, path, len(content))
 
-    def set_aside(self, name: str) -> str:
+    def set_aside(self, name: str, suffix: str) -> str:
         """Hides a complete checkpoint without deleting it, and returns the path of the renamed `checksums.json`.
 
         `clear` deletes it when a checkpoint of this name is saved again.
+
+        Args:
+            suffix: DAMAGED or ABANDONED.
         """
-        self.write(name, _DAMAGED, self.read(name, CHECKSUMS))
+        renamed = f"{CHECKSUMS}{suffix}"
+        self.write(name, renamed, self.read(name, CHECKSUMS))
         self._fs.rm_file(self._marker(name))
-        return f"{name}/{_DAMAGED}"
+        return f"{name}/{renamed}"
 
     def remove_unfinished(self) -> None:
         """Deletes checkpoints that were only partly uploaded or partly deleted."""
         for name in set(self._checkpoint_names()) - set(self.checkpoints()):
-            if not self._fs.exists(f"{self._root}/{name.text}/{_DAMAGED}"):
+            if not any(self._fs.exists(f"{self._root}/{name.text}/{renamed}") for renamed in _ASIDE):
                 self._fs.rm(f"{self._root}/{name.text}", recursive=True)
 
     def upload(self, checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.stores import local_copy, storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
-from jaxlm.engine.checkpoint.manifest import PENDING
+from jaxlm.engine.checkpoint.manifest import ABANDONED, PENDING
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 
@@ -64,6 +64,11 @@ class StagedFolder(CheckpointFolder):
 
     def set_aside(self, name: str) -> str:
         return self._local.set_aside(name)
+
+    def abandon(self, name: str) -> str:
+        """Renames `checksums.json` of the uploaded checkpoint. The next save deletes the local copy."""
+        with copy_errors(self._base_path, self._staging):
+            return self._remote.set_aside(name, ABANDONED)
 
     def prepare(self) -> None:
         """Prepares the staging folder, and uploads what an earlier process left pending."""

@@ -135,6 +135,10 @@ class CheckpointFolder(abc.ABC):
         """
 
     @abc.abstractmethod
+    def abandon(self, name: str) -> str:
+        """Hides a checkpoint that the run went back to before, for ever. Returns the name under which the user finds it."""
+
+    @abc.abstractmethod
     def prepare(self) -> None:
         """Creates the folder, checks that it is writable, and finishes or removes what earlier runs left unfinished.
 

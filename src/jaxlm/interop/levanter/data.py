@@ -103,4 +103,5 @@ def _with_group_tag(name: str, source: Any) -> Any:
     group, slash, _ = name.rpartition("/")
     if not slash or not isinstance(source, Mapping):
         return source
-    return {**source, "tags": [*(source.get("tags") or []), group.replace("/", ".")]}
+    tags = source.get("tags") or []
+    return {**source, "tags": [*tags, group.replace("/", ".")]} if isinstance(tags, list) else source

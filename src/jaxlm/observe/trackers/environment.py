@@ -1,20 +1,31 @@
-"""The environment of a run: the main script's git repository, and the installed packages."""
+"""The environment of a run: the main script's git repository and code, and the installed packages."""
 
 import functools
 import importlib.metadata
+import itertools
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
+"""Limits of what is code. No single file may take more than a sixteenth of the bytes: larger ones are data."""
+_MAX_VISITED = 20_000  # directory entries to look at in a search for Python files
 _TIMEOUT_S = 10
+
+
+def program_folder() -> Path:
+    """The main script's folder; the current folder if the script was installed with Python's packages, as `jaxlm` is."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    return Path.cwd() if folder.is_relative_to(Path(sys.prefix).resolve()) else folder
 
 
 @functools.cache
 def repository() -> Path | None:
-    """The root of the git repository that contains the main script; None without a repository or without git."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    folder = Path(script).resolve().parent if script else Path.cwd()
-    root = _git(folder, "rev-parse", "--show-toplevel")
+    """The root of the git repository that contains the program; None without a repository or without git."""
+    root = _git(program_folder(), "rev-parse", "--show-toplevel")
     return Path(root) if root else None
 
 
@@ -34,10 +45,42 @@ def changes() -> str:
     return f"{patch}\n" if patch else ""
 
 
-def tracked_files(folder: Path) -> frozenset[Path]:
-    """The files below a folder that git tracks; empty without a repository."""
-    names = _git(folder, "ls-files", "-z") or ""
-    return frozenset((folder / name).resolve() for name in names.split("\0") if name)
+def code_files(folder: Path) -> tuple[list[Path], int]:
+    """The code in a folder, and the number of files that are left out because they exceed the limits.
+
+    Code is what git tracks, or the Python files if it tracks nothing there. Folders are never walked in a repository: a
+    virtual environment has more files than there is time to look at.
+    """
+    tracked = (_git(folder, "ls-files", "-z") or "").split("\0")
+    found = [folder / name for name in tracked if name] or list(_python_files(folder))
+    chosen, num_bytes, num_left_out = [], 0, 0
+    for path in filter(Path.is_file, found):
+        size = path.stat().st_size
+        fits = len(chosen) < MAX_CODE_FILES and size <= min(MAX_CODE_BYTES // 16, MAX_CODE_BYTES - num_bytes)
+        if fits:
+            chosen.append(path)
+            num_bytes += size
+        else:
+            num_left_out += 1
+    return chosen, num_left_out
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    """The Python files below a folder, without hidden folders, virtual environments and installed packages."""
+    visited = itertools.count()
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _NOT_CODE)
+        if "pyvenv.cfg" in files:
+            folders.clear()
+            continue
+        for name in sorted(files):
+            if next(visited) >= _MAX_VISITED:
+                return
+            if name.endswith(".py"):
+                yield Path(parent, name)
+
+
+_NOT_CODE = ("__pycache__", "node_modules", "site-packages")
 
 
 @functools.cache

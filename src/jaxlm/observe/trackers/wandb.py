@@ -2,7 +2,10 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +20,7 @@ from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 _INIT_TIMEOUT_S = 30.0
 _FORBIDDEN_IN_ID = "/\\#?%:"
 _DUMP_FLAG = re.compile(r"--xla_dump_to=(\S+)")
-# Files to upload if `save_code` names a folder. For a repository, the files that git tracks are uploaded.
-_CODE_SUFFIXES = (".py", ".yaml", ".yml", ".toml", ".sh", ".md")
+_FILES_TIMEOUT_S = 20.0
 
 
 class NoKeyError(Exception):
@@ -27,6 +29,10 @@ class NoKeyError(Exception):
 
 class TakenIdError(Exception):
     """The run starts from scratch, but wandb already has records of another run under its ID."""
+
+
+class FilesError(Exception):
+    """All records were sent, but not all files."""
 
 
 @TrackerConfig.register_subclass("wandb")
@@ -45,8 +51,10 @@ class WandbConfig(TrackerConfig):
             or `online` if that is not set.
         resume: what wandb does if the ID already exists: `allow` resumes the run; `must`, `never` and `auto` are wandb's
             other modes.
-        save_code: upload the code. True uploads the files tracked by the main script's git repository and a patch of
-            uncommitted changes; a string uploads that folder; false uploads nothing.
+        save_code: upload the code. True uploads the files that git tracks in the program's repository and a patch of
+            uncommitted changes or, without git, the Python files of the program's folder; a string does so for that folder;
+            false uploads nothing. Files above 2 MiB, and all after 2,000 files or 32 MiB, are left out and counted in the
+            summary.
         save_xla_dumps: upload XLA's dumps as an artifact at the end of the run. Requires `--xla_dump_to=FOLDER` in
             XLA_FLAGS.
     """
@@ -119,14 +127,15 @@ class WandbConfig(TrackerConfig):
                 f"wandb already has {num_known_steps} steps of another run with the ID '{handle.id}', but this run starts"
                 " from scratch, so nothing is sent. Set another trainer.tracker.id, or delete the wandb run"
             )
-        handle.config.update({**run.config, "git_commit": environment.commit()}, allow_val_change=True)
+        handle.config.update(dict(run.config), allow_val_change=True)
         handle.summary.update(dict(run.summary))
-        self._log_files(handle, run)
-        return WandbTracker(handle, xla_dump_folder() if self.save_xla_dumps else None, run.abandoned_steps)
+        files = FilesThread(lambda: self._log_files(handle, run))
+        return WandbTracker(handle, xla_dump_folder() if self.save_xla_dumps else None, run.abandoned_steps, files)
 
     def _log_files(self, handle: Any, run: RunInfo) -> None:
         import wandb
 
+        handle.config.update({"git_commit": environment.commit()}, allow_val_change=True)
         artifact = wandb.Artifact(artifact_name(run.run_id, "run"), type="run")
         texts = {"config.yaml": run.config_text, "requirements.txt": "\n".join(environment.packages())}
         if self.save_code and (patch := environment.changes()):
@@ -135,23 +144,65 @@ class WandbConfig(TrackerConfig):
             with artifact.new_file(name) as file:
                 file.write(text)
         handle.log_artifact(artifact)
+        if self.save_code:
+            _log_code(handle, self._code_folder())
+
+    def _code_folder(self) -> Path:
         if isinstance(self.save_code, str):
-            handle.log_code(self.save_code, include_fn=lambda path: path.endswith(_CODE_SUFFIXES))
-        elif self.save_code and (root := environment.repository()) is not None:
-            tracked = environment.tracked_files(root)
-            handle.log_code(str(root), include_fn=lambda path: Path(path).resolve() in tracked)
+            return Path(self.save_code)
+        return environment.repository() or environment.program_folder()
+
+
+def _log_code(handle: Any, folder: Path) -> None:
+    files, num_left_out = environment.code_files(folder)
+    if num_left_out:
+        handle.summary.update({"code_files_left_out": num_left_out})
+    if not files:
+        return
+    # wandb walks the folder that it is given, and everything in it: it gets one that has nothing else.
+    with tempfile.TemporaryDirectory() as copies:
+        for path in files:
+            copy = Path(copies, path.relative_to(folder))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        handle.log_code(copies, include_fn=lambda _: True, exclude_fn=lambda _: False)
+
+
+class FilesThread:
+    """Logs files in a thread of its own: git, a slow disk and wandb may take a minute, which records do not wait for."""
+
+    def __init__(self, log_files: Callable[[], None]):
+        self._log_files = log_files
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="wandb files", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> FilesError | None:
+        """Waits until the files are logged, but not for ever. Returns why they are not."""
+        self._thread.join(_FILES_TIMEOUT_S)
+        if self._thread.is_alive():
+            return FilesError(f"the code and the packages were not logged within {_FILES_TIMEOUT_S:g} s")
+        return self._failure and FilesError(f"the code and the packages were not logged: {self._failure!r}")
+
+    def _work(self) -> None:
+        try:
+            self._log_files()
+        except Exception as failure:  # third-party code
+            self._failure = failure
 
 
 class WandbTracker:
     """Passes metrics to wandb, which sends them from a process of its own."""
 
-    def __init__(self, handle: Any, xla_dumps: Path | None, abandoned_steps: int = 0):
+    def __init__(self, handle: Any, xla_dumps: Path | None, abandoned_steps: int = 0, files: FilesThread | None = None):
         """Args:
         handle: an open wandb run.
         xla_dumps: a folder to upload at the end.
         abandoned_steps: steps that the run did in vain, which wandb cannot remove.
+        files: logs the run's files; None if it has none.
         """
         self._handle = handle
+        self._files = files
         self._abandoned_steps = abandoned_steps
         # Read once: each read is a request to wandb's process, as expensive as a record.
         self._first_new_step = handle.step
@@ -192,7 +243,12 @@ class WandbTracker:
         """Does nothing, because wandb's process already has every record."""
 
     def close(self) -> None:
-        """Uploads the XLA dumps if configured, and waits until everything is sent or written."""
+        """Uploads the XLA dumps if configured, and waits until everything is sent or written.
+
+        Raises:
+            FilesError: everything else is.
+        """
+        problem = self._files.wait() if self._files else None
         if self._xla_dumps is not None and self._xla_dumps.is_dir():
             import wandb
 
@@ -200,6 +256,8 @@ class WandbTracker:
             artifact.add_dir(str(self._xla_dumps))
             self._handle.log_artifact(artifact)
         self._handle.finish()
+        if problem is not None:
+            raise problem
 
 
 def xla_dump_folder() -> Path | None:
