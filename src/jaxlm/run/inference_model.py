@@ -17,7 +17,6 @@ from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import current_layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import FINAL, Inputs, LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.padding import padded_length, round_up
@@ -74,8 +73,8 @@ class InferenceModel:
         _check_list("generate", prompts)
         if isinstance(stop, str) or "" in stop:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
-        ids = [prompt_ids(self.tokenizer, p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
-        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, self.loaded.stop_ids)
+        ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
+        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, self.loaded.tokenizer.stop_ids)
         stops = StopStrings(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():
             return [stops.before(new) for new in generate_tokens(self._generator, ids, config, stops.until)]
