@@ -1,8 +1,13 @@
 """If one process fails, all of them exit promptly with its message."""
 
+import os
+import shutil
+import socket
 import time
 
 import pytest
+
+from tests.end_to_end.commands import REPOSITORY
 
 RUN = ("--config_path", "run.yaml")
 
@@ -52,6 +57,18 @@ DIFFERENT = {
         "jax_default_matmul_precision: None on",
     ),
     "objective": (("--objective.z_loss_weight", "0.1"), "objective.z_loss_weight: "),
+    "optimizer": (("--optimizer.type", "lion"), "optimizer.type: adam on process 0; lion on process 1"),
+    "warmup": (("--optimizer.warmup", "5"), "optimizer.warmup: 2 on process 0; 5 on process 1"),
+    "precision": (("--trainer.mp", "p=f32,c=bfloat16"), "trainer.mp: f32 on process 0; p=f32,c=bfloat16 on process 1"),
+    "sharding": (("--trainer.fsdp_axis", "null"), "trainer.fsdp_axis: embed on process 0; null on process 1"),
+    "accumulation": (
+        ("--trainer.per_device_parallelism", "2"),
+        "trainer.per_device_parallelism: -1 on process 0; 2 on",
+    ),
+    "end of text": (("--data.enforce_eos", "false"), "data.enforce_eos: true on process 0; false on process 1"),
+    "shuffle": (("--data.shuffle", "false"), "data.shuffle: true on process 0; false on process 1"),
+    "phases": (("--phases", "[{name: a}, {name: b}]"), "phases"),
+    "averages": (("--trainer.model_averaging", "{type: ema}"), "trainer.model_averaging"),
 }
 
 
@@ -70,3 +87,38 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
         assert line in err
         assert "Traceback" not in err
     assert place.checkpoints() == []
+
+
+@pytest.mark.slow
+def test_one_of_four_processes_that_differs_ends_all_four(workplace):
+    place = workplace(1)
+    place.write()
+    processes = place.start_each([RUN, RUN, (*RUN, "--trainer.seed", "1"), RUN])
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert "trainer.seed: 0 on processes 0, 1, 3; 1 on process 2" in err
+        assert "Traceback" not in err
+    assert place.checkpoints() == []
+
+
+@pytest.mark.slow
+def test_processes_with_different_code_end_before_they_train(workplace, tmp_path):
+    """The second process runs a copy of the source in which one comment differs."""
+    shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "src" / "jaxlm" / "train.py").open("a") as file:
+        file.write("# another version\n")
+    place = workplace(1)
+    place.write()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    where = "--trainer.distributed."
+    common = (*RUN, f"{where}coordinator_address", address, f"{where}num_processes", "2", f"{where}process_id")
+    paths = [f"{folder}{os.pathsep}{REPOSITORY}" for folder in (REPOSITORY / "src", tmp_path / "src")]
+    processes = [place.start(*common, str(number), PYTHONPATH=path) for number, path in enumerate(paths)]
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert "source of jaxlm: " in err
+        assert "Traceback" not in err

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.stores import is_url
 from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
@@ -39,9 +40,11 @@ class TensorboardConfig(TrackerConfig):
     write_to_disk: bool = True
 
     def check(self) -> None:
-        for name, value in (("max_queue", self.max_queue), ("flush_secs", self.flush_secs)):
-            if value < 1:
-                raise ConfigError(f"trainer.tracker (tensorboard): {name}: {value} given, must be at least 1")
+        if is_url(self.logdir):
+            raise ConfigError(
+                f"trainer.tracker (tensorboard): logdir: '{self.logdir}' given, a local folder expected. Copy the"
+                " events to a bucket with the bucket's own tools"
+            )
         for name, text in (("comment", self.comment), ("filename_suffix", self.filename_suffix)):
             if "/" in text:
                 raise ConfigError(
