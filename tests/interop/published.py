@@ -622,6 +622,7 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         ("attention_probs_dropout_prob", "hidden_dropout_prob"),
     ),
     "RedPajama-3B": (_neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), 2_775_864_320, ()),
+    "mpt-7b-chat": (_mpt({"qk_gn": False, "rope": False}), 6_649_286_656, ("attn_config.qk_gn", "attn_config.rope")),
     "mpt-7b": (_mpt({}), 6_649_286_656, ("init_config", "tokenizer_name")),
     "own-pipeline": (
         _gpt2(768, 12, 12, custom_pipelines={"text-generation": {"impl": "pipeline.Mine"}}, _num_labels=5),
@@ -654,7 +655,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "a-llama-with-experts": (
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, num_local_experts=8, logits_scaling=8.0),
-        "logits_scaling: 8.0 given, .*it scales activations or logits\n  num_local_experts: 8 given, .*changes the layers",
+        "logits_scaling: 8.0 given, .*it scales activations or logits.*\n  num_local_experts: 8 given, .*changes the layers",
     ),
     "an-encoder": (
         _mistral(is_causal=False),

@@ -46,6 +46,7 @@ class EvalContext:
         seq_len: the model's maximum sequence length.
         score: scores the targets of a validation batch.
         dummy_prefix: the space that the tokenizer puts in front of every text; None if it puts none.
+        enforce_bos: whether the training data begins every document with BOS.
     """
 
     layout: Layout
@@ -57,6 +58,7 @@ class EvalContext:
     seq_len: int
     score: Score
     dummy_prefix: DummyPrefix | None = None
+    enforce_bos: bool = True
 
 
 @dataclass(frozen=True)

@@ -196,16 +196,11 @@ class LoadedModel:
     adds_bos: bool | None
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """The token ids of a text to continue, with the special tokens in front that the model was trained with.
-
-        An empty text is BOS, if the tokenizer has one: a model needs something to continue.
-        """
-        tokenizer = self.tokenizer
-        if self.adds_bos is None:
-            ids = tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
-        else:
-            ids = prompt_ids(tokenizer, prompt, bos=self.adds_bos)
-        return ids or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+        """The token ids of a text to continue, with the special tokens in front that the model was trained with."""
+        if self.adds_bos is not None:
+            return prompt_ids(self.tokenizer, prompt, bos=self.adds_bos)
+        ids = self.tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
+        return ids or prompt_ids(self.tokenizer, prompt)
 
     def for_inference(self, quantize: str | None = None) -> LanguageModel:
         """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`.

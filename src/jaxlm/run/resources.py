@@ -95,6 +95,7 @@ class Run:
             seq_len=plan.config.model.seq_len,
             score=score_batch,
             dummy_prefix=self.tokenizer.dummy_prefix(),
+            enforce_bos=plan.data[phase.index].enforce_bos,
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console)

@@ -128,7 +128,8 @@ def rope(
     def parameters(theirs: Mapping[str, Any]) -> Json:
         given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
         given.setdefault("rope_theta", theirs.get(theta_key, theta))
-        given.setdefault("partial_rotary_factor", theirs.get(partial_key, partial))
+        factor = theirs.get(partial_key)
+        given.setdefault("partial_rotary_factor", partial if factor is None else factor)
         return given
 
     def ignored(given: Mapping[str, Any]) -> bool:
