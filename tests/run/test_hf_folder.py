@@ -122,6 +122,28 @@ def test_samples_of_a_run_begin_as_its_documents(enforce_bos, folder, monkeypatc
     assert dataclasses.replace(opened, adds_bos=enforce_bos).prompt_ids("The") == prompts[0]
 
 
+def test_a_key_is_skipped_on_request(folder, capsys):
+    """The model is then computed as without the key, in training and in the other commands."""
+    before = load(folder)
+    content = json.loads((folder / "config.json").read_text()) | {"logit_scale": 0.1}
+    (folder / "config.json").write_text(json.dumps(content))
+    arguments = ["--checkpoint", str(folder), "--prompt", "The", "--max_new_tokens", "4"]
+    assert sample.main(arguments) == 2
+    assert (
+        "it scales activations or logits. To compute without it, set hf_skip_keys: [logit_scale]"
+        in capsys.readouterr().err
+    )
+    assert sample.main([*arguments, "--hf_skip_keys", "[logit_scale]"]) == 0
+    after = load(folder, keys={"hf_skip_keys": ["logit_scale"]})
+    ids = inputs_of(np.arange(12)[None])
+    np.testing.assert_array_equal(logits_of(before.model, ids), logits_of(after.model, ids))
+    with after.loaded.plan.layout.use():
+        trained = InitFrom().load_weights(after.loaded.plan, print)
+    np.testing.assert_array_equal(logits_of(trained, ids), logits_of(before.model, ids))
+    assert sample.main([*arguments, "--hf_skip_keys", "[logit_scales]"]) == 2
+    assert "hf_skip_keys: 'logit_scales' given, but" in capsys.readouterr().err
+
+
 def test_a_training_run_logs_the_notes(folder):
     plan, lines = open_model(str(folder), {}).plan, []
     with plan.layout.use():
