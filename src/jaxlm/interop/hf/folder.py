@@ -259,10 +259,11 @@ def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...])
     return array
 
 
-def _known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] | None:
+def _known_ids(ids: Any, vocab_size: int) -> int | list[int] | None:
+    """The ids that a model has a row for. What another program's config.json gave is not always a number."""
     if isinstance(ids, list):
-        return [number for number in ids if number < vocab_size] or None
-    return None if ids is None or ids >= vocab_size else ids
+        return [number for number in ids if _known_ids(number, vocab_size) is not None] or None
+    return ids if type(ids) is int and ids < vocab_size else None
 
 
 def _write_json(path: Path, content: Json) -> None:
