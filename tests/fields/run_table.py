@@ -46,6 +46,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_a_files_tensors"),
+    "hf_skip_keys": ShownIn("tests/run/test_hf_folder.py::test_a_key_is_skipped_on_request"),
     "use_hf_model_config": ShownIn(HUGGING_FACE + "test_the_model_section_overrides_the_folders_config"),
     "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),

@@ -534,6 +534,18 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         7_615_616_512,
         ("use_mrope",),
     ),
+    "Qwen2.5-7B-1M": (
+        _qwen2(
+            *(3584, 18944, 28, 28, 4),
+            tied=False,
+            dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192},
+            max_position_embeddings=1010000,
+            rope_theta=10000000.0,
+            vocab_size=152064,
+        ),
+        7_615_616_512,
+        ("dual_chunk_attention_config",),
+    ),
     "Qwen2.5-7B-yarn": (
         _qwen2(
             *(3584, 18944, 28, 28, 4),
@@ -558,6 +570,16 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             *(3072, 8192, 32, 32, 32, 32064),
             max_position_embeddings=131072,
             rope_scaling={"long_factor": _LONG_FACTORS, "short_factor": [1.0] * 48, "type": "longrope"},
+            sliding_window=262144,
+        ),
+        3_821_079_552,
+        (),
+    ),
+    "Phi-3-mini-128k-older": (
+        _phi3(
+            *(3072, 8192, 32, 32, 32, 32064),
+            max_position_embeddings=131072,
+            rope_scaling={"long_factor": _LONG_FACTORS, "short_factor": [1.0] * 48, "type": "su"},
             sliding_window=262144,
         ),
         3_821_079_552,
@@ -603,6 +625,16 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
     ),
     "OLMo-2-7B": (_olmo2(4096, 11008, 32, 32, 32), 7_298_617_344, ()),
     "gpt2": (_gpt2(768, 12, 12), 124_439_808, ()),
+    "distilgpt2": (
+        _gpt2(768, 6, 12, _num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}),
+        81_912_576,
+        ("_num_labels",),
+    ),
+    "gpt2-medium": (
+        _gpt2(1024, 24, 16, n_special=0, predict_special_tokens=True),
+        354_823_168,
+        ("n_special", "predict_special_tokens"),
+    ),
     "gpt2-xl": (_gpt2(1600, 48, 25, output_past=True), 1_557_611_200, ("output_past",)),
     "pythia-160m": (_neox(768, 3072, 12, 12, 50304), 162_322_944, ()),
     "pythia-160m-tuned": (
@@ -622,6 +654,7 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         ("attention_probs_dropout_prob", "hidden_dropout_prob"),
     ),
     "RedPajama-3B": (_neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), 2_775_864_320, ()),
+    "mpt-7b-chat": (_mpt({"qk_gn": False, "rope": False}), 6_649_286_656, ("attn_config.qk_gn", "attn_config.rope")),
     "mpt-7b": (_mpt({}), 6_649_286_656, ("init_config", "tokenizer_name")),
     "own-pipeline": (
         _gpt2(768, 12, 12, custom_pipelines={"text-generation": {"impl": "pipeline.Mine"}}, _num_labels=5),
@@ -654,7 +687,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "a-llama-with-experts": (
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, num_local_experts=8, logits_scaling=8.0),
-        "logits_scaling: 8.0 given, .*it scales activations or logits\n  num_local_experts: 8 given, .*changes the layers",
+        "logits_scaling: 8.0 given, .*it scales activations or logits.*\n  num_local_experts: 8 given, .*changes the layers",
     ),
     "an-encoder": (
         _mistral(is_causal=False),

@@ -261,6 +261,13 @@ def test_a_folder_is_complete_or_does_not_exist(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
+def test_token_ids_without_a_row_become_null(tmp_path):
+    special_ids = {"bos_token_id": VOCAB, "eos_token_id": [1, VOCAB - 1, VOCAB, "x"], "pad_token_id": -1}
+    written = json.loads((saved(tmp_path / "hf", special_ids=special_ids) / "config.json").read_text())
+    ids = {key: written[key] for key in special_ids}
+    assert ids == {"bos_token_id": None, "eos_token_id": [1, VOCAB - 1], "pad_token_id": -1}
+
+
 class Breaks(dict):
     def items(self):
         raise RuntimeError("on the way")

@@ -34,6 +34,11 @@ def test_a_published_config_opens(name, tmp_path):
     assert bool(opened.notes) == bool(noted), opened.notes
 
 
+def test_the_older_name_of_longrope_means_the_same(tmp_path):
+    (old, *_), (new, *_) = OPENED["Phi-3-mini-128k-older"], OPENED["Phi-3-mini-128k"]
+    assert open_folder(folder_of(tmp_path, old)).config == open_folder(folder_of(tmp_path, new)).config
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_config_that_would_change_the_numbers_is_refused(name, tmp_path):
     content, message = REFUSED[name]

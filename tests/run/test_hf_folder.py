@@ -1,5 +1,6 @@
 """Folders from the Hub as their authors wrote them: dtype, end tokens, special tokens, and the same settings in an export."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,12 +10,16 @@ import pytest
 
 from jaxlm import sample
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.evals import samples
+from jaxlm.evals.base import EvalContext
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.export import export_model
 from jaxlm.run.inference_model import load
+from jaxlm.run.init_from import InitFrom
 from jaxlm.run.load_model import open_model
 from tests.answers import write_tokenizer
 from tests.engine.helpers import one_device
@@ -98,3 +103,51 @@ def test_prompts_begin_as_the_tokenizer_says(adds, folder):
     assert opened.prompt_ids("The") == ([0, *plain] if adds else plain)
     assert opened.prompt_ids("The") == transformers.AutoTokenizer.from_pretrained(folder)("The")["input_ids"]
     assert opened.prompt_ids("") == [0], "a model needs something to continue"
+
+
+@pytest.mark.parametrize("enforce_bos", [True, False])
+def test_samples_of_a_run_begin_as_its_documents(enforce_bos, folder, monkeypatch):
+    """`adds_bos` is what a checkpoint's data section says."""
+    opened, prompts = open_model(str(folder), {}), []
+    plain = opened.tokenizer.encode_batch(["The"])[0]
+    monkeypatch.setattr(samples, "generate_tokens", lambda _model, given, _config: prompts.extend(given) or [[], []])
+    plan = opened.plan
+    context = EvalContext(
+        *(plan.layout, plan.precision, opened.tokenizer, np.zeros(1), (), print, 64, score_batch),
+        enforce_bos=enforce_bos,
+    )
+    with plan.layout.use():
+        samples.SamplesEvalConfig(prompts=["The", ""]).open(context).run(opened.load())
+    assert prompts == [[0, *plain] if enforce_bos else plain, [0]]
+    assert dataclasses.replace(opened, adds_bos=enforce_bos).prompt_ids("The") == prompts[0]
+
+
+def test_a_key_is_skipped_on_request(folder, capsys):
+    """The model is then computed as without the key, in training and in the other commands."""
+    before = load(folder)
+    content = json.loads((folder / "config.json").read_text()) | {"logit_scale": 0.1}
+    (folder / "config.json").write_text(json.dumps(content))
+    arguments = ["--checkpoint", str(folder), "--prompt", "The", "--max_new_tokens", "4"]
+    assert sample.main(arguments) == 2
+    assert (
+        "it scales activations or logits. To compute without it, set hf_skip_keys: [logit_scale]"
+        in capsys.readouterr().err
+    )
+    assert sample.main([*arguments, "--hf_skip_keys", "[logit_scale]"]) == 0
+    after = load(folder, keys={"hf_skip_keys": ["logit_scale"]})
+    ids = inputs_of(np.arange(12)[None])
+    np.testing.assert_array_equal(logits_of(before.model, ids), logits_of(after.model, ids))
+    with after.loaded.plan.layout.use():
+        trained = InitFrom().load_weights(after.loaded.plan, print)
+    np.testing.assert_array_equal(logits_of(trained, ids), logits_of(before.model, ids))
+    assert sample.main([*arguments, "--hf_skip_keys", "[logit_scales]"]) == 2
+    assert "hf_skip_keys: 'logit_scales' given, but" in capsys.readouterr().err
+
+
+def test_a_training_run_logs_the_notes(folder):
+    plan, lines = open_model(str(folder), {}).plan, []
+    with plan.layout.use():
+        InitFrom().load_weights(plan, lines.append)
+    assert lines[0] == f"weights: {folder}"
+    assert lines[1].startswith("note: ")
+    assert "use_mrope: False" in lines[1]

@@ -68,6 +68,8 @@ class RunConfig:
         hf_weight_names: rename tensors when initialize_from_hf points to weights from another program (.safetensors,
             .pt, .pth, .bin). Maps a regular expression on that program's tensor names to the Hugging Face name (`\\1` for
             groups). Tensors that match no expression are skipped.
+        hf_skip_keys: keys of config.json in initialize_from_hf to read as if they were not there, for keys that jaxlm
+            refuses. The model may then compute other numbers than its authors'.
         use_hf_model_config: take the model section from the config.json in initialize_from_hf; keys written here
             override it.
         hf_save_path: folder or URL (`gs://bucket/exports`) for Hugging Face checkpoints, saved as `step-N`; null saves none.
@@ -88,6 +90,7 @@ class RunConfig:
     epoch: NonNegativeInt = 0
     initialize_from_hf: bool | str = False
     hf_weight_names: dict[str, str] = field(default_factory=dict)
+    hf_skip_keys: list[str] = field(default_factory=list)
     use_hf_model_config: bool = False
     hf_save_path: str | None = None
     hf_save_steps: PositiveInt = 10_000

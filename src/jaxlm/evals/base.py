@@ -47,6 +47,7 @@ class EvalContext:
         score: scores the targets of a validation batch.
         dummy_prefix: the space that the tokenizer puts in front of every text; None if it puts none.
         log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
+        enforce_bos: whether the training data begins every document with BOS.
     """
 
     layout: Layout
@@ -59,6 +60,7 @@ class EvalContext:
     score: Score
     dummy_prefix: DummyPrefix | None = None
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
+    enforce_bos: bool = True
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class SamplesEval(Eval):
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
-        prompts = [prompt_ids(tokenizer, prompt) for prompt in config.prompts]
+        prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
         generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids)
         continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation)
@@ -69,6 +69,11 @@ class SamplesEval(Eval):
 
 
 def prompt_ids(tokenizer, prompt: str, *, bos: bool = True) -> list[int]:
-    """The prompt's token ids. Args: bos: put the BOS token in front, if the tokenizer has one."""
+    """The prompt's token ids.
+
+    Args:
+        bos: put the BOS token in front, if the tokenizer has one. An empty prompt gets it in any case: a model needs
+            something to continue.
+    """
     ids = tokenizer.encode(prompt)
-    return [tokenizer.bos_id, *ids] if bos and tokenizer.bos_id is not None else ids
+    return [tokenizer.bos_id, *ids] if (bos or not ids) and tokenizer.bos_id is not None else ids

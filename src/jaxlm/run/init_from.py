@@ -95,7 +95,9 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
     log(f"weights: {path}")
     abstract = plan.state_builder.abstract_initial_model
-    return load_model(path, abstract, plan.config.model, plan.layout, rules=plan.config.hf_weight_names, log=log)
+    config = plan.config
+    options = {"rules": config.hf_weight_names, "skip_keys": config.hf_skip_keys, "log": log}
+    return load_model(path, abstract, config.model, plan.layout, **options)
 
 
 def check_init_from(plan: Plan) -> None:

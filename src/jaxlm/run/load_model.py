@@ -41,6 +41,8 @@ _EFFECTIVE = tuple(
         *("axis_resources", "parameter_axis_resources", "train_batch_size", "per_device_parallelism"),
     )
 )
+# Keys outside all sections that have an effect on a Hugging Face folder.
+_TOP_LEVEL = ("hf_skip_keys",)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def parse_with_keys(
         )
     own = sorted(vars(options))
     for name in parsed.options:
-        if "." not in name:
+        if "." not in name and name not in _TOP_LEVEL:
             near = difflib.get_close_matches(name, own, n=1)
             meant = f"Did you mean --{near[0]}? " if near else ""
             raise ConfigError(
@@ -196,16 +198,11 @@ class LoadedModel:
     adds_bos: bool | None
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """The token ids of a text to continue, with the special tokens in front that the model was trained with.
-
-        An empty text is BOS, if the tokenizer has one: a model needs something to continue.
-        """
-        tokenizer = self.tokenizer
-        if self.adds_bos is None:
-            ids = tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
-        else:
-            ids = prompt_ids(tokenizer, prompt, bos=self.adds_bos)
-        return ids or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+        """The token ids of a text to continue, with the special tokens in front that the model was trained with."""
+        if self.adds_bos is not None:
+            return prompt_ids(self.tokenizer, prompt, bos=self.adds_bos)
+        ids = self.tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
+        return ids or prompt_ids(self.tokenizer, prompt)
 
     def for_inference(self, quantize: str | None = None) -> LanguageModel:
         """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`.
@@ -288,7 +285,6 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
             f"--weights: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
         )
     folder = main_first(lambda: local_folder(name, "--checkpoint", weights=True))
-    opened = open_folder(folder)
     dtype, note = parameter_dtype(folder)
     if note is not None and "trainer.mp" not in keys:
         _to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
@@ -298,14 +294,16 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
         "data": {"tokenizer": str(folder)},
         "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
     }
-    check_effective(keys)
+    check_effective(keys, also=_TOP_LEVEL)
     config = decode_run(override(ConfigSource(defaults), dict(keys)), None)
+    opened = open_folder(folder, config.hf_skip_keys)
     tokenizer = load_tokenizer(str(folder))
     # All embedding rows, even those without a token, so that the logits match those of transformers.
     plan = make_plan(config, "imported", opened.vocab_size)
 
     def load() -> LanguageModel:
-        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, log=_to_stderr)
+        options = {"skip_keys": config.hf_skip_keys, "log": _to_stderr}
+        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, **options)
 
     return LoadedModel(folder, tokenizer, plan, (), load, adds_bos=None)
 

@@ -204,8 +204,9 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
             open_store(config.hf_save_path, "hf_save_path")
         family_of_config(config.model)
     name = hf_name(config.initialize_from_hf, tokenizer)
-    if name is None and config.hf_weight_names:
-        raise ConfigError("hf_weight_names: given without initialize_from_hf. Remove it, or set initialize_from_hf")
+    for key in ("hf_weight_names", "hf_skip_keys"):
+        if name is None and getattr(config, key):
+            raise ConfigError(f"{key}: given without initialize_from_hf. Remove it, or set initialize_from_hf")
     if name is not None and tokenizer == TRAIN_BPE:
         raise ConfigError(
             "initialize_from_hf: the weights belong to an existing tokenizer, but data.tokenizer trains a new one. Set"

@@ -101,6 +101,7 @@ class Run:
             score=score_batch,
             dummy_prefix=self.tokenizer.dummy_prefix(),
             log_sample=lambda prompt, text: generated.append((prompt, text)),
+            enforce_bos=plan.data[phase.index].enforce_bos,
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console, generated)

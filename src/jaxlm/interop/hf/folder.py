@@ -64,6 +64,7 @@ def load_model(
     layout: Layout,
     *,
     rules: Mapping[str, str] | None = None,
+    skip_keys: Sequence[str] = (),
     log: Callable[[str], None] = lambda _: None,
 ) -> LanguageModel:
     """Loads the weights of a folder or file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
@@ -71,6 +72,7 @@ def load_model(
     Args:
         abstract: a model of `config` under `jax.eval_shape`.
         rules: for files of other programs, `RenamedTensors` rules from their tensor names to the Hugging Face names.
+        skip_keys: as in `open_folder`.
         log: gets the folder's notes.
 
     Raises:
@@ -78,7 +80,7 @@ def load_model(
     """
     vocab_size = None
     if not rules:
-        opened = open_folder(path)
+        opened = open_folder(path, skip_keys)
         if not isinstance(config, opened.family.config):
             raise ConfigError(
                 f"model.type: {type(config).__name__} given, but {path} contains a {opened.family.model_types[0]} model."
@@ -100,8 +102,11 @@ def load_model(
     )
 
 
-def open_folder(path: Path) -> HfFolder:
+def open_folder(path: Path, skip_keys: Sequence[str] = ()) -> HfFolder:
     """Reads config.json of a folder.
+
+    Args:
+        skip_keys: keys of config.json to read as if they were not there.
 
     Raises:
         ConfigError: config.json is missing, invalid, or describes an unsupported model.
@@ -109,7 +114,7 @@ def open_folder(path: Path) -> HfFolder:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
-    content = read_json_object(file)
+    content = _without(read_json_object(file), skip_keys, file)
     family = family_of_json(content, str(file))
     vocab_size = content.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
@@ -117,6 +122,13 @@ def open_folder(path: Path) -> HfFolder:
     config, notes = config_from_json(family, content, str(file))
     config, more = _untied_if_different(path, family, config)
     return HfFolder(family, config, vocab_size, (*notes, *more))
+
+
+def _without(content: Json, skip_keys: Sequence[str], file: Path) -> Json:
+    for name in skip_keys:
+        if name not in content:
+            raise ConfigError(f"hf_skip_keys: '{name}' given, but {file} has no such key. Remove it")
+    return {name: value for name, value in content.items() if name not in skip_keys}
 
 
 def _untied_if_different(path: Path, family: Family, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -247,10 +259,11 @@ def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...])
     return array
 
 
-def _known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] | None:
+def _known_ids(ids: Any, vocab_size: int) -> int | list[int] | None:
+    """The ids that a model has a row for. What another program's config.json gave is not always a number."""
     if isinstance(ids, list):
-        return [number for number in ids if number < vocab_size] or None
-    return None if ids is None or ids >= vocab_size else ids
+        return [number for number in ids if _known_ids(number, vocab_size) is not None] or None
+    return ids if type(ids) is int and ids < vocab_size else None
 
 
 def _write_json(path: Path, content: Json) -> None:

@@ -87,7 +87,7 @@ def differing_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str)
         return None
     if source.tensors[head].shape != source.tensors[embedding].shape:
         return head
-    first, second = source.view(embedding), source.view(head)
+    first, second = (np.atleast_1d(source.view(name)) for name in (embedding, head))
     starts = range(0, len(first), _ROWS_AT_ONCE)
     blocks = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
     return None if all(np.array_equal(first[block], second[block]) for block in blocks) else head

@@ -45,7 +45,9 @@ def with_hf_model(tree: Mapping[str, Any]) -> dict[str, Any]:
             "use_hf_model_config: true given without initialize_from_hf. Set initialize_from_hf to the folder that"
             " contains config.json"
         )
-    base = encode(open_folder(local_folder(name, _KEY, weights=False)).config)
+    skipped = tree.get("hf_skip_keys")
+    skip_keys = skipped if isinstance(skipped, list) else []  # decoding reports what is not a list
+    base = encode(open_folder(local_folder(name, _KEY, weights=False), skip_keys).config)
     own = tree.get("model", {})
     if isinstance(own, Mapping) and own.get("type", base["type"]) != base["type"]:
         raise ConfigError(

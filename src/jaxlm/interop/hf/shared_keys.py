@@ -114,6 +114,7 @@ def rope(
     theta_key: str = "rope_theta",
     partial_key: str = "partial_rotary_factor",
     rotates_part: bool = False,
+    renamed: Mapping[str, str] | None = None,
 ) -> KeyGroup:
     """Rotary position embedding. Reads `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older files).
     Writes the older form.
@@ -122,13 +123,17 @@ def rope(
         theta, partial: defaults for keys that are missing.
         theta_key, partial_key: the family's names of these keys.
         rotates_part: whether transformers follows the partial factor without scaling. For other families it ignores it.
+        renamed: type in the file -> the type that the family means by it.
     """
     keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
 
     def parameters(theirs: Mapping[str, Any]) -> Json:
         given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        kind = _rope_type(given)
+        given["rope_type"] = (renamed or {}).get(kind, kind)
         given.setdefault("rope_theta", theirs.get(theta_key, theta))
-        given.setdefault("partial_rotary_factor", theirs.get(partial_key, partial))
+        factor = theirs.get(partial_key)
+        given.setdefault("partial_rotary_factor", partial if factor is None else factor)
         return given
 
     def ignored(given: Mapping[str, Any]) -> bool:

@@ -131,7 +131,10 @@ def sort_unread(content: Mapping[str, Any], names: Iterable[str]) -> tuple[list[
         if reason is None:
             harmless.append(f"{name}: {_short(content[name])}")
         else:
-            problems.append(f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}")
+            fix = f"To compute without it, set hf_skip_keys: [{name}], or remove the key"
+            problems.append(
+                f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}. {fix}"
+            )
     return problems, harmless
 
 

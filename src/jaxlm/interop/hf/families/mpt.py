@@ -24,6 +24,7 @@ _SUPPORTED = {
     "alibi": (True,),
     "alibi_bias_max": (8,),
 }
+_SILENT = ("attn_impl", "base_config_key")
 
 
 def _tensors(config: MptConfig) -> Iterator[Tensor]:
@@ -45,10 +46,16 @@ def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
     for key, allowed in _SUPPORTED.items():
         if given.get(key, allowed[0]) not in allowed:
             raise ConfigError(f"attn_config.{key}: {given[key]} given, which is not supported; {allowed[0]} expected")
-    changing, _ = sort_unread(given, set(given) - set(_SUPPORTED))
+    changing, _ = sort_unread(given, set(given).difference(_SUPPORTED))
     if changing:
         raise ConfigError(f"attn_config.{changing[0]}")
     return {"alibi_bias_max": 8.0}
+
+
+def _attention_notes(theirs: Mapping[str, Any]) -> list[str]:
+    given = theirs.get("attn_config") or {}
+    _, harmless = sort_unread(given, set(given).difference(_SUPPORTED, _SILENT))
+    return [f"attn_config.{text}" for text in harmless]
 
 
 def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
@@ -75,6 +82,7 @@ FAMILY = Family(
             ("attn_config",),
             _attention_to_ours,
             lambda _: {"attn_config": {key: allowed[0] for key, allowed in _SUPPORTED.items()}},
+            _attention_notes,
         ),
         FixedKey("no_bias", True),
         FixedKey("logit_scale", None),
