@@ -182,7 +182,7 @@ class WandbTracker:
         if number < self._first_new_step:
             return
         for name in dict.fromkeys(sample.name for sample in samples):
-            rows = [[step, sample.prompt, sample.text] for sample in samples if sample.name == name]
+            rows: list[Any] = [[step, sample.prompt, sample.text] for sample in samples if sample.name == name]
             self._handle.log({f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)}, step=number)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
