@@ -1,11 +1,12 @@
 """Commands and Python in README.md and docs/ work: commands pass the real parsers, Python is run.
 
-YAML is decoded by tests/test_guide.py. A block that cannot be checked has a reason above it: `<!-- not run: why -->`.
+YAML is decoded by tests/test_guide.py. A command that cannot be checked has a reason above it: `<!-- not run: why -->`.
 """
 
 import ast
 import difflib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -19,13 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 import jaxlm.__main__ as command_line
 from jaxlm.config.load import decode_run
 from jaxlm.config.overrides import override, parse_arguments
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.forecast.topologies import parse_topology
+from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.load_model import check_effective
 from tests.test_guide import DOCUMENTS, ROOT, a_model_of_hugging_face, an_adapter_of_peft
 from tests.xla_flags import flags_for
@@ -37,12 +41,7 @@ PRELUDES = {
     "extend.md": """
         import sys
         from dataclasses import dataclass
-        from jaxlm.config.load import load_config
-        from jaxlm.config.run import RunConfig
-        from jaxlm.data.sources.corpus import CorpusConfig
         from jaxlm.optim.base import OptimizerConfig
-        from jaxlm.surgery.base import SurgeryConfig
-        from jaxlm.train import train
         sys.argv = ["program", "--config_path", "mine.yaml"]
     """,
 }
@@ -237,11 +236,15 @@ def run_python(source: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a complete tiny run `mine`: mine.yaml, its text, its checkpoint and its logs."""
+    """A folder with a complete tiny run `mine`: mine.yaml, its text, its checkpoint and its logs; and its export."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "corpus.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[:20000])
     (folder / "mine.yaml").write_text(TINY)
-    run_python("from jaxlm.train import main; raise SystemExit(main(['--config_path', 'mine.yaml']))", folder)
+    for command, arguments in {
+        "train": ["--config_path", "mine.yaml"],
+        "convert": ["to-hf", "--checkpoint", "checkpoints/mine", "--output_dir", "mine-hf"],
+    }.items():
+        run_python(f"from jaxlm.{command} import main; raise SystemExit(main({arguments}))", folder)
     return folder
 
 
@@ -251,22 +254,71 @@ PYTHON = {page: [block for block in blocks(page) if block.language == "python"] 
 PYTHON_PAGES = [page for page in DOCUMENTS if PYTHON[page]]
 
 
+def python_of(page: Path) -> list[str]:
+    """A page's blocks. Skips the test if they need transformers, and it is not installed."""
+    texts = [block.text for block in PYTHON[page]]
+    if any("from transformers" in text for text in texts):
+        pytest.importorskip("transformers")
+    return texts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_in_the_documents_runs(page, trained):
     """Runs a page's blocks one after another, as one program."""
-    run = [block.text for block in PYTHON[page] if block.reason is None]
-    run_python("\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *run]), trained)
+    run_python("\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *python_of(page)]), trained)
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_in_the_documents_compiles_and_its_imports_exist(page):
-    for block in PYTHON[page]:
-        program = ast.parse(block.text)
+    assert [str(block) for block in PYTHON[page] if block.reason is not None] == [], "Python of the documents is run"
+    for text in python_of(page):
+        program = ast.parse(text)
         compile(program, str(page), "exec")
         imports = [node for node in program.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        if block.reason is None:
-            exec(compile(ast.Module(imports, []), str(page), "exec"), {})
+        exec(compile(ast.Module(imports, []), str(page), "exec"), {})
+
+
+def own_classes() -> dict[str, tuple[str, dict[str, Any]]]:
+    """The classes of docs/howto/extend.md: path of the file -> its Python, and the configuration below it."""
+    found = {}
+    for block, below in itertools.pairwise(blocks(ROOT / "docs" / "howto" / "extend.md")):
+        if path := re.match(r"# (my_package/\w+\.py)\n", block.text):
+            found[path[1]] = (block.text, yaml.safe_load(below.text))
+    return found
+
+
+KINDS = ("front", "my_objective", "momentum", "csv_file", "confidence", "gains", "sums", "my_data", "bigram")
+
+
+@pytest.mark.slow
+def test_own_classes_of_the_documents_train(trained):
+    """Each file of the page, from outside the package, with the configuration that the page gives below it."""
+    found = {Path(path).stem: pair for path, pair in own_classes().items()}
+    assert sorted(found) == sorted(KINDS)
+    (trained / "my_package").mkdir()
+    (trained / "texts").mkdir()
+    (trained / "texts" / "a.txt").write_text((trained / "corpus.txt").read_text())
+    (trained / "model-folder").symlink_to("mine-hf")
+    np.save(trained / "gains.npy", np.full((2, 32), 0.5, np.float32))
+    for name, (program, keys) in found.items():
+        (trained / "my_package" / f"{name}.py").write_text(program)
+        whole = yaml.safe_load(TINY) | {k: v for k, v in keys.items() if k not in ("data", "trainer")}
+        for section in ("data", "trainer"):
+            whole[section] |= keys.get(section, {})
+        whole["data"] |= {"cache_dir": f"cache/{name}"}
+        if "source" in whole["data"]:
+            del whole["data"]["train_urls"], whole["data"]["validation_urls"]
+        (trained / f"own_{name}.yaml").write_text(yaml.safe_dump(whole))
+    run_python(
+        "import sys; sys.path.insert(0, '.'); from jaxlm.train import main\n"
+        f"for name in {KINDS}: assert main(['--config_path', f'own_{{name}}.yaml']) == 0, name",
+        trained,
+    )
+    logged = {name: read_jsonl(trained / "logs" / f"own_{name}" / "metrics.jsonl") for name in KINDS}
+    assert all(any(record.get("train/loss") for record in records) for records in logged.values())
+    assert any("eval/confident" in record for record in logged["confidence"])
+    assert "2,train/loss," in (trained / "all.csv").read_text()
 
 
 def test_json_in_the_documents_is_valid():

@@ -1,48 +1,102 @@
-"""Converts a checkpoint to a folder for transformers, vLLM or PEFT.
+"""Converts a checkpoint to a folder for transformers, vLLM or PEFT, or merges a PEFT folder into its base model.
 
 jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
+jaxlm convert to-hf --checkpoint model-folder --adapter adapter-folder --output_dir merged
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.publish import location_of
+from jaxlm.core.publish import Location, location_of
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
+from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.hf.verify import verify_folder
+from jaxlm.models.base import LanguageModel
 from jaxlm.run.exit_codes import command
 from jaxlm.run.export import export_model
-from jaxlm.run.load_model import add_checkpoint_options, open_checkpoint
+from jaxlm.run.generation_options import add_adapter_option
+from jaxlm.run.inference_model import InferenceModel, load
+from jaxlm.run.load_model import LoadedModel, add_checkpoint_options, open_model
 from jaxlm.surgery.base import merge_surgeries
-from jaxlm.surgery.lora import save_peft
+from jaxlm.surgery.lora import round_adapters, save_peft
+
+_NUM_COMPARED = 32  # tokens
+_RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
 
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse_args(arguments)
-    trained = open_checkpoint(options.checkpoint)
-    plan, folder = trained.plan, location_of(options.output_dir)
-    if options.verify == "true" and not isinstance(folder, Path):
+    if options.adapter is not None and options.adapters == "only":
+        raise ConfigError(
+            f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
+        )
+    folder, verify = location_of(options.output_dir), options.verify == "true"
+    if verify and not isinstance(folder, Path):
         raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
-    dtype = plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
-    with plan.layout.use():
-        model = trained.load_model(options.weights)
+    opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
+    dtype = opened.plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
+    with opened.plan.layout.use():
         if options.adapters == "only":
-            base = str(plan.config.initialize_from_hf)
-            save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base)
-            print(f"wrote the adapters of {trained.checkpoint.location} to {folder}")
-            return 0
-        model = merge_surgeries(model, trained.surgeries)
-        export_model(folder, model, plan, trained.tokenizer, dtype)
-        print(f"wrote {trained.checkpoint.location} to {folder} as {jax.numpy.dtype(dtype).name}")
-        if options.verify == "true" and isinstance(folder, Path):
-            print(verify_folder(folder, model, plan.config.model, plan.layout))
+            _write_adapters(folder, opened, dtype, verify=verify)
+        else:
+            _write_model(folder, opened, dtype, verify=verify)
     return 0
+
+
+def _write_model(folder: Location, opened: LoadedModel, dtype: Any, *, verify: bool) -> None:
+    plan = opened.plan
+    model = merge_surgeries(opened.load(), opened.surgeries)
+    export_model(folder, model, plan, opened.tokenizer, dtype)
+    print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
+    if verify:
+        print(verify_folder(Path(folder), model, plan.config.model, plan.layout))
+
+
+def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, *, verify: bool) -> None:
+    plan = opened.plan
+    base = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+    if verify and base is None:
+        raise ConfigError(
+            f"--verify: {opened.location} did not start from a Hugging Face model (initialize_from_hf), so there is no base"
+            " to load the adapters into. Remove --verify, or --adapters only"
+        )
+    model = opened.load()
+    save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "")
+    print(f"wrote the adapters of {opened.location} to {folder}")
+    if base is not None and verify:
+        print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype)))
+
+
+def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: LanguageModel) -> str:
+    """Compares the logits of the base with the adapters in `folder` with those of the trained model, both in float32.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    merged = merge_surgeries(jax.tree.map(lambda x: x.astype(jnp.float32), model), opened.surgeries)
+    trained, read = InferenceModel(opened, merged), load(base, adapter=str(folder), keys={"trainer.mp": "f32"})
+    size = min(merged.Vocab.size, read.model.Vocab.size)
+    length = min(merged.Pos.size, read.model.Pos.size, _NUM_COMPARED)
+    ids = np.random.default_rng(0).integers(0, size, length).tolist()
+    ours, theirs = (one.logits([ids])[0][:, :size] for one in (trained, read))
+    difference = float(np.abs(ours - theirs).max())
+    if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
+        raise ConfigError(
+            f"{folder}: {base} with these adapters differs from {opened.location}: logits by up to {difference:.3g}. The run"
+            " has also changed other parameters, or its base is not the same any more. Write the whole model instead"
+            " (without --adapters only)"
+        )
+    return f"verified: {base} with the adapters has the checkpoint's logits, within {difference:.1e}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     to_hf = parser.add_subparsers(dest="direction", metavar="to-hf", required=True).add_parser(
         "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
     )
-    add_checkpoint_options(to_hf)
+    add_checkpoint_options(to_hf, or_else="; or a Hugging Face folder or hub name, such as the base of --adapter")
+    add_adapter_option(to_hf)
     to_hf.add_argument("--output_dir", required=True, help="folder or URL to create; it must not exist")
     to_hf.add_argument("--dtype", default=None, help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
     to_hf.add_argument(

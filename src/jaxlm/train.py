@@ -174,7 +174,7 @@ def _start(
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Set it to a writable folder"
         ) from error
     init_from = find_init_from(plan, console.log)
-    console.log(table("run", describe(plan, init_from)))
+    console.log(table("run", describe(plan, init_from.describe(plan))))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
     for line in config_changes(saved, config, init_from.resume_step) if saved and init_from.resume_step else []:

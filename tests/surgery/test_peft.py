@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm import convert
 from jaxlm.config.decode import encode
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
@@ -390,6 +391,44 @@ def test_lora_on_instructions(tmp_path, real):
     with plan.layout.use():
         again = add_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
         np.testing.assert_array_equal(logits_of(again, ids), ours)
+
+
+@pytest.mark.slow
+def test_exported_adapters_are_verified_against_the_base(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    write_model(tmp_path / "hf")
+    tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 3)
+    of_run = ["to-hf", "--checkpoint", str(tmp_path / "checkpoints" / "lora"), "--adapters", "only", "--verify", "true"]
+    for name, dtype in (("exact", "float32"), ("rounded", "bfloat16")):
+        assert convert.main([*of_run, "--output_dir", str(tmp_path / name), "--dtype", dtype]) == 0
+        assert f"verified: {tmp_path}/hf with the adapters has the checkpoint's logits" in capsys.readouterr().out
+    write_model(tmp_path / "other", seed=1)
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "other").rename(tmp_path / "hf")
+    assert convert.main([*of_run, "--output_dir", str(tmp_path / "wrong")]) == 2
+    assert "differs from" in capsys.readouterr().err
+
+
+def test_a_peft_folder_is_merged_into_its_base_on_disk(tmp_path, capsys):
+    """Each weight is W + alpha / rank * B A, in NumPy, and all others are those of the base."""
+    pytest.importorskip("transformers")
+    from safetensors.numpy import load_file
+
+    base = write_model(tmp_path / "hf")
+    modules = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ("q_proj", "o_proj")]
+    arrays = write_adapter(tmp_path / "adapter", modules)
+    command = ["to-hf", "--checkpoint", str(base), "--adapter", str(tmp_path / "adapter")]
+    assert convert.main([*command, "--output_dir", str(tmp_path / "merged"), "--verify", "true"]) == 0
+    assert "verified with transformers" in capsys.readouterr().out
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "merged"))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        a, b = (arrays.get(f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight") for side in "AB")
+        expected = weight if a is None else weight + 6 / 3 * (b @ a)
+        np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert sum(f"base_model.model.{name.removesuffix('weight')}lora_A.weight" in arrays for name in before) == 4
+    assert convert.main([*command, "--output_dir", str(tmp_path / "x"), "--adapters", "only"]) == 2
+    assert "--adapters only writes no model" in capsys.readouterr().err
 
 
 def plan_base(folder, plan):

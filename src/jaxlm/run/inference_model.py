@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ Text = str | Sequence[int]
 """A string, or token ids."""
 
 
-@dataclass(frozen=True)
 class InferenceModel:
     """A model on the devices of this process, with its adapters merged.
 
@@ -38,8 +36,9 @@ class InferenceModel:
         model: the parameters, in the compute dtype of `trainer.mp`.
     """
 
-    loaded: LoadedModel
-    model: LanguageModel
+    def __init__(self, loaded: LoadedModel, model: LanguageModel):
+        self.loaded = loaded
+        self.model = model
 
     @property
     def tokenizer(self) -> Tokenizer:

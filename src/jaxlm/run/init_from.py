@@ -65,6 +65,16 @@ class InitFrom:
         """Whether `state` is the newest checkpoint of this run."""
         return self.is_own and self.back is None
 
+    def describe(self, plan: Plan) -> str:
+        """What the run starts from, for the table at the start."""
+        if self.state is not None:
+            whose = "" if self.is_own else "the state of another run, "
+            return f"{whose}{self.state.location} (step {self.state.cursor.step})"
+        if self.weights is not None:
+            return f"step 0, with the model of {self.weights.location}"
+        name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+        return "step 0, with " + ("random weights" if name is None else f"the weights of {name}")
+
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
         assert self.state is not None

@@ -21,7 +21,6 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.phases import Phase
-from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
@@ -34,15 +33,14 @@ from jaxlm.observe.console import duration
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr_shapes import lr_shape_name
 from jaxlm.run.batch_plan import describe_batches
-from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 
 _PACKAGE = Path(__file__).parents[1]
 
 
-def describe(plan: Plan, init_from: InitFrom | None = None) -> list[tuple[str, str]]:
-    """The plan as rows of name and value. Args: init_from: what the run starts from, if that is known."""
+def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
+    """The plan as rows of name and value. Args: start: what the run starts from; None if only the configuration is known."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
     flops = model.flops_per_token(plan.state_builder.Vocab.size).causal
@@ -67,7 +65,7 @@ def describe(plan: Plan, init_from: InitFrom | None = None) -> list[tuple[str, s
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
-        ("starts from", _configured_start(plan) if init_from is None else _start(plan, init_from)),
+        ("starts from", _configured_start(plan) if start is None else start),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
@@ -175,16 +173,6 @@ def _phase(phase: Phase) -> str:
         f" {type(optimizer).__name__.removesuffix('Config')}, {lr_shape_name(optimizer.lr_schedule)} schedule from"
         f" {optimizer.learning_rate:g}"
     )
-
-
-def _start(plan: Plan, init_from: InitFrom) -> str:
-    if init_from.state is not None:
-        whose = "" if init_from.is_own else "the state of another run, "
-        return f"{whose}{init_from.state.location} (step {init_from.state.cursor.step})"
-    if init_from.weights is not None:
-        return f"step 0, with the model of {init_from.weights.location}"
-    name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-    return "step 0, with " + ("random weights" if name is None else f"the weights of {name}")
 
 
 def _configured_start(plan: Plan) -> str:

@@ -223,6 +223,16 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
     return tree.map_leaves(lambda path, _: values[path if path in values else path.replace(".base.", ".")], abstract)
 
 
+def round_adapters(model: LanguageModel, dtype: Any) -> LanguageModel:
+    """The model with its adapters as they are after `save_peft` in this dtype."""
+
+    def rounded(layer: LoraLinear) -> LoraLinear:
+        pair = tuple(array.astype(dtype).astype(array.dtype) for array in (layer.a, layer.b))
+        return eqx.tree_at(lambda it: (it.a, it.b), layer, pair)
+
+    return tree.map_modules(model, LoraLinear, ".*", rounded)
+
+
 def save_peft(
     folder: Location, model: LanguageModel, config: ModelConfig, layout: Layout, *, dtype: Any, base: str
 ) -> None:
