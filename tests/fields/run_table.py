@@ -191,6 +191,7 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.update_rms_clipping": Change(0.7, Constant(0.7)),
     "optimizer.clip_update_norm": Change({"rolling_interval_length": 16}, Shapes({r"^opt_state\.3\..*values": (16,)})),
     "optimizer.adamc_weight_decay": Change(True, Shapes({r"^opt_state\.2\.count": ()}), also=DECAY),
+    "optimizer.cautious": Change(True, Program(gains=r"stablehlo.compare  ?GT")),
     "objective.z_loss_weight": Change(1e-3, Program(gains=r"metrics\['train/z_loss'\]")),
     "objective.label_smoothing": Change(0.1, Constant(0.1 / 64)),
 }
