@@ -193,6 +193,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         },
         [],
     ),
+    "cautious updates": (
+        {"optimizer": {"type": "cautious", "learning_rate": 1e-3, "gamma": 0.025}},
+        {"optimizer": {"type": "adam", "learning_rate": 1e-3, "beta1": 0.95, "cautious": True}},
+        ["optimizer.gamma is ignored", "adam with cautious"],
+    ),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
     "what asks for nothing": (
         {

@@ -67,7 +67,7 @@ def add_change(factor: float) -> optax.GradientTransformation:
     def init_fn(params: Any) -> ChangeState:
         return ChangeState(jnp.ones((), jnp.bool_), jax.tree.map(jnp.zeros_like, params))
 
-    def update_fn(updates: Any, state: ChangeState, params: Any = None) -> tuple[Any, ChangeState]:
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, ChangeState]:
         by = jnp.where(state.is_first, 0.0, factor)
         corrected = jax.tree.map(
             lambda now, before: (now + by * (now - before)).astype(now.dtype), updates, state.before

@@ -73,6 +73,7 @@ def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:
     translation.trainer()
     translation.mesh()
     translation.finetuning()
+    translation.optimizer()
     translation.model()
     translation.supervised()
     translation.data()
@@ -203,6 +204,14 @@ class _Translation:
             self.rename("supervised_data.cache_dir", "data.cache_dir")
         for old, new in (("tokenizer", "data.tokenizer"), ("max_seq_len", "model.seq_len")):
             self.rename(old, new)
+
+    def optimizer(self) -> None:
+        """`type: cautious` is Adam with cautious updates, with a default of its own."""
+        optimizer = self.tree.get("optimizer")
+        if isinstance(optimizer, dict) and optimizer.get("type") == "cautious":
+            self.ignore("optimizer.gamma", "it has no effect in Levanter either")
+            self.tree["optimizer"] = {"beta1": 0.95, **optimizer, "type": "adam", "cautious": True}
+            self.notes.append("optimizer.type: cautious is read as adam with cautious: true")
 
     def model(self) -> None:
         model = self.tree.get("model")

@@ -51,5 +51,5 @@ def _target(modules: Any, path: str, refuse: Refuse) -> str:
         return modules
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise refuse(f"{path}.{_TARGETS}", f"{modules!r} given; names of layers or a regular expression expected")
-    names = dict.fromkeys(_MODULES.get(name, re.escape(name)) for name in modules)
+    names: dict[str, None] = dict.fromkeys(_MODULES.get(str(name), re.escape(str(name))) for name in modules)
     return f"({'|'.join(names)})$"
