@@ -103,7 +103,7 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     assert sizes is not None, "see check_batch"
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
     batches = BatchSchedule.of(sizes)
-    mixture = data.mixture(batches.starting_at(phase.start), seed=config.trainer.seed)
+    mixture = data.mixture(batches.starting_at(phase.start), seed=config.order_seed)
     size = batches.at(number).size
     examples = batches.examples_between(phase.start, number) + np.arange(size)
     yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {config.model.seq_len} tokens"

@@ -213,7 +213,7 @@ def _open_phase(
     saver = run.saver(phase, conductor)
     sizes = plan.batches.train
     first_step = phase.start if resumed is None else resumed.cursor.step
-    seed = plan.config.trainer.seed
+    seed = plan.config.order_seed
     batches = data.batches(sizes, plan.layout, start=phase.start, first_step=first_step, seed=seed)
     enter = None
     if resumed is None:

@@ -289,7 +289,7 @@ def test_averages_cover_only_trainable_leaves():
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
 # Each with a learning rate at which it makes progress.
-OPTIMIZERS = {"lion": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-h": 3e-3}
+OPTIMIZERS = {"lion": 3e-3, "mars": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-h": 3e-3}
 
 
 @pytest.mark.slow

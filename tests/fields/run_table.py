@@ -51,6 +51,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_dtype": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
+    "data_seed": ShownIn("tests/run/test_num_steps.py::test_the_seed_of_the_data_order_alone"),
     "epoch": ShownIn("tests/run/test_num_steps.py::test_epochs_set_the_number_of_steps"),
     "dry_run": ShownIn("tests/end_to_end/test_command.py::test_a_dry_run_needs_no_data"),
 }
@@ -191,6 +192,7 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.update_rms_clipping": Change(0.7, Constant(0.7)),
     "optimizer.clip_update_norm": Change({"rolling_interval_length": 16}, Shapes({r"^opt_state\.3\..*values": (16,)})),
     "optimizer.adamc_weight_decay": Change(True, Shapes({r"^opt_state\.2\.count": ()}), also=DECAY),
+    "optimizer.cautious": Change(True, Program(gains=r"stablehlo.compare  ?GT")),
     "objective.z_loss_weight": Change(1e-3, Program(gains=r"metrics\['train/z_loss'\]")),
     "objective.label_smoothing": Change(0.1, Constant(0.1 / 64)),
 }

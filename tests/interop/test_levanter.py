@@ -1,5 +1,6 @@
 """Different spellings in Levanter's published configurations are translated, or refused with advice."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.levanter import config as levanter
 from jaxlm.interop.levanter.config import from_levanter
 
 
@@ -85,6 +87,81 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"trainer": {"tracker": {"type": "wandb", "project": "p"}}},
         ["trainer.wandb"],
     ),
+    "both spellings of a tracker": (
+        {"trainer": {"wandb": {"project": "p", "tags": ["t"]}, "tracker": {"project": "p", "entity": "e"}}},
+        {"trainer": {"tracker": {"type": "wandb", "project": "p", "tags": ["t"], "entity": "e"}}},
+        ["trainer.wandb"],
+    ),
+    "the old spelling beside another tracker": (
+        {"trainer": {"wandb": {"project": "p"}, "tracker": [{"type": "tensorboard"}]}},
+        {"trainer": {"tracker": [{"type": "tensorboard"}, {"type": "wandb", "project": "p"}]}},
+        ["trainer.wandb"],
+    ),
+    "a cache that an including file should name": (
+        {"data": {"train_urls": ["t"], "cache_dir": None}},
+        {"data": {"train_urls": ["t"]}},
+        [],
+    ),
+    "axes of a mesh": (
+        {
+            "trainer": {
+                "mesh": {
+                    "axes": {"data": -1},
+                    "batch_axis_name": "batch",
+                    "compute_mapping": {"token": ["replica", "data"], "token_repeat": "data", "batch": "data"},
+                }
+            }
+        },
+        {"trainer": {"mesh": {"axes": {"data": -1}, "compute_mapping": {"batch": "data"}}}},
+        [
+            "mapping.token is ignored",
+            "mapping.token_repeat is ignored",
+            "mesh.batch_axis_name is read as trainer.batch_axis",
+        ],
+    ),
+    "LoRA": (
+        {
+            "model": {"type": "gpt2"},
+            "lora": {"r": 32, "alpha": 16.0, "target_modules": ["c_attn", "up_proj"], "zero_init_b": True},
+            "merged_hf_save_path": "merged",
+            "trust_remote_code": False,
+        },
+        {
+            "model": {"type": "gpt2"},
+            "hf_save_path": "merged",
+            "phases": [
+                {
+                    "name": "lora",
+                    "surgery": [
+                        {"type": "lora", "target": "(q_proj|k_proj|v_proj|up_proj)$", "rank": 32, "alpha": 16.0}
+                    ],
+                    "trainable": [r"\.[ab]$"],
+                }
+            ],
+        },
+        ["lora is read as phases with a surgery of type lora", "merged_hf_save_path"],
+    ),
+    "supervised fine-tuning": (
+        {
+            "dataset_type": "chat_jsonl",
+            "chat_train_urls": ["c.jsonl"],
+            "messages_field": "turns",
+            "supervised_data": {"cache_dir": "tokens"},
+            "tokenizer": "bytes",
+            "max_seq_len": 64,
+            "model": {"type": "gpt2", "seq_len": 64},
+        },
+        {
+            "data": {
+                "train_urls": ["c.jsonl"],
+                "format": {"type": "chat", "messages_field": "turns"},
+                "cache_dir": "tokens",
+                "tokenizer": "bytes",
+            },
+            "model": {"type": "gpt2", "seq_len": 64},
+        },
+        ["chat_train_urls", "dataset_type", "supervised_data.cache_dir", "tokenizer", "max_seq_len"],
+    ),
     "trackers that are always on": (
         {"trainer": {"tracker": [{"type": "json_logger"}, {"type": "tensorboard"}]}},
         {"trainer": {"tracker": [{"type": "tensorboard"}]}},
@@ -115,6 +192,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             }
         },
         [],
+    ),
+    "cautious updates": (
+        {"optimizer": {"type": "cautious", "learning_rate": 1e-3, "gamma": 0.025}},
+        {"optimizer": {"type": "adam", "learning_rate": 1e-3, "beta1": 0.95, "cautious": True}},
+        ["optimizer.gamma is ignored", "adam with cautious"],
     ),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
     "what asks for nothing": (
@@ -199,6 +281,19 @@ def test_levanter_spellings_give_the_same_configuration(name):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "two projects": (
+        {"trainer": {"wandb": {"project": "p"}, "tracker": {"project": "q"}}},
+        "trainer.wandb.project: 'p' given, but trainer.tracker.project is 'q'. Remove one",
+    ),
+    "a tracker that is no section": ({"trainer": {"wandb": True}}, "trainer.wandb: True given; a section expected"),
+    "LoRA that is no section": ({"lora": 8}, "lora: 8 given; a section expected"),
+    "other LoRA": ({"lora": {"zero_init_b": False}}, "lora.zero_init_b: False given; surgeries of type lora do not"),
+    "LoRA of no names": ({"lora": {"target_modules": [1]}}, r"lora.target_modules: \[1\] given; names of layers"),
+    "adapters as they are trained": ({"peft_save_path": "p"}, "peft_save_path: 'p' given.*jaxlm convert to-hf"),
+    "a part of the data": (
+        {"data": {"max_train_batches": {"a": 1}}},
+        "data.max_train_batches: .*trainer.num_train_steps",
+    ),
     "fp8": ({"trainer": {"quantization": {"fp8": True}}}, r"trainer\.quantization: .*bfloat16"),
     "no tasks": ({"eval_harness": {"max_examples": 3}}, r"eval_harness: .*task_spec: \[arc_easy\]"),
     "a task's words": (
@@ -240,3 +335,9 @@ def test_unsupported_levanter_keys_say_what_to_do(name):
     tree, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         read(tree)
+
+
+@pytest.mark.parametrize("table", ["_RENAMED", "_IGNORED", "_UNSUPPORTED", "_ALWAYS"])
+def test_every_translated_key_is_in_the_documentation(table):
+    page = (Path(__file__).parents[2] / "docs" / "from-levanter.md").read_text(encoding="utf-8")
+    assert [key for key in getattr(levanter, table) if f"`{key}`" not in page] == []

@@ -101,6 +101,25 @@ def adam_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     return out
 
 
+def mars_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    factor, before = c.gamma * c.beta1 / (1 - c.beta1), memory.get("before", gradient)
+    memory["before"] = gradient
+    corrected = {k: g + factor * (g - before[k]) for k, g in gradient.items()}
+    memory["seen"] = clipped(corrected, c.max_grad_norm)
+    return adam_direction(memory["seen"], memory, t, c)
+
+
+def cautious(steps: Arrays, gradient: Arrays) -> Arrays:
+    """One layer after the other, as in the paper: without what points against the gradient, scaled up for it."""
+
+    def masked(step: np.ndarray, g: np.ndarray) -> np.ndarray:
+        agrees = step * g > 0
+        return np.where(agrees, step, 0.0) * step.size / (agrees.sum() + 1)
+
+    by_layer = {k: np.stack([masked(*pair) for pair in zip(steps[k], gradient[k], strict=True)]) for k in steps}
+    return by_layer | {"head.weight": masked(steps["head.weight"], gradient["head.weight"])}
+
+
 def lion_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     out = {k: np.sign(c.beta1 * memory.get(k, 0.0) + (1 - c.beta1) * g) for k, g in gradient.items()}
     memory.update({k: c.beta2 * memory.get(k, 0.0) + (1 - c.beta2) * g for k, g in gradient.items()})
@@ -180,6 +199,7 @@ def kron_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
 
 DIRECTIONS = {
     "adam": adam_direction,
+    "mars": mars_direction,
     "lion": lion_direction,
     "adagrad": adagrad_direction,
     "muon": muon_direction,
@@ -191,7 +211,12 @@ COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("adam", {}),
     "adam, nesterov": ("adam", {"nesterov": True, "max_grad_norm": None}),
+    "adam, cautious": ("adam", {"cautious": True}),
+    "mars": ("mars", {}),
+    "mars, other numbers": ("mars", {"gamma": 0.5, "beta1": 0.5, "beta2": 0.8, "max_grad_norm": None}),
+    "mars, cautious": ("mars", {"gamma": 0.1, "cautious": True}),
     "lion": ("lion", {}),
+    "lion, cautious": ("lion", {"cautious": True, "beta1": 0.5}),
     "lion, other numbers": ("lion", {"beta1": 0.5, "beta2": 0.8, "max_grad_norm": 0.1}),
     "adagrad": ("adagrad", {}),
     "adagrad, other numbers": ("adagrad", {"initial_accumulator_value": 0.5, "epsilon": 0.1, "max_grad_norm": None}),
@@ -224,8 +249,11 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
     params = arrays(0)
     memory: dict = {"params": params}
     for t in range(1, STEPS + 1):
-        gradient = clipped(arrays(t, scale), config.max_grad_norm)
-        for k, step in DIRECTIONS[kind](gradient, memory, t, config).items():
+        gradient = arrays(t, scale) if kind == "mars" else clipped(arrays(t, scale), config.max_grad_norm)
+        steps = DIRECTIONS[kind](gradient, memory, t, config)
+        if getattr(config, "cautious", False):
+            steps = cautious(steps, memory.get("seen", gradient))
+        for k, step in steps.items():
             peak = config.adam_lr if kind in ("muon", "kron") and k != "q.weight" else config.learning_rate
             rate = float(config.schedule(STEPS)(t - 1)) / config.learning_rate * peak
             decay = 0.0 if k == "norm.weight" else config.weight_decay

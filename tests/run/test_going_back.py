@@ -200,6 +200,8 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
     runs.run("returned")
     before = {name: saved_arrays(runs.place("returned") / name) for name in ("step-6", "step-8", "step-10")}
     options = back_to(runs, "returned", "step-4")
+    with (runs.folder / "logs" / "returned" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 12}) + "\n")  # as after a kill between a step and its checkpoint
     runs.run("returned", **options)
     assert "load_checkpoint_path: going back from step-10 to" in runs.output
     assert "returned/step-4 (attempt 1)" in runs.output
@@ -213,7 +215,7 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
     assert runs.losses("returned") == stopped
     assert same(*(saved_arrays(runs.place(n) / c) for n, c in (("returned", names[-1]), ("stopped", "step-10"))))
     history = runs.cursor("returned", names[-1]).history
-    assert (history.attempt, history.abandoned_steps, history.went_back_to) == (1, 6, "step-4")
+    assert (history.attempt, history.abandoned_steps, history.went_back_to) == (1, 8, "step-4")
 
     runs.run("returned", **options)  # the same command again does not lose what was done since
     assert "the run has gone back to step-4 already (attempt 1)" in runs.output

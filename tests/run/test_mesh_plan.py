@@ -41,10 +41,12 @@ DIVISIONS = [
     ((8, 8, 1, 512, 4), ((1, 1, 8), 4, 128, 4)),
     ((8, 2, 2, 64, 2), ((2, 2, 2), 8, 8, 8)),
     ((8, 1, 1, -1, 4), ((1, 8, 1), 32, 1, 32)),
+    ((8, 1, 1, 4, -1), ((1, 8, 1), 8, 1, 8)),
+    ((8, 1, 1, 4, 4), ((1, 8, 1), 8, 1, 8)),
 ]
 INDIVISIBLE = [
     ((8, 1, 1, 100, -1), "train_batch_size: 100.*96, 104"),
-    ((8, 1, 1, 4, -1), "train_batch_size: 4.*8 devices"),
+    ((8, 1, 1, 12, -1), "train_batch_size: 12.*8 devices.*Nearest valid sizes: 8, 16"),
     ((8, 1, 1, 512, 5), "per_device_parallelism: 5.*Allowed: 1, 2, 4, 8"),
     ((6, 4, 1, 512, -1), "model_axis_size.*6 devices. Allowed products: 1, 2, 3, 6"),
 ]
@@ -169,6 +171,8 @@ def test_waste_and_overridden_keys_are_warnings():
     (warning,) = plan_of(axis_resources={"batch": "data"}, replica_ici_axis_size=2).warnings
     assert warning.startswith("trainer.axis_resources.batch: data is overridden by batch_axis")
     assert plan_of(axis_resources={"batch": "data"}).warnings == ()
+    (warning,) = plan_of(train_batch_size=6).warnings
+    assert warning.startswith("trainer.train_batch_size: 6 sequences are fewer than the 8 devices that share the batch")
 
 
 @pytest.mark.slow

@@ -1,14 +1,20 @@
 """The number of steps when the data determines it."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.mixture import Mixture
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
+from tests.run.test_init_from import Trainings
 
+READ = Mixture.read
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 
 
@@ -77,3 +83,23 @@ def test_a_mixture_ends_according_to_its_stop_strategy(resolved):
     assert steps(resolved({**mixed, "stop_strategy": "all_exhausted"}, trainer={"num_train_steps": 3})[0]) == [3]
     with pytest.raises(ConfigError, match="epoch: 1 given, but phase 'train' trains on several sources"):
         check_num_steps(decode_run(ConfigSource({"data": mixed, "epoch": 1}), None))
+
+
+@pytest.mark.slow
+def test_the_seed_of_the_data_order_alone(tmp_path, monkeypatch):
+    """The same sequences in the same order as with `trainer.seed`, on other parameters."""
+    runs, orders, initial = Trainings(tmp_path), [], []
+    for seeds in ({"trainer": {"seed": 3}}, {"data_seed": 3}, {}):
+        tokens: list[int] = []
+
+        def reading(self: Mixture, rows: np.ndarray, *rest: Any, tokens: list[int] = tokens) -> Any:
+            columns = READ(self, rows, *rest)
+            tokens.extend(columns["tokens"].ravel().tolist())
+            return columns
+
+        monkeypatch.setattr(Mixture, "read", reading)
+        runs.run(f"run{len(orders)}", 2, **seeds)
+        orders.append(tokens)
+        initial.append(runs.losses(f"run{len(initial)}")[1])
+    assert orders[0] == orders[1] != orders[2]
+    assert initial[0] != initial[1]

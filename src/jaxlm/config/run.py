@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from jaxlm.config.trainer import TrainerConfig
-from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.until import UntilConfig
@@ -60,6 +60,7 @@ class RunConfig:
         evals: evaluations to run every `trainer.steps_per_eval` steps.
         phases: training phases, run in order, each with its own surgery, trainable parameters, data, objective or
             optimizer. If empty, the top level is the only phase.
+        data_seed: random seed of the order of the training data alone; null uses `trainer.seed`.
         epoch: number of passes over each phase's training data, instead of `num_train_steps`; 0 trains for
             `num_train_steps`.
         initialize_from_hf: load initial weights in Hugging Face format. A string is a folder with config.json and
@@ -87,6 +88,7 @@ class RunConfig:
     refs: dict[str, RefConfig] = field(default_factory=dict)
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
+    data_seed: Seed | None = None
     epoch: NonNegativeInt = 0
     initialize_from_hf: bool | str = False
     hf_weight_names: dict[str, str] = field(default_factory=dict)
@@ -96,3 +98,8 @@ class RunConfig:
     hf_save_steps: PositiveInt = 10_000
     hf_save_dtype: str | None = None
     dry_run: bool = False
+
+    @property
+    def order_seed(self) -> int:
+        """Random seed of the order of the training data."""
+        return self.trainer.seed if self.data_seed is None else self.data_seed

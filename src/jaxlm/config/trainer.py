@@ -25,7 +25,7 @@ class TrainerConfig:
     Attributes:
         id: name of the run; logs and checkpoints are saved under it. Null uses the environment variable RUN_ID, then a
             tracker's `id`, then the name of the config file without its suffix.
-        seed: random seed for parameter initialization, shuffling and dropout.
+        seed: random seed for parameter initialization, shuffling (unless `data_seed` is set) and dropout.
         num_train_steps: optimizer steps per phase, unless the phase sets its own.
         until: end each phase earlier, depending on its evaluations, unless the phase sets its own; null does not.
         train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
@@ -35,7 +35,7 @@ class TrainerConfig:
             batch at once; a smaller value accumulates gradients over several microbatches.
         per_device_train_parallelism: alias of `per_device_parallelism`.
         allow_nondivisible_batch_size: pad a batch that does not divide evenly with empty sequences. They do not count
-            toward the loss.
+            toward the loss. A batch with fewer sequences than there are devices is always padded, with a warning.
         per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
         steps_per_eval: steps between evaluations. One more evaluation runs after the last step.
         max_eval_batches: maximum batches per source in each evaluation; null evaluates all of them.

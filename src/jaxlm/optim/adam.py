@@ -2,7 +2,8 @@
 
 Source: Kingma and Ba 2015, Adam (arXiv:1412.6980), algorithm 1; Loshchilov and Hutter 2019, Decoupled Weight Decay
 Regularization (arXiv:1711.05101), algorithm 2; norm clipping comes first, as in Pascanu et al. 2013 (arXiv:1211.5063).
-Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `adamc_weight_decay`.
+Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `adamc_weight_decay`; Liang et al. 2024
+(arXiv:2411.16085), algorithm 1, for `cautious`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from jaxlm.optim.base import (
     decay_mask,
     scale_by_learning_rate,
 )
-from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
+from jaxlm.optim.clipping import ClipUpdateNorm, cautious, clip_by_rms
 
 
 @OptimizerConfig.register_subclass("adam")
@@ -42,6 +43,8 @@ class AdamConfig(OptimizerConfig):
         clip_update_norm: clip updates whose norm is unusually large compared with recent steps; null disables clipping.
         adamc_weight_decay: use AdamC weight decay: multiply the decay by the learning rate divided by its peak once more,
             which keeps the ratio of gradient norm to weight norm constant while the learning rate decays.
+        cautious: apply only the elements of an update that point along the gradient's descent, and scale them up for those
+            that are left out.
     """
 
     beta1: BelowOne = 0.9
@@ -52,6 +55,7 @@ class AdamConfig(OptimizerConfig):
     update_rms_clipping: PositiveFloat | None = None
     clip_update_norm: ClipUpdateNorm | None = None
     adamc_weight_decay: bool = False
+    cautious: bool = False
 
     def __post_init__(self):
         if self.update_rms_clipping is not None and self.clip_update_norm is not None:
@@ -60,10 +64,11 @@ class AdamConfig(OptimizerConfig):
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         clip_update = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         clip_update += [] if self.clip_update_norm is None else [self.clip_update_norm.build()]
+        direction = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
-                optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov),
+                cautious(direction, self.cautious),
                 self._decay(groups, num_steps),
                 *clip_update,
                 scale_by_learning_rate(self.schedule(num_steps)),

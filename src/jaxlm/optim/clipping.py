@@ -1,5 +1,6 @@
-"""Clipping of the optimizer's updates, rather than of the gradients."""
+"""Limits on the optimizer's updates, rather than on the gradients: clipping, and cautious updates."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -37,6 +38,29 @@ def clip_by_rms(max_rms: float) -> optax.GradientTransformation:
         return jax.tree.map(clipped, updates, is_leaf=tree.is_named), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)
+
+
+def cautious(direction: optax.GradientTransformation, enabled: bool) -> optax.GradientTransformation:
+    """Drops the elements of an update that point against the gradient, and scales up the rest of each parameter's layer.
+
+    Source: Liang et al. 2024, Cautious Optimizers (arXiv:2411.16085), algorithm 1. The state is that of `direction`.
+    """
+    if not enabled:
+        return direction
+
+    def masked(update: Any, gradient: Any) -> Any:
+        agrees = (update * gradient > 0) * 1.0
+        if not tree.is_named(update):
+            return update * agrees * update.size / (jnp.sum(agrees) + 1)
+        axes = tuple(axis for axis in update.axes if axis.name != LAYERS)
+        size, count = math.prod(axis.size for axis in axes), hax.sum(agrees, axes) if axes else agrees
+        return (update * agrees * (size / (count + 1))).astype(update.dtype)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moved, state = direction.update(updates, state, params)
+        return jax.tree.map(masked, moved, updates, is_leaf=tree.is_named), state
+
+    return optax.GradientTransformation(direction.init, update_fn)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import optax
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.clipping import cautious
 
 
 @OptimizerConfig.register_subclass("lion")
@@ -21,17 +22,20 @@ class LionConfig(OptimizerConfig):
         beta1: weight of the momentum in the interpolation whose sign is taken.
         beta2: decay rate of the momentum.
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
+        cautious: apply only the elements of an update that point along the gradient's descent, and scale them up for those
+            that are left out.
     """
 
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     max_grad_norm: PositiveFloat | None = 1.0
+    cautious: bool = False
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
-                optax.scale_by_lion(self.beta1, self.beta2),
+                cautious(optax.scale_by_lion(self.beta1, self.beta2), self.cautious),
                 add_weight_decay(self, groups),
                 scale_by_learning_rate(self.schedule(num_steps)),
             )

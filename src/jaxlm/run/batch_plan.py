@@ -71,6 +71,16 @@ def unreached_stages(trainer: TrainerConfig, num_steps: int) -> list[str]:
     ]
 
 
+def small_batches(batches: BatchSchedule, num_shards: int) -> list[str]:
+    """A warning for each batch size that is smaller than the number of devices that share a batch."""
+    return [
+        f"{_KEY}: {stage.size} sequences are fewer than the {num_shards} devices that share the batch (replica x data), so"
+        f" {num_shards - stage.size} of them get empty sequences and waste their time"
+        for stage in batches.stages
+        if stage.size < num_shards
+    ]
+
+
 def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> str:
     """Describes the batch sizes by step, and the total if they change."""
     reached = batches.between(0, num_steps)
@@ -87,9 +97,12 @@ def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> st
 
 
 def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> BatchStage:
-    if not trainer.allow_nondivisible_batch_size:
+    largest_share = -(-size.value // num_shards)
+    if size.value < num_shards:
+        per_device = 1  # the batch is padded, and more empty sequences would only cost time
+    elif not trainer.allow_nondivisible_batch_size:
         _check_divides(trainer, size, num_shards, per_device)
-    share = -(-size.value // num_shards) if per_device == -1 else per_device
+    share = largest_share if per_device == -1 else per_device
     return BatchStage(size.start, size.value, -(-size.value // (share * num_shards)), share * num_shards)
 
 
@@ -97,10 +110,9 @@ def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per
     stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start}"
     if size.value % num_shards:
         below = size.value // num_shards * num_shards
-        nearest = f"{below}, {below + num_shards}" if below else str(num_shards)
         raise ConfigError(
             f"{_KEY}: {size.value} sequences{stage} do not divide evenly over the {num_shards} devices that share the batch"
-            f" (replica x data). Nearest valid sizes: {nearest}. Or set"
+            f" (replica x data). Nearest valid sizes: {below}, {below + num_shards}. Or set"
             " trainer.allow_nondivisible_batch_size: true to pad each batch with empty sequences"
         )
     share = size.value // num_shards

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import main_first
+from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
@@ -26,6 +28,7 @@ from jaxlm.interop.hf.folder import load_model
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
+from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.plan import Plan
 
 Log = Callable[[str], None]
@@ -192,7 +195,7 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
     target = newest_undamaged(plan.checkpoints, [name], log)
     if target is None:
         raise ConfigError(f"{key}: {name} is damaged. Choose another checkpoint: {', '.join(names)}")
-    num_steps = max(newest.cursor.step - target.cursor.step, 0)
+    num_steps = max(_last_step(plan, newest) - target.cursor.step, 0)
     then = target.cursor.history
     # A checkpoint that was pinned then may have been deleted since: its evaluations start anew.
     then = then if set(then.pins.values()) <= set(names) else replace(then, best=None, pins={})
@@ -205,6 +208,12 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
     )
     log(f"{key}: going back from {newest.checkpoint.name} to {target.location} (attempt {history.attempt})")
     return InitFrom(target, back=history)
+
+
+def _last_step(plan: Plan, newest: VerifiedCheckpoint) -> int:
+    """The last step with a record: a killed run has logged steps after its newest checkpoint. The same on all processes."""
+    records = main_only(lambda: read_jsonl(plan.log_folder / "metrics.jsonl")) or [{}]
+    return int(broadcast_from_main(np.asarray(max(newest.cursor.step, records[-1].get("step", 0)))))
 
 
 def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:

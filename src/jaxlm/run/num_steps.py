@@ -53,7 +53,7 @@ def with_num_steps_of_data(
             )
             own_batches = batches.starting_at(start)
             num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
-            steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.trainer.seed, log)
+            steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.order_seed, log)
         start += steps.get(phase.index, phase.num_steps)
     if not same_on_all_processes(str(steps)):
         raise ConfigError(

@@ -31,7 +31,7 @@ from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.groups import group_schedules
 from jaxlm.refs.base import Ref
-from jaxlm.run.batch_plan import BatchPlan, plan_batches, unreached_stages
+from jaxlm.run.batch_plan import BatchPlan, plan_batches, small_batches, unreached_stages
 from jaxlm.run.mesh_plan import plan_mesh
 
 
@@ -137,15 +137,21 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     mesh, layout, warnings = plan_mesh(trainer, sizes, names, devices)
     check_hugging_face(config, data[0].tokenizer)
+    batches = plan_batches(trainer, layout.num_shards(BATCH))
     plan = Plan(
         config=config,
         run_id=run_id,
         mesh=mesh,
         layout=layout,
-        warnings=(*warnings, *unreached_stages(trainer, phases[-1].end), *_schedule_notes(phases)),
+        warnings=(
+            *warnings,
+            *unreached_stages(trainer, phases[-1].end),
+            *small_batches(batches.train, layout.num_shards(BATCH)),
+            *_schedule_notes(phases),
+        ),
         state_builder=state_builder,
         data=data,
-        batches=plan_batches(trainer, layout.num_shards(BATCH)),
+        batches=batches,
         refs=plan_references(config, phases),
     )
     for phase, section in zip(phases, data, strict=True):

@@ -16,6 +16,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.levanter.data import data_section, supervised_sources
 from jaxlm.interop.levanter.evals import harness_evals
+from jaxlm.interop.levanter.lora import lora_phases
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 
@@ -30,6 +31,8 @@ _RENAMED = {
     "trainer.per_device_train_batch_size": "trainer.per_device_parallelism",
     "trainer.per_device_eval_batch_size": "trainer.per_device_eval_parallelism",
     "trainer.jax_compilation_cache_dir": "trainer.compilation_cache_dir",
+    "trainer.mesh.batch_axis_name": "trainer.batch_axis",
+    "merged_hf_save_path": "hf_save_path",
 }
 # Path in Levanter -> why jaxlm ignores it; reported in a note.
 _IGNORED = {
@@ -40,9 +43,15 @@ _IGNORED = {
 }
 # Path in Levanter -> what to do instead; reported in an error.
 _UNSUPPORTED = {
-    "data_seed": "set trainer.seed, which also seeds the data order",
     "hf_upload": "upload the folders in hf_save_path with the Hugging Face Hub's own tools",
+    "merged_hf_upload": "upload the folders in hf_save_path with the Hugging Face Hub's own tools",
+    "peft_hf_upload": "upload the converted adapters with the Hugging Face Hub's own tools",
+    "peft_save_path": "convert the last checkpoint with jaxlm convert to-hf --adapters only",
+    "trust_remote_code": "models are jaxlm's own classes; no code is loaded with weights",
     "log_entropy": "remove it; this metric is not available",
+    "data.ignore_token_id": "mask tokens with a format, such as chat or supervised",
+    "data.max_train_batches": "train on fewer files, or set trainer.num_train_steps",
+    "data.num_validation_sequences": "set validation_urls of the source, or trainer.max_eval_batches",
     "trainer.quantization": "set mp: p=f32,c=bfloat16; training has no quantized matrix products",
     "optimizer.cooldown": "set optimizer.decay",
     "optimizer.haps": "set optimizer.cycles to the steps at which cycles end",
@@ -62,6 +71,9 @@ def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:
     """
     translation = _Translation(source)
     translation.trainer()
+    translation.mesh()
+    translation.finetuning()
+    translation.optimizer()
     translation.model()
     translation.supervised()
     translation.data()
@@ -126,8 +138,7 @@ class _Translation:
             return
         old_tracker = self.take("trainer.wandb")
         if old_tracker is not None:
-            self.put("trainer.tracker", {"type": "wandb", **old_tracker}, "trainer.wandb")
-            self.notes.append("trainer.wandb is read as trainer.tracker")
+            self._wandb(old_tracker, trainer)
         given = trainer.get("tracker", [])
         trackers = given if isinstance(given, list) else [given]
         supported = [t for t in trackers if not (isinstance(t, dict) and t.get("type") in ("json_logger", "noop"))]
@@ -140,6 +151,67 @@ class _Translation:
             trainer["profiler"] = {key: value for key, value in steps.items() if value is not None}
         elif profiler is False:
             trainer["profiler"] = None
+
+    def _wandb(self, old: Any, trainer: dict[str, Any]) -> None:
+        """Adds the keys of `trainer.wandb` to the tracker of that type, or a tracker to the others."""
+        if not isinstance(old, Mapping):
+            raise self.error("trainer.wandb", f"{old!r} given; a section expected, such as {{project: p}}")
+        self.notes.append("trainer.wandb is read as trainer.tracker")
+        given = trainer.get("tracker") or []
+        trackers = given if isinstance(given, list) else [given]
+        is_wandb = [isinstance(tracker, Mapping) and tracker.get("type", "wandb") == "wandb" for tracker in trackers]
+        if not any(is_wandb):
+            new = {"type": "wandb", **old}
+            trainer["tracker"] = [*trackers, new] if trackers else new
+            return
+        tracker = trackers[is_wandb.index(True)]
+        for key, value in old.items():
+            if tracker.setdefault(key, value) != value:
+                raise self.error(
+                    f"trainer.wandb.{key}",
+                    f"{value!r} given, but trainer.tracker.{key} is {tracker[key]!r}. Remove one",
+                )
+
+    def mesh(self) -> None:
+        """Drops axes of Levanter's own layers, in which a batch is flattened to tokens. jaxlm's follow the batch."""
+        mappings = [f"mesh.{name}_mapping" for name in ("shared", "compute", "param")]
+        mappings += ["axis_resources", "parameter_axis_resources", "compute_axis_resources"]
+        for path in (f"trainer.{mapping}.{axis}" for mapping in mappings for axis in ("token", "token_repeat")):
+            self.ignore(path, "the tokens of a batch are sharded as the batch is")
+
+    def finetuning(self) -> None:
+        """Translates the keys of the programs for LoRA and for supervised fine-tuning."""
+        for key in ("lora", "adapter"):
+            given = self.take(key)
+            if given in _NOTHING or (isinstance(given, Mapping) and given.get("type") == "none"):
+                continue
+            self.put("phases", lora_phases(given, key, self.error), key)
+            self.notes.append(f"{key} is read as phases with a surgery of type lora")
+            if isinstance(self.tree.get("initialize_from_hf"), str) and "model" not in self.tree:
+                self.put("use_hf_model_config", True, key)
+        urls = self.take("chat_train_urls")
+        if urls is None:
+            return
+        self.ignore("dataset_type", "chat_train_urls says it")
+        names = {"messages_field": self.take("messages_field"), "chat_template": self.take("chat_template")}
+        self.put("data.train_urls", urls, "chat_train_urls")
+        self.put(
+            "data.format", {"type": "chat", **{k: v for k, v in names.items() if v is not None}}, "chat_train_urls"
+        )
+        self.notes.append("chat_train_urls is read as data.train_urls with data.format of type chat")
+        cache = self.tree.get("supervised_data")
+        if isinstance(cache, Mapping) and cache.keys() == {"cache_dir"}:
+            self.rename("supervised_data.cache_dir", "data.cache_dir")
+        for old, new in (("tokenizer", "data.tokenizer"), ("max_seq_len", "model.seq_len")):
+            self.rename(old, new)
+
+    def optimizer(self) -> None:
+        """`type: cautious` is Adam with cautious updates, with a default of its own."""
+        optimizer = self.tree.get("optimizer")
+        if isinstance(optimizer, dict) and optimizer.get("type") == "cautious":
+            self.ignore("optimizer.gamma", "it has no effect in Levanter either")
+            self.tree["optimizer"] = {"beta1": 0.95, **optimizer, "type": "adam", "cautious": True}
+            self.notes.append("optimizer.type: cautious is read as adam with cautious: true")
 
     def model(self) -> None:
         model = self.tree.get("model")

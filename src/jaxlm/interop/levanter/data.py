@@ -14,7 +14,9 @@ def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """Translates the section, and returns it with one note per translated key."""
     notes: list[str] = []
     data = _source(section, "data", notes.append)
-    if "components" in data:
+    if data.get("cache_dir", "") is None:
+        del data["cache_dir"]  # in an included file, to be set by the one that includes it
+    if isinstance(data.get("components"), Mapping):
         components = data.pop("components")
         data["configs"] = {name: _component(component) for name, component in components.items()}
         notes.append("data.components is read as data.configs")
