@@ -173,7 +173,7 @@ def test_a_yarn_factor_of_null_is_the_ratio_of_the_lengths(tmp_path):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 4, "rope_theta": 100.0}
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2, "rope_theta": 100.0}
     folder = changed(saved(tmp_path / "hf"), rope_scaling=scaling)
     rope = open_folder(folder).config.rope
     theirs = transformers.AutoConfig.from_pretrained(folder)
