@@ -60,6 +60,8 @@ LLAMA: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
     "model.attention_bias": Change(True, Shapes({r"^model.*q_proj\.bias": (2, 4, 8)})),
     "model.mlp_bias": Change(True, Shapes({r"^model.*up_proj\.bias": (2, 48)})),
+    "model.hybrid_norm": Change(True, Shapes({r"^model.*mlp_post_norm\.weight": (2, 32)})),
+    "model.input_embedding_norm": Change(True, Shapes({r"^model\.embed_norm\.weight": (32,)})),
 }
 
 FLAX: dict[str, Entry] = {

@@ -1,11 +1,14 @@
 """Norms against automatic differentiation of their formulas in float64."""
 
+import dataclasses
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.core.tracing import tracing
 from jaxlm.models.norms import LayerNorm, RMSNorm
 
@@ -79,3 +82,19 @@ def test_axes_in_any_order():
     out = norm(x)
     assert out.axes == x.axes
     np.testing.assert_array_equal(out.array, norm(x.rearrange((Batch, Pos, Embed))).rearrange(x.axes).array)
+
+
+@pytest.mark.parametrize(
+    ("key", "scaled"), [("hybrid_norm", ("o_proj", "down_proj")), ("input_embedding_norm", ("tokens",))]
+)
+def test_a_norm_after_a_layer_hides_the_size_of_its_weights(tiny_llama, built, as_inputs, key, scaled):
+    inputs = as_inputs([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+    def hidden(config, factor: float) -> np.ndarray:
+        larger = lambda path, leaf: leaf * factor if any(name in path for name in scaled) else leaf  # noqa: E731
+        return np.asarray(tree.map_leaves(larger, built(config)).hidden(inputs).final.array)
+
+    plain = dataclasses.replace(tiny_llama, layer_norm_epsilon=0.0)
+    normed = dataclasses.replace(plain, **{key: True})
+    np.testing.assert_allclose(hidden(normed, 7.0), hidden(normed, 1.0), rtol=1e-3, atol=1e-4)
+    assert np.abs(hidden(plain, 7.0) - hidden(plain, 1.0)).max() > 0.1

@@ -1,5 +1,7 @@
 """Keys that are checked before a run is planned."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -53,3 +55,12 @@ def test_a_warmup_of_the_whole_run_is_said_at_every_start(warmup, meaning):
     plan = make_plan(decode_run(ConfigSource({"model": {**MODEL, "num_kv_heads": 4}, **sections}), None), "x", 64)
     (warning,) = [text for name, text in describe(plan) if name == "warning"]
     assert warning.startswith(f"optimizer.warmup: {meaning}: the learning rate rises over all its 100 steps")
+
+
+@pytest.mark.parametrize("key", ["hybrid_norm", "input_embedding_norm"])
+def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(key):
+    model = {**MODEL, "num_kv_heads": 4, key: True}
+    config = decode_run(ConfigSource({"model": model, "hf_save_path": "exports"}), None)
+    with pytest.raises(ConfigError, match=rf"config.json of llama cannot represent this model:\n  model.{key}"):
+        make_plan(config, "x", 64)
+    make_plan(replace(config, hf_save_path=None), "x", 64)

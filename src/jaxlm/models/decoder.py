@@ -78,7 +78,7 @@ def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
 
 
 class TransformerConfig(ModelConfig):
-    """The axes, layers and FLOPs of a decoder. Families declare these sizes as config keys, or keep the values here."""
+    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
 
     hidden_dim: int
     num_layers: int
@@ -89,6 +89,8 @@ class TransformerConfig(ModelConfig):
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
     num_experts: PositiveInt = 0
     num_experts_per_token: PositiveInt = 1
+    hybrid_norm: bool = False
+    input_embedding_norm: bool = False
 
     @property
     def Embed(self) -> Axis:
@@ -191,6 +193,7 @@ class Decoder(LanguageModel):
 
     Attributes:
         embed_scale: factor that embeddings are multiplied by before the first block.
+        embed_norm: applied to the embeddings before the first block. None applies no norm.
     """
 
     tokens: hnn.Embedding
@@ -198,6 +201,7 @@ class Decoder(LanguageModel):
     head: Linear | None
     config: DecoderConfig = eqx.field(static=True)
     embed_scale: float | None = eqx.field(static=True, default=None)
+    embed_norm: Norm | None = None
 
     @staticmethod
     def init(
@@ -214,7 +218,8 @@ class Decoder(LanguageModel):
         body = config.transformer(final_norm, key=k_layers)
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
         tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
-        return Decoder(tokens, body, head, config, embed_scale, logit_soft_cap=logit_soft_cap)
+        norm = rms_norm(config) if config.input_embedding_norm else None
+        return Decoder(tokens, body, head, config, embed_scale, norm, logit_soft_cap=logit_soft_cap)
 
     @property
     def Vocab(self) -> Axis:
@@ -230,6 +235,7 @@ class Decoder(LanguageModel):
         x = for_lookup(self.tokens)(inputs.tokens)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
+        x = _apply_norm(for_compute(self.embed_norm), x)
         return self.body(x, inputs, cache, key, taps)
 
     def lm_head(self) -> Weight:
@@ -274,8 +280,9 @@ def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
 
 
 def pre_norm_block(config: DecoderConfig, attn: SelfAttention, mlp: Mlp | GatedMlp) -> DecoderBlock:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-    return DecoderBlock(rms_norm(config), attn, rms_norm(config), mlp)
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `hybrid_norm`, another norm follows attention and MLP."""
+    after = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else ()
+    return DecoderBlock(rms_norm(config), attn, rms_norm(config), mlp, *after)
 
 
 def rms_norm(config: DecoderConfig) -> RMSNorm:

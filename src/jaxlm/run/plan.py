@@ -25,7 +25,7 @@ from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
-from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
@@ -208,7 +208,7 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
     if config.hf_save_path is not None:
         if is_url(config.hf_save_path):
             open_store(config.hf_save_path, "hf_save_path")
-        family_of_config(config.model)
+        config_to_json(family_of_config(config.model), config.model)  # raises for what a config.json cannot say
     name = hf_name(config.initialize_from_hf, tokenizer)
     for key in ("hf_weight_names", "hf_skip_keys"):
         if name is None and getattr(config, key):

@@ -21,10 +21,16 @@ class LlamaConfig(UniformConfig):
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
         mlp_bias: add biases to the MLP projections.
+        hybrid_norm: also apply a norm to the output of attention and of the MLP, before it is added. Hugging Face's Llama
+            has no such norm, so that the model cannot be exported.
+        input_embedding_norm: apply a norm to the token embeddings before the first layer. Such a model cannot be exported
+            either.
     """
 
     attention_bias: bool = False
     mlp_bias: bool = False
+    hybrid_norm: bool = False
+    input_embedding_norm: bool = False
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return SelfAttention(**projections(self, keys, qkv_bias=self.attention_bias, out_bias=self.attention_bias))
