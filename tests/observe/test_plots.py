@@ -61,10 +61,11 @@ def test_the_schedule_plot_shows_what_was_applied_and_what_is_planned_after_a_ch
     plan = today.optimizer.schedule(100)
     before = training(range(1, 41), lambda step: 10 * float(plan(step)))
     after = training(range(41, 61), lambda step: float(plan(step)), 16, **{"throughput/resumed_from": 40})
-    schedule_curve([today], tmp_path / "s.png", "title", [*before, *after])
+    later = phase(index=1, name="later", optimizer=AdamConfig(warmup=0), start=100, end=110)
+    schedule_curve([today, later], tmp_path / "s.png", "title", [*before, *after])
     (axes,) = drawn
     curves = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-    assert list(curves) == ["train", "train, planned", "resumed", "batch size changed"]
+    assert list(curves) == ["train", "train, planned", "later, planned", "resumed", "batch size changed"]
     x, y = curves["train"].get_xdata(), curves["train"].get_ydata()
     assert (x[0], x[-1]) == (0, 59)
     np.testing.assert_allclose(y, [10 * plan(step) for step in range(40)] + [plan(step) for step in range(40, 60)])
@@ -73,7 +74,7 @@ def test_the_schedule_plot_shows_what_was_applied_and_what_is_planned_after_a_ch
     np.testing.assert_allclose(y, plan(x))
     assert curves["resumed"].get_xdata()[0] == curves["batch size changed"].get_xdata()[0] == 40
     corners = {float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1}
-    assert corners == {0, 80, 100}, "at step 10, another rate was applied than is planned today"
+    assert corners == {0, 80, 100, 110}, "at step 10, another rate was applied than is planned today"
     assert "batch 16" in {text.get_text() for text in axes.texts}
 
 

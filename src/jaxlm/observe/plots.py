@@ -82,13 +82,16 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str, records: Rec
     there on. Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed.
     """
     figure, axes = _figure("xaxis")
+    has_begun = bool(_series(records, _RATE)[0].size)
     for phase in phases:
         schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
         applied = _applied(records, phase, _RATE)
-        _plot_rates(axes, phase, schedule, applied, phase.name, {"color": f"C{phase.index % 10}"})
+        main_style = {"color": f"C{phase.index % 10}"}
+        _plot_rates(axes, phase, schedule, applied, phase.name, main_style, has_begun=has_begun)
         for number, (name, other) in enumerate(groups.items()):
             style = {"color": f"C{(phase.index + number + 1) % 10}", "linestyle": "--", "linewidth": 0.8}
-            _plot_rates(axes, phase, other, _applied(records, phase, f"{_RATE}/{name}"), f"{phase.name}: {name}", style)
+            own, label = _applied(records, phase, f"{_RATE}/{name}"), f"{phase.name}: {name}"
+            _plot_rates(axes, phase, other, own, label, style, has_begun=has_begun)
         _mark_corners(axes, phase, schedule, applied, phases[-1].end)
     Marks.of(records).draw(axes)
     axes.set(title=title, xlabel="step", ylabel="learning rate")
@@ -105,14 +108,22 @@ def _applied(records: Records, phase: Phase, name: str) -> dict[int, float]:
 
 
 def _plot_rates(
-    axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[int, float], label: str, style: Mapping[str, Any]
+    axes: Any,
+    phase: Phase,
+    schedule: Schedule,
+    applied: Mapping[int, float],
+    label: str,
+    style: Mapping[str, Any],
+    *,
+    has_begun: bool,
 ) -> None:
-    """Plots what was applied, and dotted what is planned after it."""
+    """Plots what was applied, and what is planned after it, which is dotted if the run has begun."""
     begin = max(applied, default=phase.start - 1) + 1
     if applied:
         axes.plot(list(applied), list(applied.values()), label=label, **style)
-        label, style = f"{label}, planned", {**style, "linestyle": ":"}
     if begin < phase.end:
+        if has_begun:
+            label, style = f"{label}, planned", {**style, "linestyle": ":"}
         steps = np.unique(np.linspace(begin, phase.end, _MAX_POINTS).round())
         axes.plot(steps, schedule(steps - phase.start), label=label, **style)
 
