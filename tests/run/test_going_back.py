@@ -225,6 +225,11 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
     runs.run("returned", **back_to(runs, "returned", "step-8-attempt-1"))
     assert runs.attempts("returned") == [*attempts, (2, 9), (2, 10)]
     assert runs.losses("returned") == stopped
+    (runs.place("returned") / "step-8.abandoned").rename(runs.place("returned") / "step-8")
+    with pytest.raises(
+        ConfigError, match=r"step-8 is from attempt 0, and attempt 1 of 'returned' has done its steps again"
+    ):
+        runs.run("returned", **back_to(runs, "returned", "step-8"))
     with pytest.raises(ConfigError, match=r"the run 'returned' has no checkpoint step-5 to go back to. It has: step-2"):
         runs.run("returned", **back_to(runs, "returned", "step-5"))
 

@@ -281,8 +281,8 @@ def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
 
 def pre_norm_block(config: DecoderConfig, attn: SelfAttention, mlp: Mlp | GatedMlp) -> DecoderBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)); with `hybrid_norm`, another norm follows attention and MLP."""
-    attn_post_norm, mlp_post_norm = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else (None, None)
-    return DecoderBlock(rms_norm(config), attn, rms_norm(config), mlp, attn_post_norm, mlp_post_norm)
+    attn_post, mlp_post = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else (None, None)
+    return DecoderBlock(rms_norm(config), attn, rms_norm(config), mlp, attn_post, mlp_post)
 
 
 def rms_norm(config: DecoderConfig) -> RMSNorm:

@@ -195,7 +195,7 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
     target = newest_undamaged(plan.checkpoints, [name], log)
     if target is None:
         raise ConfigError(f"{key}: {name} is damaged. Choose another checkpoint: {', '.join(names)}")
-    num_steps = max(_last_step(plan, newest) - target.cursor.step, 0)
+    num_steps = max(_last_step(plan, newest, key, name) - target.cursor.step, 0)
     then = target.cursor.history
     # A checkpoint that was pinned then may have been deleted since: its evaluations start anew.
     then = then if set(then.pins.values()) <= set(names) else replace(then, best=None, pins={})
@@ -210,10 +210,27 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
     return InitFrom(target, back=history)
 
 
-def _last_step(plan: Plan, newest: VerifiedCheckpoint) -> int:
-    """The last step with a record: a killed run has logged steps after its newest checkpoint. The same on all processes."""
-    records = main_only(lambda: read_jsonl(plan.log_folder / "metrics.jsonl")) or [{}]
-    return int(broadcast_from_main(np.asarray(max(newest.cursor.step, records[-1].get("step", 0)))))
+def _last_step(plan: Plan, newest: VerifiedCheckpoint, key: str, name: str) -> int:
+    """The last step with a record: a killed run has logged steps after its newest checkpoint. The same on all processes.
+
+    Raises:
+        ConfigError: the checkpoint `name` is from steps that a later attempt of the run has done again.
+    """
+    target = CheckpointName.parse(name)
+    assert target is not None
+
+    def last_step() -> int:
+        attempts = {
+            record["step"]: record.get("attempt", 0) for record in read_jsonl(plan.log_folder / "metrics.jsonl")
+        }
+        if attempts.get(target.step, target.attempt) != target.attempt:
+            raise ConfigError(
+                f"{key}: {name} is from attempt {target.attempt}, and attempt {attempts[target.step]} of '{plan.run_id}' has"
+                " done its steps again. To go on from it, set another trainer.id and keep this key"
+            )
+        return int(max([newest.cursor.step, *attempts]))
+
+    return int(broadcast_from_main(np.asarray(main_only(last_step) or 0)))
 
 
 def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
 """Limits of what is code. No single file may take more than a sixteenth of the bytes: larger ones are data."""
+_NOT_CODE = ("__pycache__", "node_modules", "site-packages")
 _MAX_VISITED = 20_000  # directory entries to look at in a search for Python files
 _TIMEOUT_S = 10
 
@@ -78,9 +79,6 @@ def _python_files(folder: Path) -> Iterator[Path]:
                 return
             if name.endswith(".py"):
                 yield Path(parent, name)
-
-
-_NOT_CODE = ("__pycache__", "node_modules", "site-packages")
 
 
 @functools.cache
