@@ -7,19 +7,20 @@ import sys
 
 import pytest
 
+from jaxlm.run.exit_codes import command
 from tests.end_to_end.commands import REPOSITORY
 
 CLOSED = 128 + signal.SIGPIPE
 
 
-def run_without_reader(*command: str, folder, **environment: str) -> tuple[int, str]:
+def run_without_reader(*words: str, folder, **environment: str) -> tuple[int, str]:
     """Exit code and standard error of a command that writes into a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     # Without a buffer, argparse itself ignores that its help cannot be written.
     env = os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "PYTHONUNBUFFERED": "", **environment}
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=env, stdout=write, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", *words], cwd=folder, env=env, stdout=write, stderr=subprocess.PIPE, text=True
     )
     os.close(write)
     return done.returncode, done.stderr
@@ -71,3 +72,11 @@ def test_training_goes_on_and_its_log_is_complete(workplace):
     assert "the program that read the output has ended; the run goes on" in text
     assert "step 24/24" in text
     assert "step-24" in place.checkpoints()
+
+
+def test_a_broken_pipe_of_something_else_is_not_hidden():
+    def main(arguments):
+        raise BrokenPipeError("the socket of a bucket")
+
+    with pytest.raises(BrokenPipeError, match="bucket"):
+        command(main)([])

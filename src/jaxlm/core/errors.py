@@ -5,7 +5,6 @@ import select
 import signal
 import sys
 from collections.abc import Iterable
-from typing import TextIO
 
 EXIT_CONFIG = 2
 EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE
@@ -30,16 +29,17 @@ def end_of_output(error: BrokenPipeError) -> int:
 
     Re-raises an error that comes from something else than standard output.
     """
-    if not _has_no_reader(sys.stdout):
+    if not is_output_closed():
         raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_CLOSED_OUTPUT
 
 
-def _has_no_reader(stream: TextIO) -> bool:
+def is_output_closed() -> bool:
+    """Whether the program that reads standard output has ended."""
     poll = select.poll()
     try:
-        poll.register(stream.fileno(), 0)  # errors are always reported
+        poll.register(sys.stdout.fileno(), 0)  # errors are always reported
     except (OSError, ValueError):  # a stream without a file, as in tests and notebooks
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))

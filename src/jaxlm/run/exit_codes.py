@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError, end_of_output
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError, end_of_output, is_output_closed
 from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
@@ -31,9 +31,9 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     def explained(arguments: Sequence[str]) -> int:
         try:
             code = main(arguments)
-        except BrokenPipeError:
-            raise
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, BrokenPipeError) and is_output_closed():
+                raise
             code, message = _explained(error)
             print(message, file=sys.stderr, flush=True)
             end_with_peers(code, str(error) or type(error).__name__)
@@ -53,7 +53,9 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             finally:
                 sys.stdout.flush()  # not when the interpreter ends, where a closed pipe would be a traceback
         except BrokenPipeError as error:
-            return end_of_output(error)
+            code = end_of_output(error)
+            end_with_peers(code, "the program that reads the output has ended")
+            return code
 
     return run
 

@@ -216,7 +216,7 @@ def tokenize_on_ray(
         def build_caches() -> None:
             assert cluster is not None, "only process 0 connects to the cluster, and only process 0 builds caches"
             for section in sections:
-                section.open(tokenizer, seq_len, log, cluster)
+                section.open(tokenizer, seq_len, log, cluster, summarize=False)
 
         main_only(build_caches)
 
