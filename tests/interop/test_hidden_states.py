@@ -124,16 +124,17 @@ def test_greedy_texts_are_those_of_transformers(tmp_path):
     model = jaxlm.load(write_model(tmp_path / "model"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     prompts = ["What is the capital of France?", "Rome"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     expected = []
     for prompt in prompts:
-        ids = [model.tokenizer.bos_id, *model.tokenizer.encode(prompt)]
+        ids = tokenizer(prompt)["input_ids"]
         new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
         expected.append(model.tokenizer.decode(new))
     assert model.generate(prompts, max_new_tokens=12, temperature=0.0) == expected
     stop = expected[0][2:4]
     cut = model.generate(prompts[:1], max_new_tokens=12, temperature=0.0, stop=[stop])
     assert cut == [expected[0].partition(stop)[0]]
-    ids = [[model.tokenizer.bos_id, *model.tokenizer.encode(prompts[0])]]
+    ids = [tokenizer(prompts[0])["input_ids"]]
     assert model.generate(ids, max_new_tokens=12, temperature=0.0) == expected[:1]
     for problem, refused in {"a list expected": ("x", {}), "stop: 'x' given": (["x"], {"stop": "x"})}.items():
         with pytest.raises(ConfigError, match=problem):

@@ -117,7 +117,7 @@ def test_samples_of_a_run_begin_as_its_documents(enforce_bos, folder, monkeypatc
         enforce_bos=enforce_bos,
     )
     with plan.layout.use():
-        samples.SamplesEvalConfig(prompts=["The", ""]).open(context).run(opened.load())
+        samples.SamplesEvalConfig(prompts=["The", ""], max_new_tokens=4).open(context).run(opened.load())
     assert prompts == [[0, *plain] if enforce_bos else plain, [0]]
     assert dataclasses.replace(opened, adds_bos=enforce_bos).prompt_ids("The") == prompts[0]
 

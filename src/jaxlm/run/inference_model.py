@@ -58,7 +58,8 @@ class InferenceModel:
         """Continues prompts, as `jaxlm sample` does.
 
         Args:
-            prompts: strings, which begin with the BOS token if the tokenizer has one; or token ids.
+            prompts: strings, which begin with the BOS token if the training data did, or if the tokenizer of a Hugging Face
+                folder adds it; or token ids.
             max_new_tokens, temperature, top_k, top_p, seed: see `GenerationConfig`.
             stop: texts that end a continuation. They are not part of it.
 
