@@ -3,12 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from jaxlm import __main__, train
 from jaxlm.config.decode import dump
 from jaxlm.config.load import decode_run, read_config, run_id_of
 from jaxlm.config.yaml import ConfigSource, load_yaml
+from jaxlm.core.errors import ConfigError
 
 GOOD = """
 data: {train_urls: ["text.txt"], vocab_size: 300}
@@ -209,3 +211,13 @@ def test_where_the_run_id_comes_from(monkeypatch):
     monkeypatch.setenv("RUN_ID", "environment")
     assert run_id_of(decode_run(ConfigSource(tracked), "stem")) == "environment"
     assert run_id_of(decode_run(ConfigSource({"trainer": {"id": "written"}}), "stem")) == "written"
+
+
+def test_a_configuration_at_a_url_includes_the_files_beside_it():
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/configs/mine.yaml", b"<<: !include base.yaml\ntrainer: {seed: 3}\n")
+    memory.pipe_file("/configs/base.yaml", GOOD.encode())
+    config = read_config("memory://configs/mine.yaml")
+    assert (config.trainer.id, config.trainer.seed, config.trainer.num_train_steps) == ("mine", 3, 4)
+    with pytest.raises(ConfigError, match=r"--config_path: 'memory://configs/gone\.yaml' cannot be read"):
+        read_config("memory://configs/gone.yaml")

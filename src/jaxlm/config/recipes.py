@@ -1,7 +1,12 @@
 """The configurations that ship with jaxlm. Every option for a configuration's path accepts `jaxlm:quickstart.yaml`."""
 
+import atexit
+import contextlib
 import difflib
+import functools
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +17,29 @@ SCHEME = "jaxlm:"
 
 
 def config_file(path: Path | str) -> Path:
-    """The file at a configuration's path: a recipe for `jaxlm:NAME`, otherwise the path itself."""
+    """The file at a configuration's path: a recipe for `jaxlm:NAME`, a copy for a URL, otherwise the path itself."""
     text = str(path)
+    if "://" in text:
+        return _downloaded(text)
     return recipe(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else Path(path)
+
+
+@functools.cache
+def _downloaded(url: str) -> Path:
+    """A copy of the file, in a temporary folder, with the YAML files beside it, which it may include."""
+    from jaxlm.core.stores import open_store, storage_errors  # imports jax
+
+    key = "--config_path"
+    fs, remote = open_store(url, key)
+    parent, _, name = remote.rpartition("/")
+    folder = Path(tempfile.mkdtemp(prefix="jaxlm-config-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with storage_errors(lambda reason: ConfigError(f"{key}: '{url}' cannot be read ({reason})"), local=folder):
+        fs.get_file(remote, str(folder / name))
+        with contextlib.suppress(NotImplementedError, OSError):  # a web server may not list files
+            for path in fs.glob(f"{parent}/*.yaml"):
+                fs.get_file(path, str(folder / path.rpartition("/")[2]))
+    return folder / name
 
 
 def recipe(name: str) -> Path:
