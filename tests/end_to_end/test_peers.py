@@ -57,10 +57,13 @@ DIFFERENT = {
         "jax_default_matmul_precision: None on",
     ),
     "objective": (("--objective.z_loss_weight", "0.1"), "objective.z_loss_weight: "),
-    "optimizer": (("--optimizer.type", "lion"), "optimizer.type: adam on process 0; lion on process 1"),
+    "optimizer": (("--optimizer.type", "lion"), "optimizer."),
     "warmup": (("--optimizer.warmup", "5"), "optimizer.warmup: 2 on process 0; 5 on process 1"),
-    "precision": (("--trainer.mp", "p=f32,c=bfloat16"), "trainer.mp: f32 on process 0; p=f32,c=bfloat16 on process 1"),
-    "sharding": (("--trainer.fsdp_axis", "null"), "trainer.fsdp_axis: embed on process 0; null on process 1"),
+    "precision": (
+        ("--trainer.mp", "p=f32,c=bfloat16"),
+        'trainer.mp: "f32" on process 0; "p=f32,c=bfloat16" on process 1',
+    ),
+    "sharding": (("--trainer.fsdp_axis", "null"), 'trainer.fsdp_axis: "embed" on process 0; null on process 1'),
     "accumulation": (
         ("--trainer.per_device_parallelism", "2"),
         "trainer.per_device_parallelism: -1 on process 0; 2 on",

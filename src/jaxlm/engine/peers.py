@@ -21,20 +21,22 @@ _INTERVAL_S = 1.0
 _SILENT_S = 3 * _INTERVAL_S
 _LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
 _FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
+_FINISHED = "finished"  # instead of a heartbeat
 _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection closed", "Connection reset")
 
 
 class PeerWatch:
     """Watches the other processes of the run, and lets them know of a failure of this one."""
 
-    def __init__(self, client: Any, index: int, timeout_s: float):
+    def __init__(self, client: Any, index: int, count: int, timeout_s: float):
         """Args:
         client: of jax's coordination service.
-        index: of this process.
+        index, count: this process, and the number of processes.
         timeout_s: a process is lost if it has been silent for this long.
         """
         self._client = client
         self._index = index
+        self._count = count
         self._timeout_s = timeout_s
         self._seen: dict[str, tuple[str, float]] = {}
         self._answered = time.monotonic()
@@ -47,7 +49,7 @@ class PeerWatch:
         """Stops watching, because this process has finished."""
         self._ended.set()
         with contextlib.suppress(Exception):  # the others may have left
-            self._client.key_value_set(f"{_ALIVE}{self._index}", "finished", allow_overwrite=True)
+            self._client.key_value_set(f"{_ALIVE}{self._index}", _FINISHED, allow_overwrite=True)
 
     def fail(self, code: int, message: str) -> None:
         """Lets all processes end with a message, and ends this one. Does not return."""
@@ -97,7 +99,12 @@ class PeerWatch:
     def _others_remain(self) -> bool:
         """Whether a process that has not left still sends heartbeats."""
         left = {key.rpartition("/")[2] for key, _ in self._client.key_value_dir_get(_LEFT)} | {str(self._index)}
-        return any(silence < _SILENT_S for process, silence in self._silences().items() if process not in left)
+        silences = self._silences()
+        left |= {process for process, (value, _) in self._seen.items() if value == _FINISHED}
+        # A process that has not sent any yet has just started.
+        return any(
+            silences.get(process, 0.0) < _SILENT_S for process in map(str, range(self._count)) if process not in left
+        )
 
     def _silences(self) -> dict[str, float]:
         """Seconds since the last heartbeat of each process that has not finished."""
@@ -106,7 +113,7 @@ class PeerWatch:
             process = key.rpartition("/")[2]
             if self._seen.get(process, ("", 0.0))[0] != value:
                 self._seen[process] = (value, now)
-        return {process: now - at for process, (value, at) in self._seen.items() if value != "finished"}
+        return {process: now - at for process, (value, at) in self._seen.items() if value != _FINISHED}
 
     def _exit(self, code: int) -> None:
         """Ends the process without jax's own shutdown, which would wait for the others, and abort without them."""
@@ -135,7 +142,7 @@ def watch_peers(timeout_s: float) -> None:
 
     state = distributed.global_state
     if state.client is not None and state.num_processes > 1:
-        _watches.append(PeerWatch(state.client, state.process_id, timeout_s))
+        _watches.append(PeerWatch(state.client, state.process_id, state.num_processes, timeout_s))
 
 
 def end_with_peers(code: int, message: str) -> None:
