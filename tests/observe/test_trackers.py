@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import sqlite3
@@ -329,6 +330,32 @@ def test_a_tracker_is_opened_again_if_python_could_not_parse_in_its_thread():
     def opened():
         if failures:
             raise failures.pop()
+        return recording.opened()
+
+    tracker = BackgroundTracker("t", opened, lines.append)
+    tracker.log(1, {"x": 1.0})
+    tracker.close()
+    assert lines == []
+    assert len(recording.records) == 1
+
+
+def test_a_package_whose_import_failed_that_way_is_imported_anew(tmp_path, monkeypatch):
+    package = tmp_path / "halfway"
+    package.mkdir()
+    (package / "__init__.py").write_text("from halfway import state\nstate.count()\n")
+    (package / "state.py").write_text(
+        "import builtins, halfway\n"
+        "def count():\n"
+        "    builtins.halfway_imports = getattr(builtins, 'halfway_imports', 0) + 1\n"
+        "    if builtins.halfway_imports == 1:\n"
+        "        raise SystemError('AST constructor recursion depth mismatch')\n"
+        "    assert halfway is __import__('sys').modules['halfway']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    recording, lines = Recording(), []
+
+    def opened():
+        importlib.import_module("halfway")
         return recording.opened()
 
     tracker = BackgroundTracker("t", opened, lines.append)

@@ -1,5 +1,6 @@
 """Runs a tracker in a background thread, so that its failures and delays do not affect the run."""
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -126,10 +127,16 @@ class BackgroundTracker:
         self._print_line(f"tracker {self._name} {problem}. metrics.jsonl has all metrics")
 
     def _open_again_if_parsing_failed(self) -> Tracker:
-        """Python 3.11 cannot parse source in two threads at once (python/cpython#106905); libraries do so as they start."""
+        """Python 3.11 cannot parse source in two threads at once (python/cpython#106905); libraries do so as they start.
+
+        A package whose import ended that way leaves its submodules behind, with which it could not be imported again.
+        """
         try:
             return self._open()
         except SystemError:
+            for name in list(sys.modules):
+                if name.partition(".")[0] not in sys.modules:
+                    del sys.modules[name]
             return self._open()
 
     def _work(self) -> None:
