@@ -1,5 +1,6 @@
 """The number of steps when the data determines it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.mixture import Mixture
-from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
+from jaxlm.run.num_steps import check_num_steps, small_sources, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 from tests.run.test_init_from import Trainings
 
@@ -103,3 +104,13 @@ def test_the_seed_of_the_data_order_alone(tmp_path, monkeypatch):
         initial.append(runs.losses(f"run{len(initial)}")[1])
     assert orders[0] == orders[1] != orders[2]
     assert initial[0] != initial[1]
+
+
+def test_data_of_less_than_a_batch_is_a_warning():
+    class Sequences(list):
+        seq_len = 16
+
+    data: Any = SimpleNamespace(train={"": Sequences("ab"), "code": Sequences("abcdefgh")})
+    (line,) = small_sources(data, 8)
+    assert line.startswith("the training data is 2 packed sequence(s) of 16 tokens, fewer than a batch of 8")
+    assert small_sources(data, 2) == []

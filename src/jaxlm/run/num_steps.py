@@ -98,7 +98,7 @@ def _until_exhausted(
 def small_sources(data: Data, batch_size: int) -> list[str]:
     """A line for each training source that has fewer sequences than a batch."""
     return [
-        f"the training data{f' of {name}' if name else ''} is {len(examples):,} packed sequences of {examples.seq_len}"
+        f"the training data{f' of {name}' if name else ''} is {len(examples):,} packed sequence(s) of {examples.seq_len}"
         f" tokens, fewer than a batch of {batch_size}, so every step repeats them. Check data.train_urls"
         for name, examples in data.train.items()
         if len(examples) < batch_size
