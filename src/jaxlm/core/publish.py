@@ -12,7 +12,7 @@ import numpy as np
 from jaxlm.core.atomic_io import fsync
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, main_only
-from jaxlm.core.stores import is_url, open_store, put_file, storage_errors
+from jaxlm.core.stores import is_url, open_store, put_folder, storage_errors
 
 Location = Path | str
 """A path, or a URL as a string."""
@@ -86,7 +86,5 @@ def _exists(folder: Location, last: str) -> bool:
 
 def _upload(local: Path, url: str, last: str) -> None:
     fs, root = open_store(url, url)
-    files = sorted((path for path in local.rglob("*") if path.is_file()), key=lambda path: path == local / last)
     with storage_errors(lambda reason: PublishError(f"cannot upload to {url} ({reason})"), local=local):
-        for path in files:
-            put_file(fs, path, f"{root}/{path.relative_to(local).as_posix()}")
+        put_folder(fs, local, root, last)

@@ -70,6 +70,13 @@ def put_file(fs: Any, local: Path, remote: str) -> None:
     check_size(fs, remote, local.stat().st_size)
 
 
+def put_folder(fs: Any, local: Path, remote: str, last: str) -> None:
+    """Uploads a folder. Args: last: the file that is uploaded last, so that a folder at the URL that has it is complete."""
+    files = sorted((path for path in local.rglob("*") if path.is_file()), key=lambda path: path == local / last)
+    for path in files:
+        put_file(fs, path, f"{remote}/{path.relative_to(local).as_posix()}")
+
+
 def check_size(fs: Any, remote: str, size: int) -> None:
     """Raises `OSError` if an uploaded file has another size."""
     uploaded = fs.info(remote)["size"]

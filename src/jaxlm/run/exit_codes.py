@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError, end_of_output, is_output_closed
+from jaxlm.core.publish import PublishError
 from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
@@ -22,10 +23,10 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Decorates a command's `main`: converts known exceptions to exit codes. Called without arguments, it takes those of the
     command line.
 
-    2: the configuration or the data is wrong. 1: a checkpoint could not be saved, no checkpoint could be loaded, another
-    process of the run failed, a loss or gradient was not finite and the configuration says to stop, too many updates in a
-    row were skipped, or the run cannot go back to an earlier checkpoint (again). 130: Ctrl-C before training began. 141: the
-    program that reads the output has ended (`| head`). Other exceptions are passed on with their traceback.
+    2: the configuration or the data is wrong. 1: a checkpoint or an exported model could not be saved, no checkpoint could be
+    loaded, another process of the run failed, a loss or gradient was not finite and the configuration says to stop, too many
+    updates in a row were skipped, or the run cannot go back to an earlier checkpoint (again). 130: Ctrl-C before training
+    began. 141: the program that reads the output has ended (`| head`). Other exceptions are passed on with their traceback.
     """
 
     def explained(arguments: Sequence[str]) -> int:
@@ -71,6 +72,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
             NoUsableCheckpointError()
             | NonFiniteError()
             | PeerError()
+            | PublishError()
             | RewindError()
             | SaveError()
             | SkippedStepsError()

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
-from jaxlm.core.stores import is_url, local_copy, open_store, put_file, storage_errors
+from jaxlm.core.stores import is_url, local_copy, open_store, put_folder, storage_errors
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
 _LOCAL = Path("cache")
@@ -85,11 +85,7 @@ class CacheStore:
             if fs.exists(f"{root}/{last}"):
                 return
             log(f"{self.key}: sharing {folder} at {url}")
-            files = sorted(
-                (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path == folder / last
-            )
-            for path in files:
-                put_file(fs, path, f"{root}/{path.relative_to(folder).as_posix()}")
+            put_folder(fs, folder, root, last)
 
     def _errors(self, doing: str, folder: Path) -> contextlib.AbstractContextManager[None]:
         advice = "Check the address, the network and your credentials, or set it to a local folder"

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.stores import check_size, open_store, put_file
+from jaxlm.core.stores import check_size, open_store, put_folder
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
@@ -113,10 +113,7 @@ class RemoteFolder:
         """Uploads a finished local checkpoint. It becomes visible with its last file."""
         name = checkpoint.name
         self.clear(name)
-        files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
-        for path in files:
-            put_file(self._fs, path, f"{self._root}/{name}/{path.relative_to(checkpoint).as_posix()}")
-        put_file(self._fs, checkpoint / CHECKSUMS, self._marker(name))
+        put_folder(self._fs, checkpoint, f"{self._root}/{name}", CHECKSUMS)
 
     def clear(self, name: str) -> None:
         """Deletes a checkpoint, complete or not, if it exists."""

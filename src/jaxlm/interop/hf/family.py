@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import check_field, check_fields
+from jaxlm.core.field_types import check_field
 from jaxlm.interop.hf import families
 from jaxlm.interop.hf.unread_keys import sort_unread
 from jaxlm.interop.hf.weights import Tensor
@@ -138,7 +138,6 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
         raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
     try:
         config = family.config(**fields)
-        check_fields(config, "model")
         config.check()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
@@ -171,7 +170,7 @@ def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[s
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # a text where a number belongs
             names = key.theirs if isinstance(key, KeyGroup) else (key.theirs,)
             values = ", ".join(f"{name}: {content[name]!r}" for name in names if name in content)
-            problems.append(f"{values} given, which this family does not support")
+            problems.append(f"{values or ', '.join(names)} given, which this family does not support")
     return fields, problems
 
 

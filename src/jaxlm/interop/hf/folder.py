@@ -137,7 +137,7 @@ def _untied_if_different(path: Path, family: Family, config: Any) -> tuple[Model
         return config, ()
     try:
         source = open_tensors(path)
-    except ConfigError:  # not downloaded yet; whoever loads the weights reports what is wrong with them
+    except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
     head = differing_head(family.tensors(config), source, family.prefix)
     if head is None:
