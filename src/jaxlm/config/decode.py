@@ -199,7 +199,7 @@ class _Decoder:
 
     def _hint(self, kind: Any, value: Any, path: KeyPath) -> str:
         """What to change in a value that does not fit a type, if the types alone do not say it."""
-        if not _is_representable(value):
+        if not _is_representable(value) and not isinstance(value, float):
             return " without control characters" if isinstance(value, str) else " of at most 64 bits"
         if isinstance(value, str) and self._fits(kind, without_quotes(value), path):
             return f". Write {value} without quotes"

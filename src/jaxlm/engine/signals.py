@@ -9,10 +9,12 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
+_TOGETHER_S = 1.0  # `timeout`, and parents that forward Ctrl-C, send one signal twice
 
 
 class StopRequest:
@@ -33,15 +35,18 @@ class StopRequest:
 
     def answer(self, signals: socket.socket) -> None:
         """Answers the signals that arrive at a socket, until it is closed."""
-        num_received = 0
+        first_at = None
         while number := signals.recv(1):
             if number[0] not in _HANDLED:
                 continue
-            num_received += 1
+            now = time.monotonic()
+            if first_at is not None and now - first_at < _TOGETHER_S:
+                continue
+            is_second, first_at = first_at is not None, now
             name = signal.Signals(number[0]).name
             if not self.is_training:
                 _exit(number[0], f"stopped by {name} before training started; nothing was lost")
-            if num_received > 1:
+            if is_second:
                 # Not sys.exit: on a second signal, do not wait for anything, not even a save.
                 _exit(number[0], f"stopped by a second {name}; the run continues from its newest checkpoint")
             _say(f"{name} received: saving after the current step, then stopping. A second signal stops at once")
