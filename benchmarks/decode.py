@@ -1,11 +1,12 @@
-"""Compares greedy decoding with transformers' `generate`: one random Llama, the same prompts, float32, one CPU.
+"""Compares greedy decoding with transformers' `generate`: one random Llama, the same prompts, on a CPU or a GPU.
 
     python benchmarks/decode.py --rounds 5
+    python benchmarks/decode.py --dtype bfloat16 --layers 16 --hidden 2048     # on a GPU
 
-Both read the same folder. Their processes run in turn, round after round, so that other load on the machine affects
-both alike. Processing the prompts counts. Compiling and the first call do not count and are reported separately. Prints
-medians with quartiles of tokens/s and the fraction of equal tokens. The last line printed is JSON. Needs the extras
-`torch` and `hf`.
+The peers are jaxlm, jaxlm with int8 weights (`--quantize int8`), and transformers. All read the same folder. Their
+processes run in turn, round after round, so that other load on the machine affects all alike. Processing the prompts
+counts. Compiling and the first call do not count and are reported separately. Prints medians with quartiles of tokens/s
+and the fraction of equal tokens. The last line printed is JSON. Needs the extras `torch` and `hf`.
 """
 
 import argparse
@@ -18,7 +19,11 @@ from pathlib import Path
 from processes import PeerFailedError, answer_of, spread
 
 HERE = Path(__file__).parent
-PEERS = {"jaxlm": "decode_jaxlm.py", "transformers": "decode_torch.py"}
+PEERS = {
+    "jaxlm": ("decode_jaxlm.py", "plain"),
+    "jaxlm, int8 weights": ("decode_jaxlm.py", "int8"),
+    "transformers": ("decode_torch.py",),
+}
 VOCAB = 8192
 
 
@@ -32,13 +37,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens to generate per prompt (default 64)")
     parser.add_argument("--layers", type=int, default=12, help="layers of the model (default 12)")
     parser.add_argument("--hidden", type=int, default=768, help="width of the model (default 768)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default float32")
     options = parser.parse_args()
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(Path(folder), options.layers, options.hidden)
         print(f"{parameters / 1e6:.0f} million parameters", file=sys.stderr)
         for batch in map(int, options.batches.split(",")):
-            sizes = [folder, batch, options.prompt, options.new, options.repeats]
+            sizes = [folder, batch, options.prompt, options.new, options.repeats, options.dtype]
             results[f"batch {batch}"] = measured([str(size) for size in sizes], options.rounds)
     print(json.dumps({"parameters": parameters, **results}))
 
@@ -70,9 +76,9 @@ def measured(sizes: list[str], rounds: int) -> dict[str, dict]:
     """Runs all peers and prints a line for each. Returns the numbers by peer."""
     answers: dict[str, list[dict]] = {name: [] for name in PEERS}
     for number in range(rounds):
-        for name, script in PEERS.items():
+        for name, (script, *form) in PEERS.items():
             try:
-                answers[name].append(answer_of([sys.executable, str(HERE / "peers" / script), *sizes]))
+                answers[name].append(answer_of([sys.executable, str(HERE / "peers" / script), *sizes, *form]))
             except PeerFailedError as error:
                 raise SystemExit(f"{name} failed:\n{error}") from error
             rate = statistics.median(answers[name][-1]["tokens_per_second"])

@@ -1,6 +1,7 @@
 """Trains a 4-layer student with and without an 8-layer teacher on Python's standard library, at equal steps.
 
     python benchmarks/distill.py --folder runs/distill [--seeds 0,1,2] [--teacher_steps 1300] [--steps 1000]
+        [--jobs 1]
 
 First trains the teacher. Then, for each seed, trains the student alone (`next_token`) and with the teacher (`distill`,
 forward KL and JS over the whole vocabulary, and forward KL from the cached top 32). Student, data and optimizer are the
@@ -13,6 +14,7 @@ loss.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -62,13 +65,21 @@ def main() -> None:
     parser.add_argument(
         "--forms", default=",".join(FORM_NAMES), help=f"comma-separated: {', '.join(FORM_NAMES)} (default all)"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="students that train at the same time (default 1)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     losses = {TEACHER: {0: train(options.folder, TEACHER, teacher_config(options.teacher_steps))}}
-    for seed in map(int, options.seeds.split(",")):
-        for form in (FORM_NAMES[name] for name in options.forms.split(",")):
-            config = student_config(form, seed, options.steps, options.teacher_steps)
-            losses.setdefault(form, {})[seed] = train(options.folder, f"{short(form)}-{seed}", config)
+
+    def train_student(student: tuple[int, str]) -> dict[int, float]:
+        seed, form = student
+        config = student_config(form, seed, options.steps, options.teacher_steps)
+        return train(options.folder, f"{short(form)}-{seed}", config)
+
+    forms = [FORM_NAMES[name] for name in options.forms.split(",")]
+    students = list(itertools.product(map(int, options.seeds.split(",")), forms))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (seed, form), found in zip(students, pool.map(train_student, students), strict=True):
+            losses.setdefault(form, {})[seed] = found
             report(options.folder, losses)  # after every run, so that an interruption loses none
 
 
@@ -117,9 +128,9 @@ def train(folder: Path, name: str, config: dict) -> dict[int, float]:
         command = [sys.executable, "-m", "jaxlm.train", "--config_path", f"{name}.yaml"]
         started = time.perf_counter()
         with (folder / f"{name}.out").open("a") as out:
-            done = subprocess.run(
-                command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, stdout=out, stderr=out
-            )
+            paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+            done = subprocess.run(command, cwd=folder, env=env, stdout=out, stderr=out)
         if done.returncode:
             raise SystemExit(f"{name}: exit code {done.returncode}; see {folder / name}.out")
         losses = validation_losses(folder, name)

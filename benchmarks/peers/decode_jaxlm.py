@@ -1,4 +1,4 @@
-"""Times jaxlm's generation: python decode_jaxlm.py FOLDER BATCH PROMPT NEW REPEATS. Prints one JSON line."""
+"""Times jaxlm's generation: python decode_jaxlm.py FOLDER BATCH PROMPT NEW REPEATS DTYPE plain|int8. Prints one JSON line."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from jaxlm.run.load_model import open_model
 
 def main() -> None:
     """Compiles in a first call, then times the others."""
-    folder, *numbers = sys.argv[1:6]
+    folder, *numbers, dtype, form = sys.argv[1:8]
     batch, length, new, repeats = map(int, numbers)
-    model = open_model(folder, {"trainer.mp": "f32"})
+    model = open_model(folder, {"trainer.mp": dtype})
     with model.plan.layout.use():
-        generator = Generator.of(model.for_inference())
+        generator = Generator.of(model.for_inference(quantize=None if form == "plain" else form))
         prompts = np.random.default_rng(0).integers(0, 1000, size=(batch, length)).tolist()
         config = GenerationConfig(new, temperature=0.0)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Times transformers' `generate`: python decode_torch.py FOLDER BATCH PROMPT NEW REPEATS. Prints one JSON line."""
+"""Times transformers' `generate`: python decode_torch.py FOLDER BATCH PROMPT NEW REPEATS DTYPE. Prints one JSON line."""
 
 import json
 import sys
@@ -11,10 +11,11 @@ import transformers
 
 def main() -> None:
     """Warms up in a first call, then times the others."""
-    folder, *numbers = sys.argv[1:6]
+    folder, *numbers, dtype = sys.argv[1:7]
     batch, length, new, repeats = map(int, numbers)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = torch.tensor(np.random.default_rng(0).integers(0, 1000, size=(batch, length)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
+    prompts = torch.tensor(np.random.default_rng(0).integers(0, 1000, size=(batch, length)), device=device)
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     times = []
     with torch.no_grad():

@@ -11,7 +11,9 @@ from haliax import Axis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.tracing import tracing
+from jaxlm.models import chunked_loss
 from jaxlm.models.loss import next_token_sums, token_losses
 
 
@@ -59,6 +61,12 @@ def value_and_grads(x, w, y, m, **options):
     return sums, grads
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Reduces logits as on a GPU, in one pass."""
+    monkeypatch.setattr(chunked_loss, "current_platform", lambda: "gpu")
+
+
 @pytest.mark.parametrize(
     ("shape", "chunk_tokens"), [((2, 37, 16, 50), 16), ((7, 1217, 8, 97), 1024), ((1, 1, 4, 3), 512), ((3, 5, 4, 7), 1)]
 )
@@ -74,6 +82,41 @@ def test_sums_and_gradients_match_the_closed_forms(shape, chunk_tokens, z, smoot
     np.testing.assert_allclose(grads[1], dw, rtol=2e-5, atol=2e-5)
     undifferentiated = sums_of(x, w, y, m, **options)
     np.testing.assert_allclose(undifferentiated.total, sums.total, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("shape", [(2, 37, 16, 50), pytest.param((1, 1, 4, 3), marks=pytest.mark.slow)])
+def test_one_pass_over_the_logits_matches_the_closed_forms(shape):
+    test_sums_and_gradients_match_the_closed_forms(shape, 16, 1e-2, 0.1)
+    test_token_losses_and_their_gradient()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_gpu")
+def test_one_pass_over_the_logits_has_the_second_derivatives_of_the_closed_form():
+    test_second_derivatives_match_the_closed_form(0.7, 1e-2, 0.1)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_one_pass_over_a_sharded_vocabulary_gives_the_sums_and_gradients_of_one_device():
+    x, w, y, m = problem(8, 16, 8, 24)
+    expected, dx, dw, _ = closed_form(x, w, y, m, 1e-2, 0.1)
+    shape = mesh_shape(len(jax.devices()), replica=1, model=2)
+    where = make_layout(shape, AxisMappings("batch", ("embed",), ("vocab",), {}, {}), {"embed": 8, "vocab": 24})
+    with where.use():
+        sums, grads = value_and_grads(x, w, y, m, z_loss_weight=1e-2, label_smoothing=0.1, chunk_tokens=16)
+    got = [sums.total, sums.cross_entropy, sums.z_loss, sums.correct]
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(grads[0], dx, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(grads[1], dw, rtol=2e-5, atol=2e-5)
+
+
+def test_one_pass_finds_the_first_of_equal_maxima_and_keeps_infinities():
+    rows = [[1.0, 3.0, 3.0, -2.0], [-np.inf, 5.0, -np.inf, -np.inf], [1e30, -1e30, 1e30, 0.0], [np.nan, 0, 1, 2]]
+    top, total, first = chunked_loss.online_maximum(jnp.asarray(rows, jnp.float32))
+    np.testing.assert_array_equal(top, np.float32([3.0, 5.0, 1e30, np.nan]))
+    np.testing.assert_allclose(total, [2 + np.exp(-2) + np.exp(-5), 1.0, 2.0, np.nan], rtol=1e-6)
+    np.testing.assert_array_equal(first[:3], [1, 1, 0])
 
 
 @pytest.mark.parametrize("cap", [0.7, 30.0])

@@ -57,6 +57,20 @@ def check(plan, tokenizer):
     return "\n".join(lines)
 
 
+def test_the_shapes_of_a_teacher_need_no_device(folder, tokenizer, monkeypatch):
+    """The devices of a forecast cannot run anything, so everything must be traced."""
+    make_key = jax.random.key
+
+    def traced_key(seed):
+        key = make_key(seed)
+        assert isinstance(key, jax.core.Tracer)
+        return key
+
+    plan = plan_of(folder, tokenizer)
+    monkeypatch.setattr(jax.random, "key", traced_key)
+    assert tree.num_parameters(plan.refs["teacher"].abstract(plan.state_builder.Vocab)) > 0
+
+
 def test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters(folder, tokenizer):
     plan = plan_of(folder, tokenizer)
     assert check(plan, tokenizer) == ""

@@ -10,7 +10,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
 from jaxlm.run.plan import make_plan
-from jaxlm.run.startup import check_accelerator, describe
+from jaxlm.run.startup import check_accelerator, describe, repeatability
 from tests.run.test_mesh_plan import MODEL, plan_of
 
 
@@ -64,3 +64,19 @@ def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(key):
     with pytest.raises(ConfigError, match=rf"config.json of llama cannot represent this model:\n  model.{key}"):
         make_plan(config, "x", 64)
     make_plan(replace(config, hf_save_path=None), "x", 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [
+        ("", "within rounding"),
+        ("--xla_gpu_deterministic_ops=true", "bit for bit"),
+        ("--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops", "bit for bit"),
+        ("--xla_gpu_deterministic_ops=false", "within rounding"),
+    ],
+)
+def test_the_table_says_whether_a_run_on_gpus_is_repeatable(flags, start):
+    ((name, value),) = repeatability("gpu", flags)
+    assert name == "repeatable"
+    assert value.startswith(start)
+    assert repeatability("cpu", flags) == repeatability("tpu", flags) == []

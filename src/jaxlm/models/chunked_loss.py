@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
@@ -125,10 +126,69 @@ def local_ids(y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Ar
     return y_C - jax.lax.axis_index(sharding.vocab_axes) * num_local if sharding.vocab_axes else y_C
 
 
+class LogitSummary(NamedTuple):
+    """What a loss needs of the logits of a chunk besides those of the targets.
+
+    Attributes:
+        lse: [C], log of the sum over the vocabulary of exp(logits).
+        first_maximum: int32 [C], the first index of the largest logit in this shard of the vocabulary; the size of the
+            shard if the largest logit is in another.
+    """
+
+    lse: jax.Array
+    first_maximum: jax.Array
+
+    @staticmethod
+    def of(logits_CV: jax.Array, sharding: TokenSharding) -> "LogitSummary":
+        """Summarizes logits. GPUs take longer to read them than to compute with them, and read them once."""
+        num_local = logits_CV.shape[1]
+        if current_platform() == "gpu":
+            local_top_C, local_sum_C, local_first_C = online_maximum(logits_CV)
+            local_top_C = jax.lax.stop_gradient(local_top_C)
+            top_C = sharding.max_vocab(local_top_C)
+            sum_C = sharding.sum_vocab(local_sum_C * jnp.exp(local_top_C - top_C))
+            return LogitSummary(top_C + jnp.log(sum_C), jnp.where(local_top_C == top_C, local_first_C, num_local))
+        top_C = jax.lax.stop_gradient(sharding.max_vocab(jnp.max(logits_CV, axis=1)))
+        sum_C = sharding.sum_vocab(jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1))
+        index_V = jnp.arange(num_local, dtype=jnp.int32)
+        first_C = jnp.where(logits_CV == top_C[:, None], index_V, num_local).min(axis=1)
+        return LogitSummary(top_C + jnp.log(sum_C), first_C)
+
+
 def logsumexp(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:
     """[C]: log of the sum over the vocabulary of exp(logits)."""
-    top_C = jax.lax.stop_gradient(sharding.max_vocab(jnp.max(logits_CV, axis=1)))
-    return top_C + jnp.log(sharding.sum_vocab(jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1)))
+    return LogitSummary.of(logits_CV, sharding).lse
+
+
+@jax.custom_jvp
+def online_maximum(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The maximum, the sum of exp(logits - maximum), and the first index of the maximum, [C] each, in one pass.
+
+    The derivative is that of the sum, for a constant maximum, as `LogitSummary` needs it. Source: online softmax (Milakov
+    and Gimelshein 2018, arXiv:1805.02867, algorithm 3).
+    """
+
+    def combined(a, b):
+        (top_a, sum_a, index_a), (top_b, sum_b, index_b) = a, b
+        top = jnp.maximum(top_a, top_b)
+        # Where both are infinite, their difference is undefined, and the factor is 1.
+        factor_a, factor_b = (jnp.where(part == top, 1.0, jnp.exp(part - top)) for part in (top_a, top_b))
+        first = jnp.where(top_a > top_b, index_a, jnp.where(top_b > top_a, index_b, jnp.minimum(index_a, index_b)))
+        return top, sum_a * factor_a + sum_b * factor_b, first
+
+    num_vocab = logits_CV.shape[1]
+    index_CV = jnp.broadcast_to(jnp.arange(num_vocab, dtype=jnp.int32), logits_CV.shape)
+    start = (jnp.float32(-jnp.inf), jnp.float32(0), jnp.int32(num_vocab))
+    return jax.lax.reduce((logits_CV, jnp.ones_like(logits_CV), index_CV), start, combined, dimensions=(1,))
+
+
+@online_maximum.defjvp
+def _online_maximum_jvp(primals, tangents):
+    (logits_CV,), (tangent_CV,) = primals, tangents
+    top_C, sum_C, index_C = online_maximum(logits_CV)
+    sum_tangent_C = jnp.sum(jnp.exp(logits_CV - top_C[:, None]) * tangent_CV, axis=1)
+    no_tangent = np.zeros(index_C.shape, jax.dtypes.float0)
+    return (top_C, sum_C, index_C), (jnp.zeros_like(top_C), sum_tangent_C, no_tangent)
 
 
 def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> jax.Array:
@@ -141,16 +201,12 @@ def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) 
     return jnp.where(num_owners > 0, sharding.sum_vocab(jnp.where(is_local, local_logit, 0.0)), jnp.nan)
 
 
-def is_first_maximum(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> jax.Array:
-    """Whether greedy decoding would pick the target (the first of equal maxima)."""
-    top_C = sharding.max_vocab(jnp.max(logits_CV, axis=1))
-    num_local = logits_CV.shape[1]
-    index = jnp.arange(num_local, dtype=y_C.dtype)
+def is_first_maximum(first_C: jax.Array, y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
+    """Whether greedy decoding would pick the target. Args: first_C: `LogitSummary.first_maximum`."""
     ids = local_ids(y_C, num_local, sharding)
-    first_max = jnp.where(logits_CV == top_C[:, None], index, num_local).min(axis=1)
     # A maximum before the target wins: in this shard, or anywhere in an earlier shard. One in a later shard does not.
-    has_earlier = (first_max < num_local) & (first_max < ids)
-    is_target = (first_max == ids) & (ids < num_local)
+    has_earlier = (first_C < num_local) & (first_C < ids)
+    is_target = (first_C == ids) & (ids < num_local)
     return (sharding.sum_vocab(is_target.astype(jnp.int32)) > 0) & (
         sharding.sum_vocab(has_earlier.astype(jnp.int32)) == 0
     )

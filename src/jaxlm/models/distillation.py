@@ -27,6 +27,7 @@ from jaxlm.core.axes import BATCH, POSITION, TEACHER_TOP
 from jaxlm.core.matmul import StoredWeight, Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
+    LogitSummary,
     checked_cap,
     chunk_or_default,
     chunked,
@@ -201,14 +202,17 @@ class _DistillationLoss(ChunkedLoss):
     def sums(self, logits_CV, columns, heads):
         """The five sums of `DistillationSums`."""
         y_C, m_C, *said = columns
-        lse_C = logsumexp(logits_CV, self.sharding)
+        lse_C, first_C = LogitSummary.of(logits_CV, self.sharding)
         nll_C = lse_C - target_logit(logits_CV, y_C, self.sharding)
         outcomes = self.outcomes(logits_CV / self.temperature, said, heads)
         divergence_C = self.total(self.divergence.summands(outcomes.log_p, outcomes.log_q))
         loss_C = self.weight * self.temperature**2 * divergence_C
         if self.weight < 1:
             loss_C += (1 - self.weight) * nll_C
-        correct_C, agreement_C = (is_first_maximum(logits_CV, ids, self.sharding) for ids in (y_C, outcomes.top_C))
+        num_local = logits_CV.shape[1]
+        correct_C, agreement_C = (
+            is_first_maximum(first_C, ids, num_local, self.sharding) for ids in (y_C, outcomes.top_C)
+        )
         sums = masked_sums((loss_C, nll_C, divergence_C, correct_C, agreement_C), m_C)
         return sums, (lse_C, outcomes, divergence_C)
 

@@ -17,6 +17,7 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.matmul import StoredWeight, Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
+    LogitSummary,
     checked_cap,
     chunk_or_default,
     chunked,
@@ -135,15 +136,15 @@ class _NextTokenLoss(ChunkedLoss):
         """The four sums of `CrossEntropySums`, and the logsumexp of the logits."""
         y_C, m_C = columns
         sharding = self.sharding
-        num_vocab = logits_CV.shape[1] * sharding.vocab_shards
-        lse_C = logsumexp(logits_CV, sharding)
+        num_local = logits_CV.shape[1]
+        lse_C, first_C = LogitSummary.of(logits_CV, sharding)
         nll_C = lse_C - target_logit(logits_CV, y_C, sharding)
         z_C = self.z * lse_C**2
         loss_C = nll_C + z_C
         if self.smoothing:
-            mean_C = sharding.sum_vocab(jnp.sum(logits_CV, axis=1)) / num_vocab
+            mean_C = sharding.sum_vocab(jnp.sum(logits_CV, axis=1)) / (num_local * sharding.vocab_shards)
             loss_C = (1 - self.smoothing) * nll_C + self.smoothing * (lse_C - mean_C) + z_C
-        correct_C = is_first_maximum(logits_CV, y_C, sharding)
+        correct_C = is_first_maximum(first_C, y_C, num_local, sharding)
         return masked_sums((loss_C, nll_C, z_C, correct_C), m_C), lse_C
 
     def logit_gradient(self, logits_CV, saved, columns):

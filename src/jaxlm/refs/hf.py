@@ -43,8 +43,12 @@ class _HfRef(Ref[HfRefConfig]):
                 f"{self.key}.path: the model in {self.location} has a vocabulary of {opened.vocab_size:,} tokens, but the"
                 f" tokenizer of this run has {Vocab.size:,}. Set data.tokenizer to the tokenizer of the model"
             )
-        build = functools.partial(opened.config.build, Vocab)
-        return jax.eval_shape(lambda key: self.precision.cast_to_params(build(key=key)), jax.random.key(0))
+
+        def build() -> LanguageModel:
+            # The key is made while tracing: a forecast's devices cannot run anything.
+            return self.precision.cast_to_params(opened.config.build(Vocab, key=jax.random.key(0)))
+
+        return jax.eval_shape(build)
 
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
         folder = self._with_weights

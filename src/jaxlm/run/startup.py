@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -37,6 +38,7 @@ from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 
 _PACKAGE = Path(__file__).parents[1]
+_DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
@@ -55,6 +57,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("parameter sharding", axis_mapping_table(plan.layout.parameter)),
         ("compute sharding", axis_mapping_table(plan.layout.compute)),
         *_precision(plan),
+        *repeatability(plan.layout.platform, os.environ.get("XLA_FLAGS", "")),
         ("model", _sizes(plan)),
         ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
@@ -70,6 +73,17 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
     ]
+
+
+def repeatability(platform: str, xla_flags: str) -> list[tuple[str, str]]:
+    """Whether a resumed run is the same bit for bit, as rows of name and value. Only on GPUs is that a choice."""
+    if platform != "gpu":
+        return []
+    flags = dict(flag.lstrip("-").partition("=")[::2] for flag in xla_flags.split())
+    if flags.get(_DETERMINISTIC, "false").lower() in ("true", "1", ""):
+        return [("repeatable", f"bit for bit (--{_DETERMINISTIC})")]
+    hint = f"for bitwise resumption, start with XLA_FLAGS=--{_DETERMINISTIC}=true, which is slower"
+    return [("repeatable", f"within rounding, because some GPU kernels add in no fixed order; {hint}")]
 
 
 def _precision(plan: Plan) -> list[tuple[str, str]]:
