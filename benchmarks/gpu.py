@@ -1,6 +1,7 @@
 """Compares jaxlm with torch.compile on one NVIDIA GPU, and its kernels with references. Offline, in under nine minutes.
 
     python benchmarks/gpu.py --output gpu
+    python benchmarks/gpu.py --models GPT-2      # only the models whose name contains GPT-2, and their kernels
     python benchmarks/gpu.py --tiny              # the same code on a CPU, with tiny shapes
     python benchmarks/gpu.py --forecast h200-1   # jaxlm alone, compiled for a GPU you do not have; nothing runs
 
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -143,8 +144,6 @@ class Run:
         kernels after the first round."""
         with tempfile.TemporaryDirectory() as folder:
             for number in range(rounds):
-                if number == 1:
-                    self.compare_kernels()
                 for model in self.models:
                     for peer, command in self.commands(model, Path(folder)):
                         answers = self.answers.setdefault(model.name, {}).setdefault(peer, [])
@@ -153,6 +152,8 @@ class Run:
                             continue  # no time left, or it failed before
                         answer = self.answer_or_none(f"round {number + 1}, {model.name}, {peer}", command)
                         answers += [answer] if answer else []
+                if number == 0:
+                    self.compare_kernels()
 
 
 def main() -> None:
@@ -161,6 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="tiny shapes and few steps, to run all of the code on a CPU"
     )
+    parser.add_argument("--models", default="", help="only models whose name contains this text (default all)")
     parser.add_argument("--forecast", metavar="TOPOLOGY", help="print what `jaxlm.bench --topology` expects")
     parser.add_argument("--rounds", type=int, default=3, help="maximum number of rounds (default 3)")
     parser.add_argument("--steps", type=int, default=10, help="measured steps per process (default 10)")
@@ -174,19 +176,22 @@ def main() -> None:
         "--output", type=Path, default=Path("gpu"), help="prefix of the files OUTPUT.md and OUTPUT.json"
     )
     options = parser.parse_args()
+    models = [model for model in (TINY if options.tiny else MODELS) if options.models in model.name]
+    if not models:
+        parser.error(f"--models: no model has '{options.models}' in its name")
     if options.forecast:
-        forecast(options.jax_python, options.forecast)
+        forecast(options.jax_python, options.forecast, models)
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # jax's default is 0.75 of the GPU's memory
     ends = time.monotonic() + 60 * options.minutes
     pythons = {"jax": options.jax_python, "torch": options.torch_python}
     if options.tiny:
-        run = Run(TINY, 2, 1, pythons, ends)
+        run = Run(tuple(models), 2, 1, pythons, ends)
     else:
         pythons, memory_bytes = usable(pythons)
-        models = tuple(model.sized_for(memory_bytes) for model in MODELS)
-        run = Run(models, options.steps, options.warmup, pythons, ends)
-    run.take_turns(2 if options.tiny else options.rounds)
+        sized = tuple(model.sized_for(memory_bytes) for model in models)
+        run = Run(sized, options.steps, options.warmup, pythons, ends)
+    run.take_turns(options.rounds)
     text = report(run)
     options.output.with_suffix(".md").write_text(text)
     results = {"kernels": run.kernels, "models": run.answers, "failures": run.failures}
@@ -196,11 +201,11 @@ def main() -> None:
         raise SystemExit(f"{len(run.failures)} process(es) failed. See {options.output}.json")
 
 
-def forecast(python: str, topology: str) -> None:
+def forecast(python: str, topology: str, models: Sequence[Model]) -> None:
     """Prints a table of the expected results for the models."""
     print("| model | tokens/s | causal MFU | products and attention | memory-bound | memory per GPU | how |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for model in MODELS:
+    for model in models:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(json.dumps(model.config))

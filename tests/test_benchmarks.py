@@ -22,12 +22,12 @@ def run(*arguments):
 def test_the_gpu_benchmark_runs_completely_with_tiny(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("psutil")
-    done = run("--tiny", "--output", tmp_path / "gpu", "--minutes", 9)
+    done = run("--tiny", "--rounds", 1, "--output", tmp_path / "gpu", "--minutes", 9)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["failures"] == []
     for answers in found["models"].values():
-        assert [len(answers[peer]) for peer in ("jaxlm", "torch.compile")] == [2, 2]
+        assert [len(answers[peer]) for peer in ("jaxlm", "torch.compile")] == [1, 1]
     assert all(case["blockwise"]["errors"]["dq"] < 0.02 for case in found["kernels"]["attention"])
     assert all(case["errors"]["loss"] < 1e-3 for case in found["kernels"]["loss"])
     table = (tmp_path / "gpu.md").read_text().splitlines()

@@ -31,9 +31,11 @@ PLACES = {
     "first phase": lambda: at_step(8),
     "second phase": lambda: at_step(14),
     # The first phase's last checkpoint exists, and nothing of the second phase.
-    "boundary": lambda: setattr(train, "enter_phase", die_in_second_call(train.enter_phase)),
+    "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.enter_phase, lambda _, phase: phase)),
     # The surgery is done, but its checkpoint is not saved yet.
-    "after surgery": lambda: setattr(Saver, "save_entry", die_in_second_call(Saver.save_entry)),
+    "after surgery": lambda: setattr(
+        Saver, "save_entry", die_in_second_phase(Saver.save_entry, lambda saver, _: saver._phase)
+    ),
     # That checkpoint is completely written, but not renamed yet.
     "saving the entry": lambda: setattr(LocalFolder, "commit", die_committing("step-12-adapt", LocalFolder.commit)),
     # The first block of annotations is on disk.
@@ -48,6 +50,17 @@ def die_in_second_call(function):
     def wrapped(*args, **kwargs):
         calls.append(1)
         if len(calls) == 2:
+            die()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def die_in_second_phase(function, phase_of):
+    """Dies in a call for the second phase. Args: phase_of: the phase, from the first two arguments."""
+
+    def wrapped(*args, **kwargs):
+        if phase_of(*args[:2]).index == 1:
             die()
         return function(*args, **kwargs)
 

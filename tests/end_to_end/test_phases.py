@@ -57,20 +57,19 @@ FAULTS = ("first phase", "boundary", "after surgery", "saving the entry", "secon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("whole", "fault"),
-    [
-        pytest.param(devices, fault, marks=pytest.mark.soak if devices > 1 and fault != "after surgery" else ())
-        for devices in (1, 4)
-        for fault in FAULTS
-    ],
+    ("whole", "faults"),
+    [(1, FAULTS), (4, ("after surgery",)), pytest.param(4, FAULTS, marks=pytest.mark.soak)],
     indirect=["whole"],
+    ids=["one device, everywhere", "four devices, after surgery", "four devices, everywhere"],
 )
-def test_killed(whole, workplace, fault):
+def test_killed(whole, workplace, faults):
+    """One run that is killed at each place in turn."""
     devices, losses, _, last = whole
     place = start(workplace, devices)
-    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    for fault in faults:
+        process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
+        process.communicate(timeout=500)
+        assert process.returncode == -signal.SIGKILL, fault
     finished = place.run("--config_path", "run.yaml")
     assert finished.code == 0, finished.err
     assert place.losses() == losses

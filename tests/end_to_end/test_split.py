@@ -49,12 +49,13 @@ def test_the_lower_stack_and_the_embedding_do_not_change(whole):
     assert earlier["model.head.weight"] != after["model.head.weight"]
 
 
-@pytest.mark.parametrize("fault", ["after surgery", "second phase"])
-def test_killed(whole, workplace, fault):
+def test_killed(whole, workplace):
+    """One run that is killed at each place in turn."""
     place = start(workplace, whole[0].devices)
-    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    for fault in ("after surgery", "second phase"):
+        process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
+        process.communicate(timeout=500)
+        assert process.returncode == -signal.SIGKILL, fault
     finished = place.run("--config_path", "run.yaml")
     assert finished.code == 0, finished.err
     assert place.losses() == whole[1]
