@@ -56,14 +56,15 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest tests first: whole runs of the command, then the fields. Workers then idle less at the end."""
+    """Puts the longest files first: whole runs of the command, the fields, and benchmarks and documents. Workers then
+    idle less at the end."""
     if (examples := config.getoption("--examples")) is not None:
         for test in filter(is_hypothesis_test, (getattr(item, "obj", None) for item in items)):
             function = getattr(test, "__func__", test)
             own = function._hypothesis_internal_use_settings
             # There is no public way to change a test's existing settings.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
-    first = ("tests/end_to_end/", FIELDS)
+    first = ("tests/end_to_end/", FIELDS, "tests/test_")
     items.sort(key=lambda item: next((n for n, start in enumerate(first) if item.nodeid.startswith(start)), len(first)))
 
 

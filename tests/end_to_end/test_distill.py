@@ -76,41 +76,38 @@ def close(found: dict[int, str], expected: dict[int, str], tolerance: float) -> 
         assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=tolerance), step
 
 
-@pytest.mark.parametrize(
-    ("form", "devices"),
-    [
-        ("live", 1),
-        ("cached", 8),
-        pytest.param("live", 8, marks=pytest.mark.soak),
-        pytest.param("cached", 1, marks=pytest.mark.soak),
-    ],
-)
-def test_killed(whole, workplace, teacher, form, devices):
-    losses, digest, *_ = whole(form, devices)
-    place = prepared(workplace, teacher, form, devices)
-    process = place.start(*arguments(devices), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.soak)])
+def test_killed(whole, workplace, teacher, devices):
+    place = prepared(workplace, teacher, "live", devices)
+    kill(place, devices, "second phase")
+    finish(place, devices, whole("live", devices))
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
+def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, teacher, devices):
+    place = prepared(workplace, teacher, "cached", devices)
+    kill(place, devices, "annotating")
+    (building,) = (place.folder / "cache" / "annotations").glob("*.building")
+    assert [path.name for path in building.glob("block-*.npy")] == ["block-0.npy"]
+    kill(place, devices, "second phase")
+    finish(place, devices, whole("cached", devices))
+
+
+def kill(place: Workplace, devices: int, where: str) -> None:
+    process = place.start(*arguments(devices), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=where)
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
+
+
+def finish(place: Workplace, devices: int, whole: tuple) -> None:
+    """The run ends as if it had never been killed, and its checkpoint has nothing of the teacher."""
+    losses, digest, *_ = whole
     finished = place.run(*arguments(devices))
     assert finished.code == 0, finished.err
     assert "resuming, from" in finished.out
     assert place.losses() == losses
     assert place.digest("step-24") == digest
     assert not any(path.startswith("refs") for path in digest)
-
-
-def test_killed_while_the_cache_is_written(whole, workplace, teacher):
-    losses, digest, *_ = whole("cached")
-    place = prepared(workplace, teacher, "cached")
-    process = place.start(*arguments(1), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="annotating")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
-    (building,) = (place.folder / "cache" / "annotations").glob("*.building")
-    assert [path.name for path in building.glob("block-*.npy")] == ["block-0.npy"]
-    finished = place.run(*arguments(1))
-    assert finished.code == 0, finished.err
-    assert place.losses() == losses
-    assert place.digest("step-24") == digest
 
 
 def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whole):

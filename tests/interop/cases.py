@@ -138,11 +138,12 @@ def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:
     return np.random.default_rng(1).integers(0, VOCAB, size=(rows, length))
 
 
-def inputs_of(ids: np.ndarray) -> Inputs:
-    """Rows of token ids, each one document."""
-    axes = (Axis("batch", ids.shape[0]), Axis("position", ids.shape[1]))
+def inputs_of(ids: np.ndarray, part: slice = slice(None)) -> Inputs:
+    """Rows of token ids, each one document. Args: part: the positions to take."""
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
+    columns = [np.asarray(a[:, part], np.int32) for a in (ids, positions, np.ones_like(ids))]
+    axes = tuple(map(Axis, ("batch", "position"), columns[0].shape))
+    return Inputs(*(hax.named(jnp.asarray(column), axes) for column in columns))
 
 
 @jax.jit
