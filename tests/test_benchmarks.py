@@ -22,7 +22,7 @@ def run(*arguments):
 def test_the_gpu_benchmark_runs_completely_with_tiny(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("psutil")
-    done = run("--tiny", "--rounds", 1, "--output", tmp_path / "gpu", "--minutes", 9)
+    done = run("--tiny", "--models", "Llama", "--rounds", 1, "--output", tmp_path / "gpu", "--minutes", 9)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["failures"] == []

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlm.config.decode import decode, drop_stale_keys, dump, encode
+from jaxlm.config.plugins import signature_problems
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.refs.hf import HfRefConfig
@@ -194,3 +196,36 @@ class Half(Shape):
 def test_a_class_that_lacks_a_method_is_named():
     with pytest.raises(ConfigError, match="shape: the class Half does not define area"):
         read(shape={"type": "half"})
+
+
+@dataclass(frozen=True)
+class NoSlot(NextToken):
+    def terms(self, model, batch, *, key): ...
+
+
+@dataclass(frozen=True)
+class ReferencesAsAMethod(NextToken):
+    def references(self): ...
+
+
+@dataclass(frozen=True)
+class MoreParameters(NextToken):
+    references = ("teacher",)
+
+    def terms(self, model, batch, *slot_and_more, key=None, scale=1.0, **options): ...
+
+    def _helper(self, anything): ...
+
+
+OTHER_PARAMETERS = """\
+the class NoSlot defines terms(self, model, batch, *, key), but it is called as terms(self, model, batch, slot, *, key). \
+Change its parameters"""
+A_METHOD = "the class ReferencesAsAMethod defines references as a method, but it is a property. Add @property"
+
+
+@pytest.mark.parametrize(
+    ("kind", "problems"),
+    [(NoSlot, [OTHER_PARAMETERS]), (ReferencesAsAMethod, [A_METHOD]), (MoreParameters, []), (NextToken, [])],
+)
+def test_a_method_with_other_parameters_than_its_calls_is_named(kind, problems):
+    assert list(signature_problems(kind)) == problems

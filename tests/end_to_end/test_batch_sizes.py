@@ -1,4 +1,4 @@
-"""Batch sizes that grow during a run: killed and resumed, it ends like an uninterrupted run."""
+"""Batch sizes that grow during a run, on a mixture: killed in a stage of both, it ends like an uninterrupted run."""
 
 import json
 import signal

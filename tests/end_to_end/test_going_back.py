@@ -88,7 +88,7 @@ def test_killed(workplace, whole, case, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["rewind", pytest.param("until", marks=pytest.mark.soak)])
 def test_two_processes_agree(workplace, whole, case):
     place = workplace(4)
     place.write()

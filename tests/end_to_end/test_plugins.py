@@ -113,3 +113,7 @@ def test_a_kind_of_data_with_columns_of_its_own_trains_and_is_evaluated(installe
     refused = installed.run(*arguments, "--objective.type", "next_token", **environment(installed))
     assert refused.code == 2
     assert "objective.type: next_token cannot train on data.type: acme_lm.graded:GradedData" in refused.err
+    unscored = ("--data.type", "acme_lm.graded:UnscoredData")
+    refused = installed.run(*arguments, *unscored, **environment(installed))
+    assert refused.code == 2
+    assert "the evaluation 'loss' reads `supervised()` of a batch, which UnscoredBatch does not define" in refused.err

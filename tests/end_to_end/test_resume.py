@@ -11,10 +11,11 @@ import pytest
 
 from tests.end_to_end.commands import Workplace
 
+TENSOR_PARALLEL = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
 MESHES = {
     "one device": (1, ()),
     "fsdp 8": (8, ()),
-    "tp 2 x fsdp 4": (8, ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")),
+    "tp 2 x fsdp 4": (8, TENSOR_PARALLEL),
 }
 # Two microbatches on every mesh.
 FLOAT32_ROUTER = (
@@ -33,10 +34,10 @@ FOUR_GROUPS = {
 KRON = ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")
 OTHERS = {
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
-    "kron, float32 router, fsdp 8": (8, (*KRON, *FLOAT32_ROUTER)),
+    "kron, float32 router, tp 2 x fsdp 4": (8, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
-PARALLELISM = {name: {1: "8", 8: "1"}[devices] for name, (devices, _) in SETTINGS.items()} | {"tp 2 x fsdp 4": "2"}
+PARALLELISM = {name: "2" if "tp 2" in name else {1: "8", 8: "1"}[n] for name, (n, _) in SETTINGS.items()}
 
 
 # Guards and averages have their own state, which must be saved and restored like weights and optimizer.
@@ -126,8 +127,8 @@ def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
         assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
 
 
-@pytest.mark.slow  # FSDP 8 is killed in the default suite
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.soak if m == "fsdp 8" else ()) for m in MESHES])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m == "one device" else pytest.mark.soak) for m in MESHES])
 def test_killed_four_times(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=10, kills=4)
 

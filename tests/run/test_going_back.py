@@ -235,7 +235,9 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [[{"every": 2}], []], ids=["permanent", "temporary"])
+@pytest.mark.parametrize(
+    "keep", [pytest.param([{"every": 2}], marks=pytest.mark.soak, id="permanent"), pytest.param([], id="temporary")]
+)
 def test_a_run_that_goes_back_may_be_killed_at_any_time(runs, stopped, keep, monkeypatch):
     """Before anything was set aside, after a part of it, and while training. Temporary checkpoints stay, too."""
     name, checkpointer = f"killed_{len(keep)}", {**runs.checkpointer, "keep": keep, "save_interval": 0}

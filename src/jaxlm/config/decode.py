@@ -19,7 +19,7 @@ import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
 from jaxlm.config.durations import format_duration, parse_duration
-from jaxlm.config.plugins import import_choice, is_import_path
+from jaxlm.config.plugins import import_choice, is_import_path, signature_problems
 from jaxlm.config.yaml import ConfigSource, KeyPath, without_quotes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, in_range
@@ -176,6 +176,8 @@ class _Decoder:
         if inspect.isabstract(kind):
             missing = ", ".join(sorted(kind.__abstractmethods__))
             raise self._error(path, f"the class {kind.__qualname__} does not define {missing}. Add what is missing")
+        if problem := next(signature_problems(kind), None):
+            raise self._error(path, problem)
         try:
             return kind(**values)
         except ValueError as error:

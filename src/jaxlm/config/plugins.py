@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -59,3 +61,44 @@ def import_choice(registry: Any, name: str) -> type:
         raise ConfigError(f"'{name}': there is {what} of that name in {name.partition(':')[0]}")
     registry.register_subclass(name)(imported)
     return imported
+
+
+def signature_problems(kind: type) -> Iterator[str]:
+    """The methods of a class from outside jaxlm that cannot be called as its base class in jaxlm says."""
+    bases = [base for base in kind.__mro__ if _is_ours(base)]
+    if kind in bases:
+        return
+    for name in dir(kind):
+        own = inspect.getattr_static(kind, name)
+        base = next((vars(base)[name] for base in bases if name in vars(base)), None)
+        if name.startswith("_") or own is base or not inspect.isfunction(own):
+            continue
+        if isinstance(base, property):
+            yield f"the class {kind.__qualname__} defines {name} as a method, but it is a property. Add @property"
+        elif inspect.isfunction(base) and not _accepts(own, base):
+            yield (
+                f"the class {kind.__qualname__} defines {_call_of(own)}, but it is called as {_call_of(base)}. Change its"
+                " parameters"
+            )
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def _accepts(function: Callable, interface: Callable) -> bool:
+    """Whether a function can be called with all parameters of another."""
+    parameters = inspect.signature(interface).parameters.values()
+    positional = [None for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    try:
+        inspect.signature(function).bind(*positional, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _call_of(function: Callable) -> str:
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"{function.__name__}{signature.replace(parameters=bare, return_annotation=signature.empty)}"

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import draccus
 import numpy as np
@@ -66,6 +66,9 @@ class EvalContext:
 @dataclass(frozen=True)
 class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals"):
     """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase."""
+
+    scores_targets: ClassVar[bool] = False
+    """Whether it scores whole validation batches with `EvalContext.score`, which reads their `supervised()`."""
 
     @abc.abstractmethod
     def open(self, ctx: EvalContext) -> "Eval":

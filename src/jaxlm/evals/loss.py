@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import haliax as hax
 import jax
@@ -28,6 +28,8 @@ class LossEvalConfig(EvalConfig):
     Bits per byte sums the loss of the tokens that represent text and divides by the number of bytes of that text. Special
     tokens have no bytes and are excluded from both. Models with different tokenizers can be compared by it.
     """
+
+    scores_targets: ClassVar[bool] = True
 
     def open(self, ctx: EvalContext) -> Eval:
         return LossEval(ctx)

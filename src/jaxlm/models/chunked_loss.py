@@ -142,7 +142,8 @@ class LogitSummary(NamedTuple):
     def of(logits_CV: jax.Array, sharding: TokenSharding) -> "LogitSummary":
         """Summarizes logits. GPUs take longer to read them than to compute with them, and read them once."""
         num_local = logits_CV.shape[1]
-        if current_platform() == "gpu":
+        # jax loses the derivative of `online_maximum` when it differentiates a loop that it has differentiated before.
+        if current_platform() == "gpu" and not trace_options().twice_differentiable:
             local_top_C, local_sum_C, local_first_C = online_maximum(logits_CV)
             local_top_C = jax.lax.stop_gradient(local_top_C)
             top_C = sharding.max_vocab(local_top_C)

@@ -20,6 +20,7 @@ from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
 from jaxlm.data.config import TRAIN_BPE, DataConfig
+from jaxlm.data.sources.config import VALIDATION
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
@@ -155,7 +156,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         refs=plan_references(config, phases),
     )
     for phase, section in zip(phases, data, strict=True):
-        _check_batch(phase, section, config.model.seq_len)
+        _check_batch(phase, section, config)
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
@@ -172,10 +173,17 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
     return list(notes)
 
 
-def _check_batch(phase: Phase, data: DataConfig, seq_len: int) -> None:
-    """Raises `ConfigError` if the phase's objective does not read the batches of its data."""
-    spec = data.batch_spec(seq_len)
+def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
+    """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
+    spec = data.batch_spec(config.model.seq_len)
     batch = spec.make(**dict.fromkeys(spec.columns))
+    scoring = [choice_name(type(each)) for each in config.evals if each.scores_targets]
+    if scoring and not hasattr(batch, "supervised") and any(source.has(VALIDATION) for source in data.sources()):
+        raise ConfigError(
+            f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
+            f" `supervised()` of a batch, which {type(batch).__name__} does not define. Define it (it returns the"
+            " `TokenBatch` to score), or remove the evaluation"
+        )
     if not isinstance(batch, phase.objective.batch_types):
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"

@@ -74,6 +74,26 @@ class GradedData(DataConfig):
         }
 
 
+class UnscoredBatch(eqx.Module):
+    """Sequences that no evaluation can read. Attributes: sequences: the sequences."""
+
+    sequences: TokenBatch
+
+    @staticmethod
+    def of(**columns):
+        """From the columns of the spec."""
+        return UnscoredBatch(TokenBatch(**columns))
+
+
+@dataclass(frozen=True)
+class UnscoredData(TokensConfig):
+    """Its batches have no `supervised`."""
+
+    def batch_spec(self, seq_len):
+        """The columns of the tokens."""
+        return BatchSpec(UnscoredBatch.of, token_columns(hax.Axis(POSITION, seq_len)))
+
+
 @dataclass(frozen=True)
 class GradedLoss(ObjectiveConfig):
     """Next-token loss weighted by grade and age."""
