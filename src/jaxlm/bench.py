@@ -38,7 +38,7 @@ from jaxlm.run.compile import CompiledStep, compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.exit_codes import command
 from jaxlm.run.plan import Plan, make_plan
-from jaxlm.run.references import annotated, load_references
+from jaxlm.run.references import annotated, flops_per_token, load_references
 from jaxlm.run.startup import check_performance, describe
 
 _STEPS, _WARMUP = 20, 3
@@ -57,7 +57,7 @@ class Result:
         step_seconds_spread: interquartile range of the step durations.
         host_seconds: time that the host needs to dispatch a step.
         compile_seconds: duration of tracing and compiling, or of loading the program from the cache.
-        flops_per_token: forward and backward FLOPs, attention counted causally.
+        flops_per_token: forward and backward FLOPs, and the forward FLOPs of references; attention counted causally.
         mfu: model FLOPs utilization relative to the devices' peak; null if the peak is unknown.
         mfu_palm: the same with attention counted over the full sequence.
         mfu_attainable: the same relative to the rate of a large matrix product measured in this process, in the compute
@@ -180,7 +180,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
     devices = jax.devices()
     seconds = statistics.median(step_seconds)
     rate = plan.tokens_per_step / seconds
-    flops = plan.config.model.flops_per_token(plan.state_builder.Vocab.size)
+    flops = flops_per_token(plan, plan.phases[0])
     peak = peak_flops(devices[0].device_kind)
     peaks = None if peak is None else peak * len(devices)
     text = step.call.as_text() or ""

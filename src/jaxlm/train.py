@@ -255,7 +255,7 @@ def _open_phase(
                 steps,
                 refs,
                 batches,
-                metrics=AsyncMetrics(phase.name, run.workload(), listeners, plan.config.trainer.watch, streak),
+                metrics=AsyncMetrics(phase.name, run.workload(phase), listeners, plan.config.trainer.watch, streak),
                 hooks=[*profiling, evaluations, *run.early_stopping(phase, evaluations, saver), *exports],
                 evaluations=evaluations,
                 exports=exports,

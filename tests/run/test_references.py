@@ -18,7 +18,7 @@ from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.run.plan import make_plan
-from jaxlm.run.references import check_references, load_references
+from jaxlm.run.references import check_references, flops_per_token, load_references
 from jaxlm.run.resume_checks import check_same_run
 from tests.data.helpers import some_text
 from tests.engine.helpers import one_device
@@ -69,6 +69,17 @@ def test_the_shapes_of_a_teacher_need_no_device(folder, tokenizer, monkeypatch):
     plan = plan_of(folder, tokenizer)
     monkeypatch.setattr(jax.random, "key", traced_key)
     assert tree.num_parameters(plan.refs["teacher"].abstract(plan.state_builder.Vocab)) > 0
+
+
+def test_flops_count_the_forward_pass_of_a_teacher_in_the_step(folder, tokenizer):
+    plan = plan_of(folder, tokenizer)
+    # Weights in matrix products: 2 FLOPs each; attention: 4 per head feature and key, half of 16 keys on average.
+    weights = 2 * (2 * 64 * (4 + 2) * 16 + 3 * 64 * 64) + tokenizer.vocab_size * 64
+    forward = 2 * weights + 2 * 4 * 64 * 16 / 2
+    alone = plan.config.model.flops_per_token(tokenizer.vocab_size).causal
+    assert flops_per_token(plan, plan.phases[0]).causal == pytest.approx(alone + forward)
+    cached = plan_of(folder, tokenizer, objective={"type": "distill", "top_k": 4, "cache": True})
+    assert flops_per_token(cached, cached.phases[0]).causal == alone
 
 
 def test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters(folder, tokenizer):

@@ -36,6 +36,7 @@ from jaxlm.observe.console import Console, exact_duration, table
 from jaxlm.run.compile import compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
+from jaxlm.run.references import flops_per_token
 
 # Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
@@ -129,7 +130,7 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     seconds, exposed = max(time.total, communication), time.total + communication
     scheduled = exposed - overlapped(hlo, speed, collective_seconds) if cuda else None
     model = plan.state_builder.abstract_state(plan.phases[0]).model
-    flops = config.model.flops_per_token(plan.state_builder.Vocab.size)
+    flops = flops_per_token(plan, plan.phases[0])
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
@@ -182,7 +183,7 @@ def _speed(topology: Topology, dtype: Any) -> Speed:
 
 def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Seconds:
     """Time of the model's FLOPs (a third more with full remat) and of reading and writing its state."""
-    flops = plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * plan.tokens_per_step
+    flops = flops_per_token(plan, plan.phases[0]).causal * plan.tokens_per_step
     executed = flops * (4 / 3 if full_remat else 1) / topology.num_chips
     model = plan.state_builder.abstract_state(plan.phases[0]).model
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize

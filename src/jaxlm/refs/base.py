@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.hf.folder import parse_dtype
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
 
 Log = Callable[[str], None]
 
@@ -44,6 +44,10 @@ class Ref(abc.ABC, Generic[C]):
         Raises:
             ConfigError: there is no model at the path, or its vocabulary is smaller.
         """
+
+    @abc.abstractmethod
+    def model_config(self) -> ModelConfig:
+        """The configuration of the model. Reads no weights."""
 
     @abc.abstractmethod
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:

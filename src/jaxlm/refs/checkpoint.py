@@ -22,7 +22,7 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete,
 from jaxlm.engine.checkpoint.store import ARRAYS
 from jaxlm.engine.phases import Phase, StateBuilder
 from jaxlm.engine.state import RunState, shardings
-from jaxlm.models.base import LanguageModel, vocab_axis
+from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.refs.base import Log, Ref, RefConfig
 from jaxlm.run.load_model import AS_TRAINED
 from jaxlm.run.plan import plan_phases
@@ -50,6 +50,7 @@ class _Saved:
 
     checkpoint: VerifiedCheckpoint
     tokenizer: Tokenizer
+    model_config: ModelConfig
     phase: Phase
     surgeries: tuple[SurgeryConfig, ...]
     state: RunState
@@ -64,6 +65,9 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
                 f" of this run has {Vocab.size:,}. Set data.tokenizer to {self._saved.checkpoint.location}/run/tokenizer"
             )
         return jax.eval_shape(lambda model: self.precision.cast_to_params(self._merged(model)), self._saved.state.model)
+
+    def model_config(self) -> ModelConfig:
+        return self._saved.model_config
 
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
         saved, abstract = self._saved, self.abstract(Vocab)
@@ -115,4 +119,4 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
                 f"{self.key}.weights: '{self.config.weights}' given, but {checkpoint.location} only has: {', '.join(known)}"
             )
         surgeries = builder.surgeries_until(phase)
-        return _Saved(checkpoint, tokenizer, phase, surgeries, builder.abstract_state(phase))
+        return _Saved(checkpoint, tokenizer, config.model, phase, surgeries, builder.abstract_state(phase))

@@ -16,7 +16,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.interop.hf.folder import HfFolder, load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.refs.base import Log, Ref, RefConfig
 
 
@@ -49,6 +49,9 @@ class _HfRef(Ref[HfRefConfig]):
             return self.precision.cast_to_params(opened.config.build(Vocab, key=jax.random.key(0)))
 
         return jax.eval_shape(build)
+
+    def model_config(self) -> ModelConfig:
+        return self._opened.config
 
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
         folder = self._with_weights

@@ -15,6 +15,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
 from jaxlm.engine.step import microbatch_axis
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.flops import FlopsPerToken
 from jaxlm.run.plan import Plan
 
 Log = Callable[[str], None]
@@ -76,6 +77,15 @@ def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
 def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
     """The references that the phase's step asks; none if their answers come from the disk."""
     return phase.objective.references if phase.objective.annotation_key is None else ()
+
+
+def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
+    """FLOPs per training token: the model's, forward and backward, and the forward pass of each reference in the step."""
+    vocab_size, flops = plan.state_builder.Vocab.size, plan.config.model.flops_per_token(plan.state_builder.Vocab.size)
+    for name in asked_in(plan, phase):
+        config = replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len)
+        flops = flops.with_forward(config.flops_per_token(vocab_size))
+    return flops
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:

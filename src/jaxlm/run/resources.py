@@ -45,7 +45,7 @@ from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import small_sources
 from jaxlm.run.plan import Plan
-from jaxlm.run.references import references_identity
+from jaxlm.run.references import flops_per_token, references_identity
 from jaxlm.run.resume_checks import DATA_IDENTITY, REFERENCES_IDENTITY, data_identity
 
 
@@ -202,8 +202,8 @@ class Run:
         newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
         return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush, history, newest)
 
-    def workload(self) -> Workload:
-        """What a step amounts to, for throughput and MFU."""
+    def workload(self, phase: Phase) -> Workload:
+        """What a step of a phase amounts to, for throughput and MFU."""
         plan = self.plan
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
@@ -211,7 +211,7 @@ class Run:
         return Workload(
             batches=plan.batches.train,
             tokens=seq_len,
-            flops=plan.config.model.flops_per_token(plan.state_builder.Vocab.size).causal * seq_len,
+            flops=flops_per_token(plan, phase).causal * seq_len,
             peak_flops=None if peak is None else peak * len(devices),
             num_steps=plan.num_steps,
             previous=self.previous,

@@ -36,6 +36,7 @@ from jaxlm.optim.lr_shapes import lr_shape_name
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
+from jaxlm.run.references import asked_in, flops_per_token
 
 _PACKAGE = Path(__file__).parents[1]
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
@@ -45,7 +46,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
     """The plan as rows of name and value. Args: start: what the run starts from; None if only the configuration is known."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
-    flops = model.flops_per_token(plan.state_builder.Vocab.size).causal
+    flops = flops_per_token(plan, plan.phases[0]).causal
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
@@ -61,7 +62,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("model", _sizes(plan)),
         ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
-        ("FLOPs per token", f"{flops:.4g} (forward and backward, causal attention)"),
+        ("FLOPs per token", f"{flops:.4g} ({_counted(plan)}, causal attention)"),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
         ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
@@ -73,6 +74,11 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
     ]
+
+
+def _counted(plan: Plan) -> str:
+    asked = asked_in(plan, plan.phases[0])
+    return "forward and backward" + (f", and the forward pass of {' and '.join(asked)}" if asked else "")
 
 
 def repeatability(platform: str, xla_flags: str) -> list[tuple[str, str]]:
