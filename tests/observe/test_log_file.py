@@ -99,6 +99,10 @@ def test_foreign_lines_are_kept_aside(tmp_path, content):
     assert [record["step"] for record in read_jsonl(path)] == [1, 2]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == whole
     assert f"warning: 1 lines of {path} are not records" in heard[0]
+    path.write_bytes(content)
+    JsonlTracker(path, resume_step=2, warn=heard.append).close()
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == whole
+    assert (tmp_path / "metrics.jsonl.damaged.2").read_bytes() == content
 
 
 def test_a_folder_in_the_place_of_the_metrics_is_a_message(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import glob
+import itertools
 import os
 import platform
 import secrets
@@ -40,6 +41,12 @@ def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
             log(f"another process is writing to {folder}; waiting for it to finish")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def free_path(path: Path) -> Path:
+    """The path, or `<path>.2`, `<path>.3` and so on if it is taken."""
+    taken = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], taken) if not candidate.exists())
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxlm.core.atomic_io import free_path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import seal, verify
@@ -98,10 +99,7 @@ class LocalFolder(CheckpointFolder):
         return self._rename(name, ABANDONED)
 
     def _rename(self, name: str, suffix: str) -> str:
-        for number in range(1, 1_000_000):
-            target = self.location / (f"{name}{suffix}" + (f".{number}" if number > 1 else ""))
-            if not target.exists():
-                break
+        target = free_path(self.location / f"{name}{suffix}")
         os.rename(self.location / name, target)
         return target.name
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.atomic_io import free_path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.log_file import LogFile
@@ -128,7 +129,7 @@ def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None])
 
     records, num_others = _read_all(path)
     if num_others:
-        aside = path.with_name(f"{path.name}.damaged")
+        aside = free_path(path.with_name(f"{path.name}.damaged"))
         aside.write_bytes(path.read_bytes())
         warn(
             f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old file"
