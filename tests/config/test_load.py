@@ -37,7 +37,7 @@ MISTAKES = {
     "missing include": (GOOD + "optimizer: !include no.yaml\n", (), ["run.yaml:5", "no.yaml"]),
     "cyclic include": (GOOD + "optimizer: !include run.yaml\n", (), ["run.yaml:5", "circular"]),
     "syntax": ("trainer: [1\n", (), ["run.yaml:2"]),
-    "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "gpt_neox, llama, mistral"]),
+    "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "granite, llama, mistral"]),
     "batch that does not divide": (
         GOOD,
         ("--trainer.train_batch_size", "12"),
