@@ -153,7 +153,7 @@ class TransformerConfig(ModelConfig):
         attention = 2 * self.hidden_dim * (self.num_heads + self.KVHeads.size) * head_size
         mlp_width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
         mlp = self.mlp_matrices * self.hidden_dim * mlp_width
-        router = self.hidden_dim * self.num_experts
+        router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
         return FlopsPerToken.of(
             weights=self.num_layers * (attention + mlp + router) + vocab_size * self.hidden_dim,
             attention_dim=self.num_heads * head_size,
