@@ -152,6 +152,7 @@ def test_llama_initialization():
         (Gpt2Config(attn_pdrop=1.0), r"model\.attn_pdrop: 1\.0 given"),
         (LlamaConfig(rope=DefaultRotary(theta=0)), r"model\.rope\.theta: 0 given"),
         (LlamaConfig(rope=Llama3Rotary(high_freq_factor=1.0)), r"model\.rope\.high_freq_factor: 1\.0 given"),
+        (LlamaConfig(rope=YarnRotary(theta=1.0)), r"model\.rope\.theta: 1\.0 given, but yarn"),
         (LlamaConfig(rope=YarnRotary(mscale=0.7)), r"model\.rope\.mscale: 0\.7 given .* both expected, or none"),
         (
             LlamaConfig(hidden_dim=64, rope=DynamicRotary()),

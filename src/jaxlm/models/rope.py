@@ -152,7 +152,7 @@ class DynamicRotary(RotaryConfig):
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         extension = max(seq_len / self.original_max_position_embeddings, 1.0)
-        growth = self.factor * extension - (self.factor - 1)
+        growth = 1.0 + self.factor * (extension - 1.0)
         return _unscaled_frequencies(self.theta * growth ** (size / (size - 2)), size), 1.0
 
     def check(self, size: int) -> None:
@@ -236,6 +236,8 @@ class YarnRotary(RotaryConfig):
         return unscaled * (1 - ramp) + unscaled / self.factor * ramp, self._amplitude()
 
     def check(self, size: int) -> None:
+        if self.theta == 1.0:
+            raise ConfigError("model.rope.theta: 1.0 given, but yarn needs another number: all frequencies would be 1")
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ConfigError(
                 f"model.rope.mscale: {self.mscale} given with model.rope.mscale_all_dim: {self.mscale_all_dim}; both"
