@@ -120,6 +120,18 @@ def test_mpt_has_four_times_the_width_whatever_the_ratio(tmp_path):
     assert open_folder(tmp_path).config == opened.config
 
 
+def test_a_tied_gpt2_with_another_head_is_computed_as_in_transformers(tmp_path):
+    reference("gpt2-untied").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens())).logits.numpy()
+    opened, model = imported(tmp_path)
+    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    assert "lm_head.weight differs from the token embedding" in "".join(opened.notes)
+
+
 def test_dynamic_rope_beyond_the_imported_length(tmp_path):
     """A text of exactly `seq_len` tokens gets the logits that transformers computes for it."""
     reference("llama-dynamic").save_pretrained(tmp_path)
