@@ -33,6 +33,7 @@ GPT2: dict[str, Entry] = {
     "model.num_layers": Change(3, Shapes({r"^model.*q_proj\.weight": (3, 4, 8, 32)})),
     "model.num_heads": Change(2, Shapes({r"^model.*q_proj\.weight": (2, 2, 16, 32)})),
     "model.mlp_scale": Change(8, Shapes({r"^model.*up_proj\.weight": (2, 256, 32)})),
+    "model.intermediate_dim": Change(50, Shapes({r"^model.*up_proj\.weight": (2, 50, 32)})),
     "model.initializer_range": Change(0.04, Initial(r"tokens|positions|proj\.weight", 2.0)),
     "model.layer_norm_epsilon": Change(1e-3, Constant(1e-3)),
     "model.activation_function": Change("relu", Program(loses=r"stablehlo.tanh")),
@@ -42,6 +43,7 @@ GPT2: dict[str, Entry] = {
     "model.scale_attn_by_inverse_layer_idx": Change(True, Program(gains=r"stablehlo.divide")),
     "model.upcast_attn": Change(True, Program(loses=r"dot_general.*bf16"), also=BFLOAT16),
     "model.use_bias": Change(False, Shapes({r"^model.*bias": None})),
+    "model.tie_word_embeddings": Change(False, Shapes({r"^model\.head\.weight": (64, 32)})),
 }
 
 LLAMA: dict[str, Entry] = {
@@ -82,10 +84,21 @@ def llama3(theta: float = 5e5, factor: float = 8.0, low: float = 1.0, high: floa
     return Constant(*(f * (k + (1 - k) / factor) for f, k in zip(plain, kept, strict=True)))
 
 
+def untruncated_yarn(original: int = 256, fast: float = 8.0, slow: float = 1.0) -> Constant:
+    """YaRN's table for theta 16 and factor 4, with a ramp that does not start and end at whole pairs."""
+    low, high = (8 * math.log(original / (n * 2 * math.pi)) / (2 * math.log(16)) for n in (fast, slow))
+    return Constant(1.0, 1 / 2, 1 / 4, (1 - 0.75 * (3 - low) / (high - low)) / 8)
+
+
+def _yarn_amplitude(mscale: float, mscale_all_dim: float) -> Constant:
+    return Constant((0.1 * mscale * math.log(4) + 1) / (0.1 * mscale_all_dim * math.log(4) + 1))
+
+
 def _longrope_amplitude(original: int, stretched: int) -> Constant:
     return Constant(math.sqrt(1 + math.log(stretched / original) / math.log(original)))
 
 
+MSCALES = {"model": {"rope": {"mscale": 1.0, "mscale_all_dim": 1.0}}}
 ROPES: Table = {
     "rope default": {
         "model.rope.theta": Change(77.0, frequencies(77.0)),
@@ -95,6 +108,13 @@ ROPES: Table = {
         "model.rope.theta": Change(77.0, frequencies(77.0, 8.0)),
         "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4, 8.0, size=4)),
         "model.rope.factor": Change(16.0, frequencies(1e4, 16.0)),
+    },
+    # The model's 16 tokens are twice the original 8.
+    "rope dynamic": {
+        "model.rope.theta": Change(77.0, frequencies(77.0 * 3 ** (8 / 6))),
+        "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4 * 3 ** (4 / 2), size=4)),
+        "model.rope.factor": Change(16.0, frequencies(1e4 * 17 ** (8 / 6))),
+        "model.rope.original_max_position_embeddings": Change(4, frequencies(1e4 * 7 ** (8 / 6))),
     },
     "rope llama3": {
         "model.rope.theta": Change(77.0, llama3(theta=77.0)),
@@ -112,6 +132,9 @@ ROPES: Table = {
         "model.rope.beta_fast": Change(4.0, Constant(1.0, 1 / 2, 1 / 4, 1 / 8)),
         "model.rope.beta_slow": Change(2.0, Constant(1.0, 1 / 2, 1 / 4, 0.75 / 8)),
         "model.rope.attention_factor": Change(2.0, Constant(2.0)),
+        "model.rope.mscale": Change(2.0, _yarn_amplitude(2.0, 1.0), also=MSCALES),
+        "model.rope.mscale_all_dim": Change(2.0, _yarn_amplitude(1.0, 2.0), also=MSCALES),
+        "model.rope.truncate": Change(False, untruncated_yarn()),
         "model.rope.original_max_position_embeddings": Change(512, Constant(1.0, 1 / 2, 1 / 4, 1 / 8)),
     },
     "rope longrope": {
@@ -161,9 +184,44 @@ TABLE: Table = {
     },
     "mpt": {"model.alibi_bias_max": Change(4.0, Constant(1 / 2, 1 / 4, 1 / 8, 1 / 16))},
     "olmo2": {"model.rope": SCALED_ROPE},
+    "olmo3": {
+        "model.rope": SCALED_ROPE,
+        "model.local_rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.sliding_window_pattern": Change(1, Program(loses="dense<4096>")),
+    },
+    "granite": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.mlp_bias": LLAMA["model.mlp_bias"],
+        "model.embedding_multiplier": Change(3.0, Constant(3.0)),
+        "model.attention_multiplier": Change(0.3, Constant(0.3)),
+        "model.residual_multiplier": Change(0.7, Constant(0.7)),
+        "model.logits_scaling": Change(5.0, Constant(1 / 5)),
+        "model.attention_dropout": Change(0.5, RANDOM_BITS),
+    },
+    "smollm3": {
+        "model.rope": SCALED_ROPE,
+        "model.no_rope_layer_interval": Change(1, Program(loses="stablehlo.cosine")),
+        "model.sliding_window": WINDOW,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.mlp_bias": LLAMA["model.mlp_bias"],
+    },
+    "glm4": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": Change(False, Shapes({r"^model.*q_proj\.bias": None})),
+    },
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
     "qwen2": LATE_WINDOW,
     "qwen3": {**LATE_WINDOW, "model.attention_bias": LLAMA["model.attention_bias"]},
+    "qwen2_moe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (2, 40, 32)})),
+        "model.norm_topk_prob": Change(True, Program(gains=r"stablehlo.divide")),
+    },
     "qwen3_moe": {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,

@@ -35,10 +35,21 @@ MODELS: dict[str, Tree] = {
     "gpt_neox": {"type": "gpt_neox", **LLAMA},
     "mpt": {"type": "mpt", **LLAMA},
     "olmo2": {"type": "olmo2", **LLAMA},
+    "olmo3": {"type": "olmo3", **LLAMA, "sliding_window_pattern": 2},
+    "granite": {"type": "granite", **LLAMA},
+    "smollm3": {"type": "smollm3", **LLAMA, "no_rope_layer_interval": 2},
+    "glm4": {"type": "glm4", **LLAMA, "head_dim": 8},
     "phi3": {"type": "phi3", **LLAMA},
     "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
     "mixtral": {"type": "mixtral", **LLAMA, "num_experts": 4, "num_experts_per_token": 1},
     "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "qwen2_moe": {
+        "type": "qwen2_moe",
+        **LLAMA,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "shared_expert_intermediate_dim": 24,
+    },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
@@ -48,6 +59,7 @@ TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis
 ROPES: dict[str, Tree] = {
     "default": {},
     "linear": {},
+    "dynamic": {"original_max_position_embeddings": 8},
     "llama3": {"original_max_position_embeddings": 8},
     "yarn": {"theta": 16.0, "beta_fast": 8.0, "original_max_position_embeddings": 256},
     "longrope": {

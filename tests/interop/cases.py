@@ -25,6 +25,8 @@ LLAMA = {
 GPT2 = {"vocab_size": VOCAB, "n_positions": SEQ_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+YARN = {"rope_type": "yarn", **STRETCHED}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCHED}
 
 LONGROPE = {
@@ -40,6 +42,16 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+OLMO3_ROPES = {
+    "full_attention": {**YARN, "attention_factor": 1.1, "beta_fast": 16.0, "beta_slow": 1.0, "truncate": True},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
@@ -49,11 +61,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 64}),
     "gpt2-gelu": ("gpt2", {"activation_function": "gelu"}),
     "gpt2-relu": ("gpt2", {"activation_function": "relu", "layer_norm_epsilon": 1e-3}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "quick_gelu"}),
+    "gpt2-narrow": ("gpt2", {"n_inner": 50, "activation_function": "relu2"}),
     "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-own-heads": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 16}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "hidden_act": "relu2"}),
     "mistral": ("mistral", {"sliding_window": 7, "head_dim": 12}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"}),
     "qwen2": (
@@ -61,7 +76,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "num_hidden_layers": 3},
     ),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2-yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", **STRETCHED}, "max_position_embeddings": 64}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN, "max_position_embeddings": 64}),
+    "qwen2-yarn-mscale": (
+        "qwen2",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 2.0, "truncate": False}},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-windows": (
         "qwen3",
@@ -83,7 +102,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "olmo3": (
+        "olmo3",
+        {"num_hidden_layers": 6, "sliding_window": 5, "rope_parameters": OLMO3_ROPES},
+    ),
+    "olmo3-every-other": (
+        "olmo3",
+        {"num_hidden_layers": 5, "sliding_window": 5, "layer_types": ALTERNATING, "head_dim": 12},
+    ),
+    "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "granite-tied": ("granite", {**GRANITE, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 6, "attention_bias": True}),
+    "smollm3-windows": (
+        "smollm3",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "smollm3-all-rotated": ("smollm3", {"no_rope_layers": [1, 1], "head_dim": 12}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen2_moe-shares": (
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 56, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "glm4": ("glm4", {"head_dim": 12}),
+    "glm4-all-rotated": (
+        "glm4",
+        {"head_dim": 16, "attention_bias": False, "rope_parameters": {**LLAMA3, "partial_rotary_factor": 1.0}},
+    ),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_neox-odd": ("gpt_neox", {"rotary_pct": 0.4, "hidden_act": "gelu_fast"}),
     "gpt_neox-one-after-the-other": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
     "mpt": ("mpt", {"n_heads": 6, "d_model": 48}),
     "mpt-eps": ("mpt", {"layer_norm_epsilon": 1e-3}),

@@ -373,6 +373,137 @@ def _mpt(attention: Json, **more: Any) -> Json:
     }
 
 
+def _granite(hidden: int, mlp: int, attention: float, logits: float, **more: Any) -> Json:
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.1,
+        "attention_multiplier": attention,
+        "bos_token_id": 0,
+        "embedding_multiplier": 12.0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "logits_scaling": logits,
+        "max_position_embeddings": 4096,
+        "mlp_bias": False,
+        "model_type": "granite",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.46.0.dev0",
+        "use_cache": True,
+        "vocab_size": 49155,
+        **more,
+    }
+
+
+def _smollm3(**more: Any) -> Json:
+    return {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 128012,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "pad_token_id": 128004,
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0.dev0",
+        "use_cache": False,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+        **more,
+    }
+
+
+def _qwen2_moe(**more: Any) -> Json:
+    return {
+        **_qwen2(2048, 5632, 24, 16, 16, tied=False),
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "max_position_embeddings": 8192,
+        "max_window_layers": 21,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        **more,
+    }
+
+
+_OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+    "transformers_version": "4.57.1",
+    "vocab_size": 100278,
+}
+_GLM4 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.0.dev0",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
 _LONG_FACTORS = [1.0 + 0.5 * i for i in range(48)]  # as many as published, one per pair of features; other values
 _PHI4_MINI = {
     "_name_or_path": "Phi-4-mini-instruct",
@@ -481,6 +612,11 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         6_061_035_520,
         (),
     ),
+    "vicuna-dynamic": (
+        _llama(4096, 11008, 32, 32, 32, 4096, 32000, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        6_738_415_616,
+        (),
+    ),
     "R1-Distill-Llama-8B": (
         _llama(
             *(4096, 14336, 32, 32, 8, 131072, 128256),
@@ -556,6 +692,16 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         7_615_616_512,
         (),
     ),
+    "Qwen2.5-7B-half-of-mscale": (
+        _qwen2(
+            *(3584, 18944, 28, 28, 4),
+            tied=False,
+            rope_scaling={"factor": 4.0, "mscale": 0.7, "original_max_position_embeddings": 32768, "type": "yarn"},
+            vocab_size=152064,
+        ),
+        7_615_616_512,
+        ("rope_scaling.mscale",),
+    ),
     "R1-Distill-Qwen-1.5B": (
         _qwen2(1536, 8960, 28, 12, 2, tied=False, **_R1, max_window_layers=21, sliding_window=4096, rope_theta=10000),
         1_777_088_000,
@@ -624,6 +770,12 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         (),
     ),
     "OLMo-2-7B": (_olmo2(4096, 11008, 32, 32, 32), 7_298_617_344, ()),
+    "OLMo-3-7B": (_olmo2(4096, 11008, 32, 32, 32, **_OLMO3), 7_298_011_136, ()),
+    "granite-3.0-8b": (_granite(4096, 12800, 0.0078125, 16.0), 8_170_848_256, ()),
+    "granite-3.0-2b": (_granite(2048, 8192, 0.015625, 8.0), 2_533_531_648, ()),
+    "SmolLM3-3B": (_smollm3(), 3_075_098_624, ("max_window_layers",)),
+    "Qwen1.5-MoE-A2.7B": (_qwen2_moe(), 14_315_784_192, ()),
+    "GLM-4-9B-0414": (_GLM4, 9_400_279_040, ()),
     "gpt2": (_gpt2(768, 12, 12), 124_439_808, ()),
     "distilgpt2": (
         _gpt2(768, 6, 12, _num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}),
@@ -673,10 +825,6 @@ REFUSED: dict[str, tuple[Json, str]] = {
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, quantization_config={"bits": 4, "quant_method": "gptq"}),
         "quantization_config: .*it stores or computes the weights in another form",
     ),
-    "vicuna-dynamic": (
-        _llama(4096, 11008, 32, 32, 32, 4096, 32000, rope_scaling={"type": "dynamic", "factor": 2.0}),
-        "rope_scaling: unknown type 'dynamic'",
-    ),
     "Qwen2-VL-text": (
         _qwen2(1536, 8960, 28, 12, 2, tied=True, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}),
         "rope_scaling: unknown type 'mrope'",
@@ -692,6 +840,30 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "an-encoder": (
         _mistral(is_causal=False),
         "is_causal: False given, .*these models always have it on",
+    ),
+    "DeepSeek-V3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
+        r"model_type 'deepseek_v3' is not supported: .*\(MLA\).*Supported: .*llama",
+    ),
+    "DeepSeek-V2-Lite": (
+        {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 512},
+        r"model_type 'deepseek_v2' is not supported: .*\(MLA\)",
+    ),
+    "Llama-4-Scout": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": {}},
+        "model_type 'llama4' is not supported: its attention is chunked",
+    ),
+    "gemma-3n-E2B": (
+        {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": {}},
+        r"model_type 'gemma3n' is not supported: .*\(AltUp\)",
+    ),
+    "SmolLM3-irregular": (
+        _smollm3(no_rope_layers=[1, 0, 0] * 12),
+        r"no_rope_layers: .* given; .* expected, with a 0 for the last of every 2 layers",
+    ),
+    "Qwen2-57B-windows": (
+        _qwen2_moe(use_sliding_window=True),
+        "use_sliding_window: only full attention is supported for this family",
     ),
     "gemma-3-4b": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},

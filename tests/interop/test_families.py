@@ -27,7 +27,7 @@ from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
-from tests.interop.cases import CASES, FIRST, VOCAB, inputs_of, logits_of, reference, tokens
+from tests.interop.cases import CASES, FIRST, SEQ_LEN, VOCAB, inputs_of, logits_of, reference, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -103,6 +103,48 @@ def test_gemma3_does_not_cap_attention_scores(tmp_path):
         ConfigError, match=r"cannot represent this model:\n  model\.attn_soft_cap: 0\.1 would become None"
     ):
         save_folder(tmp_path / "x", model, capped, one_device(), dtype=np.float32, files={}, special_ids={})
+
+
+def test_mpt_has_four_times_the_width_whatever_the_ratio(tmp_path):
+    """transformers does not read the ratio either."""
+    reference("mpt").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"expansion_ratio": 3}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens())).logits.numpy()
+    opened, model = imported(tmp_path)
+    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    assert "expansion_ratio: 3: transformers always uses 4" in "".join(opened.notes)
+    (tmp_path / "config.json").write_text(json.dumps(content | {"expansion_ratio": 2.5}))
+    assert open_folder(tmp_path).config == opened.config
+
+
+def test_a_tied_gpt2_with_another_head_is_computed_as_in_transformers(tmp_path):
+    reference("gpt2-untied").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens())).logits.numpy()
+    opened, model = imported(tmp_path)
+    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    assert "lm_head.weight differs from the token embedding" in "".join(opened.notes)
+
+
+def test_dynamic_rope_beyond_the_imported_length(tmp_path):
+    """A text of exactly `seq_len` tokens gets the logits that transformers computes for it."""
+    reference("llama-dynamic").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": SEQ_LEN // 3}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens())).logits.numpy()
+    config = dataclasses.replace(open_folder(tmp_path).config, seq_len=SEQ_LEN)
+    model = load_model(tmp_path, abstract(config), config, one_device())
+    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"model\.rope: Dynamic.* would become Dynamic"):
+        save_folder(tmp_path / "x", model, config, one_device(), dtype=np.float32, files={}, special_ids={})
 
 
 @eqx.filter_jit

@@ -77,6 +77,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"model": {"type": "gpt2", "use_bias": False, "upcast_attn": True}},
         [],
     ),
+    "biases": (
+        {"model": {"type": "llama", "use_bias": True}},
+        {"model": {"type": "llama", "attention_bias": True, "mlp_bias": True}},
+        ["model.use_bias is read as attention_bias and mlp_bias; RMSNorms have no biases"],
+    ),
     "weights of the reference": (
         {"model": {"reference_checkpoint": "a/b"}, "initialize_from_hf": True},
         {"initialize_from_hf": "a/b"},

@@ -3,18 +3,25 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import all_families
-from jaxlm.interop.hf.folder import open_folder
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.unread_keys import SILENT
 from jaxlm.models.base import vocab_axis
+from tests.engine.helpers import one_device
+from tests.interop.cases import inputs_of, logits_of
 from tests.interop.published import OPENED, REFUSED
+from tests.interop.scaled_down import scaled_down
 
 # Attributes of transformers' classes that are no keys of config.json.
 NOT_READ = {"gemma3_text": {"default_theta"}, "gemma2": {"default_theta"}}
+
+# The older name of longrope: an error in transformers 5, but see `test_the_older_name_of_longrope_means_the_same`.
+NOT_OPENED_BY_TRANSFORMERS = {"Phi-3-mini-128k-older"}
 
 
 def folder_of(path, content):
@@ -32,6 +39,29 @@ def test_a_published_config_opens(name, tmp_path):
     for key in noted:
         assert f"{key}: " in "".join(opened.notes), opened.notes
     assert bool(opened.notes) == bool(noted), opened.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OPENED.keys() - NOT_OPENED_BY_TRANSFORMERS))
+def test_logits_of_a_scaled_down_published_model(name, tmp_path):
+    """Random weights; transformers and jaxlm read the same config.json."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    content = scaled_down(OPENED[name][0])
+    config = transformers.AutoConfig.from_pretrained(folder_of(tmp_path, content), trust_remote_code=False)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor(np.random.default_rng(1).integers(0, content["vocab_size"], size=(2, 48)))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        expected = theirs(ids).logits.numpy()
+    theirs.save_pretrained(tmp_path)
+    opened = open_folder(folder_of(tmp_path, content))
+    build = lambda key: opened.config.build(vocab_axis(opened.vocab_size), key=key)  # noqa: E731
+    model = load_model(tmp_path, jax.eval_shape(build, jax.random.key(0)), opened.config, one_device())
+    np.testing.assert_allclose(logits_of(model, inputs_of(ids.numpy())), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_older_name_of_longrope_means_the_same(tmp_path):

@@ -16,7 +16,7 @@ from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.loss import next_token_sums
-from jaxlm.models.rope import DefaultRotary, Llama3Rotary
+from jaxlm.models.rope import DefaultRotary, DynamicRotary, Llama3Rotary, YarnRotary
 
 
 def num_parameters(config, vocab):
@@ -145,10 +145,19 @@ def test_llama_initialization():
         (LlamaConfig(num_kv_heads=64), r"model\.num_kv_heads: 64 given"),
         (LlamaConfig(hidden_dim=96), r"model\.num_heads: 32 .* 3 features .* even"),
         (Gpt2Config(num_layers=0), r"model\.num_layers: 0 given, an integer of 1 or more"),
-        (Gpt2Config(activation_function="swish"), r"model\.activation_function: 'swish' .* gelu, gelu_new, relu, silu"),
+        (
+            Gpt2Config(activation_function="swish"),
+            r"model\.activation_function: 'swish' .* gelu, gelu_fast, gelu_new, quick_gelu, relu, relu2, silu",
+        ),
         (Gpt2Config(attn_pdrop=1.0), r"model\.attn_pdrop: 1\.0 given"),
         (LlamaConfig(rope=DefaultRotary(theta=0)), r"model\.rope\.theta: 0 given"),
         (LlamaConfig(rope=Llama3Rotary(high_freq_factor=1.0)), r"model\.rope\.high_freq_factor: 1\.0 given"),
+        (LlamaConfig(rope=YarnRotary(theta=1.0)), r"model\.rope\.theta: 1\.0 given, but yarn"),
+        (LlamaConfig(rope=YarnRotary(mscale=0.7)), r"model\.rope\.mscale: 0\.7 given .* both expected, or none"),
+        (
+            LlamaConfig(hidden_dim=64, rope=DynamicRotary()),
+            r"model\.rope\.type: dynamic given, which needs more than 2 rotated features",
+        ),
         (LlamaConfig(rope=Llama3Rotary(factor=0)), r"model\.rope\.factor: 0 given"),
     ],
 )

@@ -16,6 +16,7 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.moe import Experts, Grouping, RouterStats, num_active
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
@@ -81,10 +82,10 @@ def alone():
     return trained(one_device())
 
 
-def trained(where):
+def trained(where, model=CONFIG):
     # Epsilon is above the gradients' rounding errors, which must not cause full-size steps.
     adam = AdamConfig(learning_rate=1e-2, warmup=0, epsilon=1e-4)
-    run = TinyRun(where, phase(optimizer=adam), model=CONFIG)
+    run = TinyRun(where, phase(optimizer=adam), model=model)
     metrics = [run.step(arrays(step)) for step in range(3)]
     return metrics, [(path, np.asarray(leaf.array)) for path, leaf in tree.leaves(run.state.model)]
 
@@ -99,6 +100,23 @@ def test_training_on_eight_devices_equals_training_on_one(alone, name):
         assert step["train/router/max_load"] == pytest.approx(reference["train/router/max_load"], rel=1e-6)
         added = 0.1 * step["train/router/balance_loss"] + 0.01 * step["train/router/z_loss"]
         assert step["train/objective"] == pytest.approx(step["train/loss"] + added, rel=1e-5)
+    for (path, ours), (_, theirs) in zip(parameters, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_shared_expert_trains_the_same_on_eight_devices():
+    sizes = {name: getattr(CONFIG, name) for name in ("seq_len", "hidden_dim", "intermediate_dim", "num_layers")}
+    model = Qwen2MoeConfig(
+        **sizes, num_heads=4, num_experts=8, shared_expert_intermediate_dim=48, initializer_range=0.2
+    )
+    expected, wanted = trained(one_device(), model)
+    axes = {**AXES, "experts": 8, "shared_mlp": 48}
+    mappings = AxisMappings("batch", ("embed",), ("mlp", "shared_mlp", "heads"), {}, {})
+    metrics, parameters = trained(make_layout(mesh_shape(8, model=2), mappings, axes), model)
+    for step, reference in zip(metrics, expected, strict=True):
+        assert step["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5)
+    assert any("shared_expert.gate" in path for path, _ in parameters)
     for (path, ours), (_, theirs) in zip(parameters, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=path)
 
@@ -139,6 +157,17 @@ def test_flops_count_only_the_chosen_experts():
     assert config.flops_per_token(32000).palm == 6 * matrices + 12 * 32 * 4096 * 4096
     more = dataclasses.replace(config, num_experts=16).flops_per_token(32000).palm
     assert more - config.flops_per_token(32000).palm == 6 * 32 * 8 * 4096  # only the routers grow
+
+
+def test_flops_count_the_shared_expert():
+    """Qwen1.5 MoE: 14.3e9 parameters, of which 2.7e9 are active per token (its model card)."""
+    config = Qwen2MoeConfig()
+    model = jax.eval_shape(lambda: config.build(vocab_axis(151936), key=jax.random.key(0)))
+    assert tree.num_parameters(model) / 1e9 == pytest.approx(14.3, abs=0.05)
+    assert num_active(model) / 1e9 == pytest.approx(2.7, abs=0.05)
+    embedding, norms, biases = 151936 * 2048, 49 * 2048, 24 * 3 * 2048
+    matrices = num_active(model) - embedding - norms - biases
+    assert config.flops_per_token(151936).palm == 6 * matrices + 12 * 24 * 2048 * 8192
 
 
 BF16 = "p=f32,c=bfloat16"

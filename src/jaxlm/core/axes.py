@@ -21,6 +21,7 @@ CACHE_ROW = "cache_row"  # (batch row, KV head) pairs, for KV caches that flatte
 LAYERS = "layers"
 EMBED = "embed"
 MLP = "mlp"
+SHARED_MLP = "shared_mlp"  # features of the expert that all tokens share, in a model with others
 EXPERTS = "experts"
 ROUTES = "routes"  # all experts in the router's output; separate from EXPERTS, which may be sharded
 VOCAB = "vocab"

@@ -9,16 +9,32 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from jaxlm.core.tracing import CustomVjp
 
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    """Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2: the sigmoid approximation of GELU."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: jax.Array) -> jax.Array:
+    """So et al. 2021 (arXiv:2109.08668), section 3.2."""
+    return jnp.square(jax.nn.relu(x))
+
+
+_tanh_gelu = functools.partial(jax.nn.gelu, approximate=True)
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_new": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "quick_gelu": _quick_gelu,
+    "relu2": _squared_relu,
 }
-"""Activation functions by their names in Hugging Face configs."""
+"""Activation functions by their names in Hugging Face configs. `gelu_fast` is its authors' name for `gelu_new`."""
 
 
 def _saving_only_inputs(definition: Callable[..., jax.Array]) -> CustomVjp:

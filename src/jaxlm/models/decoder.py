@@ -4,6 +4,7 @@ Each family is a config that assembles its own blocks. The model class is the sa
 """
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,6 +39,7 @@ class DecoderBlock(eqx.Module):
         attn_norm, mlp_norm: applied to the input. None applies no norm.
         attn_post_norm, mlp_post_norm: applied to the output before it is added to x. None applies no norm.
         parallel: attention and MLP read the same x, and both outputs are added to it.
+        residual_scale: factor of both outputs.
     """
 
     attn_norm: Norm | None
@@ -47,6 +49,7 @@ class DecoderBlock(eqx.Module):
     attn_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     parallel: bool = eqx.field(static=True, default=False)
+    residual_scale: float = eqx.field(static=True, default=1.0)
 
     @staticmethod
     def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
@@ -61,16 +64,19 @@ class DecoderBlock(eqx.Module):
         index: NamedArray,
         key: jax.Array | None,
     ) -> tuple[NamedArray, ForCache, None]:
-        del index, key  # layers differ only in their context, and there is no dropout
-        attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache)
-        attended = _apply_norm(self.attn_post_norm, attended)
+        del index  # layers differ only in their context
+        attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache, key=key)
+        attended = self._scaled(_apply_norm(self.attn_post_norm, attended))
         if self.parallel:
             return x + attended + self._feed_forward(x), new, None
         x = x + attended
         return x + self._feed_forward(x), new, None
 
     def _feed_forward(self, x: NamedArray) -> NamedArray:
-        return _apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x)))
+        return self._scaled(_apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x))))
+
+    def _scaled(self, out: NamedArray) -> NamedArray:
+        return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
 def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
@@ -89,6 +95,7 @@ class TransformerConfig(ModelConfig):
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
     num_experts: PositiveInt = 0
     num_experts_per_token: PositiveInt = 1
+    shared_expert_intermediate_dim: PositiveInt = 0
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
 
@@ -141,11 +148,12 @@ class TransformerConfig(ModelConfig):
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """FLOPs per training token. Of the experts, only those that the token is routed to count."""
+        """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""
         head_size = self.HeadSize.size
         attention = 2 * self.hidden_dim * (self.num_heads + self.KVHeads.size) * head_size
-        mlp = self.num_experts_per_token * self.mlp_matrices * self.hidden_dim * self.Mlp.size
-        router = self.hidden_dim * self.num_experts
+        mlp_width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
+        mlp = self.mlp_matrices * self.hidden_dim * mlp_width
+        router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
         return FlopsPerToken.of(
             weights=self.num_layers * (attention + mlp + router) + vocab_size * self.hidden_dim,
             attention_dim=self.num_heads * head_size,
@@ -193,6 +201,7 @@ class Decoder(LanguageModel):
 
     Attributes:
         embed_scale: factor that embeddings are multiplied by before the first block.
+        final_scale: factor that the output of the final norm is multiplied by before the head.
         embed_norm: applied to the embeddings before the first block. None applies no norm.
     """
 
@@ -202,6 +211,7 @@ class Decoder(LanguageModel):
     config: DecoderConfig = eqx.field(static=True)
     embed_scale: float | None = eqx.field(static=True, default=None)
     embed_norm: Norm | None = None
+    final_scale: float | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(
@@ -211,6 +221,7 @@ class Decoder(LanguageModel):
         final_norm: Norm,
         key: jax.Array,
         embed_scale: float | None = None,
+        final_scale: float | None = None,
         logit_soft_cap: float | None = None,
     ) -> "Decoder":
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
@@ -219,7 +230,7 @@ class Decoder(LanguageModel):
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
         tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
         norm = rms_norm(config) if config.input_embedding_norm else None
-        return Decoder(tokens, body, head, config, embed_scale, norm, logit_soft_cap=logit_soft_cap)
+        return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, logit_soft_cap=logit_soft_cap)
 
     @property
     def Vocab(self) -> Axis:
@@ -236,7 +247,10 @@ class Decoder(LanguageModel):
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         x = _apply_norm(for_compute(self.embed_norm), x)
-        return self.body(x, inputs, cache, key, taps)
+        hidden = self.body(x, inputs, cache, key, taps)
+        if self.final_scale is None:
+            return hidden
+        return dataclasses.replace(hidden, final=hidden.final * self.final_scale)
 
     def lm_head(self) -> Weight:
         return for_compute(self.tokens if self.head is None else self.head).weight
@@ -258,9 +272,11 @@ def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_b
     return {**layers, "o_proj": out}
 
 
-def gated_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool = False) -> GatedMlp:
-    """Initializes a gated MLP. Takes three keys."""
-    std, Embed, Mlp_ = config.initializer_range, config.Embed, config.Mlp
+def gated_mlp(
+    config: DecoderConfig, keys: jax.Array, *, use_bias: bool = False, Features: Axis | None = None
+) -> GatedMlp:
+    """Initializes a gated MLP with hidden features `config.Mlp`, or others. Takes three keys."""
+    std, Embed, Mlp_ = config.initializer_range, config.Embed, config.Mlp if Features is None else Features
     return GatedMlp(
         gate_proj=Linear.init(Embed, Mlp_, std=std, use_bias=use_bias, key=keys[0]),
         up_proj=Linear.init(Embed, Mlp_, std=std, use_bias=use_bias, key=keys[1]),
@@ -279,10 +295,14 @@ def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
     )
 
 
-def pre_norm_block(config: DecoderConfig, attn: SelfAttention, mlp: Mlp | GatedMlp) -> DecoderBlock:
+def pre_norm_block(
+    config: DecoderConfig, attn: SelfAttention, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0
+) -> DecoderBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)); with `hybrid_norm`, another norm follows attention and MLP."""
     attn_post, mlp_post = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else (None, None)
-    return DecoderBlock(rms_norm(config), attn, rms_norm(config), mlp, attn_post, mlp_post)
+    return DecoderBlock(
+        rms_norm(config), attn, rms_norm(config), mlp, attn_post, mlp_post, residual_scale=residual_scale
+    )
 
 
 def rms_norm(config: DecoderConfig) -> RMSNorm:

@@ -1,8 +1,9 @@
 """Rotary position embeddings (RoPE).
 
 Source: Su et al. 2021 (arXiv:2104.09864), section 3.2.2. The two halves of a head are the real and imaginary parts, as
-in GPT-NeoX and Hugging Face checkpoints. Frequency scaling for long contexts is that of Llama 3.1 (Grattafiori et al.
-2024, arXiv:2407.21783, and `llama_models/llama3/reference_impl/model.py`).
+in GPT-NeoX and most Hugging Face checkpoints; in others (GLM) neighboring features are. Frequency
+scaling for long contexts is that of Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783, and
+`llama_models/llama3/reference_impl/model.py`).
 """
 
 import abc
@@ -20,24 +21,36 @@ from jaxlm.core.axes import HEAD_SIZE
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
 
-_HALF = "half_head_size"
+_HALF, _PAIR = "half_head_size", hax.Axis("pair_of_features", 2)
 
 
 class Rotation(eqx.Module):
-    """Cosines and sines of each token's angles, float32 {batch, position, half_head_size}."""
+    """Cosines and sines of each token's angles, float32 {batch, position, half_head_size}.
+
+    Attributes:
+        interleaved: rotate neighboring features, instead of pairs from the two halves of the rotated features.
+    """
 
     cos: NamedArray
     sin: NamedArray
+    interleaved: bool = eqx.field(static=True, default=False)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Rotates {..., head_size} vectors by their token's angles. Computes in float32; returns the dtype of `x`."""
         Half = hax.Axis(HEAD_SIZE, self.cos.axis_size(_HALF))
         num_unrotated = x.axis_size(HEAD_SIZE) - 2 * Half.size  # the last features, if the rotation is partial
-        parts = [Half, Half, *([hax.Axis(HEAD_SIZE, num_unrotated)] if num_unrotated else [])]
-        first, second, *rest = x.astype(jnp.float32).split(HEAD_SIZE, parts)
+        unrotated = [hax.Axis(HEAD_SIZE, num_unrotated)] if num_unrotated else []
+        if self.interleaved:
+            whole, *rest = x.astype(jnp.float32).split(HEAD_SIZE, [Half.resize(2 * Half.size), *unrotated])
+            first, second = whole.unflatten_axis(HEAD_SIZE, (Half, _PAIR)).unbind(_PAIR)
+        else:
+            first, second, *rest = x.astype(jnp.float32).split(HEAD_SIZE, [Half, Half, *unrotated])
         first, second = (a.rename({HEAD_SIZE: _HALF}) for a in (first, second))
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         rotated = [a.rename({_HALF: HEAD_SIZE}).rearrange((*x.axes[:-1], HEAD_SIZE)) for a in rotated]
+        if self.interleaved:
+            pairs = hax.stack(_PAIR, rotated).rearrange((*x.axes[:-1], HEAD_SIZE, _PAIR))
+            rotated = [pairs.flatten_axes((HEAD_SIZE, _PAIR), HEAD_SIZE)]
         return hax.concatenate(HEAD_SIZE, [*rotated, *rest]).astype(x.dtype)
 
 
@@ -72,23 +85,26 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
     def num_rotated(self, head_size: int) -> int:
         return int(head_size * self.partial_rotary_factor)
 
-    def rotation(self, positions: NamedArray, head_size: int, seq_len: int) -> Rotation:
+    def rotation(self, positions: NamedArray, head_size: int, seq_len: int, *, interleaved: bool = False) -> Rotation:
         """The rotation of tokens at `positions`, int {batch, position}, counted from the start of each document."""
         exact, amplitude = self.frequencies(self.num_rotated(head_size), seq_len)
         frequencies = jnp.asarray(exact, jnp.float32)
         radians = positions.array.astype(jnp.float32)[..., None] * frequencies
         angles = NamedArray(radians, (*positions.axes, hax.Axis(_HALF, frequencies.size)))
         cos, sin = hax.cos(angles), hax.sin(angles)
-        return Rotation(cos, sin) if amplitude == 1.0 else Rotation(cos * amplitude, sin * amplitude)
+        if amplitude != 1.0:
+            cos, sin = cos * amplitude, sin * amplitude
+        return Rotation(cos, sin, interleaved)
 
 
 def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
     """Raises `ConfigError` if the keys are invalid, alone or for heads of this size."""
     num_rotated = rope.num_rotated(head_size)
-    if num_rotated % 2 or not num_rotated:
+    if not 0 < 2 * _num_pairs(num_rotated) <= head_size:
         raise ConfigError(
             f"model.num_heads: {num_heads} heads have {head_size} features each, of which {num_rotated} are rotated;"
-            " rotary position embeddings need an even number. Change model.num_heads, model.hidden_dim, model.head_dim or"
+            " rotary position embeddings need an even number, or one more feature for the last pair. Change"
+            " model.num_heads, model.hidden_dim, model.head_dim or"
             " model.rope.partial_rotary_factor"
         )
     rope.check(num_rotated)
@@ -116,6 +132,34 @@ class LinearRotary(RotaryConfig):
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
         return _unscaled_frequencies(self.theta, size) / self.factor, 1.0
+
+
+@RotaryConfig.register_subclass("dynamic")
+@dataclass(frozen=True)
+class DynamicRotary(RotaryConfig):
+    """Dynamic NTK: a `model.seq_len` beyond the original context increases theta, so that low frequencies are stretched.
+
+    Source: u/emozilla 2023, "Dynamically Scaled RoPE", and transformers' `dynamic`, which uses the length of the text in
+    place of `model.seq_len`. Up to the original context, both scale nothing.
+
+    Attributes:
+        factor: how strongly theta grows with the length.
+        original_max_position_embeddings: context length before extension, in tokens.
+    """
+
+    factor: PositiveFloat = 2.0
+    original_max_position_embeddings: PositiveInt = 2048
+
+    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+        extension = max(seq_len / self.original_max_position_embeddings, 1.0)
+        growth = 1.0 + self.factor * (extension - 1.0)
+        return _unscaled_frequencies(self.theta * growth ** (size / (size - 2)), size), 1.0
+
+    def check(self, size: int) -> None:
+        if size <= 2:
+            raise ConfigError(
+                f"model.rope.type: dynamic given, which needs more than {size} rotated features in a head"
+            )
 
 
 @RotaryConfig.register_subclass("llama3")
@@ -162,7 +206,10 @@ class YarnRotary(RotaryConfig):
     Attributes:
         factor: context length after extension divided by the original context length.
         beta_fast, beta_slow: numbers of rotations within the original context.
-        attention_factor: factor that rotated vectors are multiplied by. Null means `0.1 * ln(factor) + 1`.
+        attention_factor: factor that rotated vectors are multiplied by. Null means `0.1 * ln(factor) + 1`, or, with
+            both `mscale` and `mscale_all_dim`, `(0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1)`.
+        mscale, mscale_all_dim: see `attention_factor`. Give both or none.
+        truncate: round the pairs between which frequencies are interpolated outwards, to whole numbers.
         original_max_position_embeddings: context length before extension, in tokens.
     """
 
@@ -170,21 +217,42 @@ class YarnRotary(RotaryConfig):
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     attention_factor: PositiveFloat | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    truncate: bool = True
     original_max_position_embeddings: PositiveInt = 32768
 
     def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
-
         def pair_with_rotations(num_rotations: float) -> float:
             inverse_frequency = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
             return size * math.log(inverse_frequency) / (2 * math.log(self.theta))
 
-        low, high = math.floor(pair_with_rotations(self.beta_fast)), math.ceil(pair_with_rotations(self.beta_slow))
+        low, high = pair_with_rotations(self.beta_fast), pair_with_rotations(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
-        ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+        ramp = np.clip((np.arange(_num_pairs(size)) - low) / (high - low or 0.001), 0.0, 1.0)
         unscaled = _unscaled_frequencies(self.theta, size)
-        amplitude = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-        amplitude = amplitude if self.attention_factor is None else self.attention_factor
-        return unscaled * (1 - ramp) + unscaled / self.factor * ramp, amplitude
+        return unscaled * (1 - ramp) + unscaled / self.factor * ramp, self._amplitude()
+
+    def check(self, size: int) -> None:
+        if self.theta == 1.0:
+            raise ConfigError("model.rope.theta: 1.0 given, but yarn needs another number: all frequencies would be 1")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ConfigError(
+                f"model.rope.mscale: {self.mscale} given with model.rope.mscale_all_dim: {self.mscale_all_dim}; both"
+                " expected, or none. Set model.rope.attention_factor to scale rotated vectors by a number"
+            )
+
+    def _amplitude(self) -> float:
+        def scaled(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return scaled(self.mscale) / scaled(self.mscale_all_dim)
+        return scaled(1.0)
 
 
 @RotaryConfig.register_subclass("longrope")
@@ -220,11 +288,16 @@ class LongRotary(RotaryConfig):
 
     def check(self, size: int) -> None:
         for name in ("short_factor", "long_factor"):
-            if len(getattr(self, name)) != size // 2:
+            if len(getattr(self, name)) != _num_pairs(size):
                 raise ConfigError(
-                    f"model.rope.{name}: {len(getattr(self, name))} factors given, {size // 2} expected (one per pair"
+                    f"model.rope.{name}: {len(getattr(self, name))} factors given, {_num_pairs(size)} expected (one per pair"
                     " of rotated features)"
                 )
+
+
+def _num_pairs(size: int) -> int:
+    """Pairs of `size` rotated features. The last pair of an odd number includes one more feature, as in transformers."""
+    return (size + 1) // 2
 
 
 def _unscaled_frequencies(theta: float, size: int) -> np.ndarray:

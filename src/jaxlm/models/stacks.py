@@ -69,10 +69,12 @@ class LayerKind:
     Attributes:
         rope: rotary position embedding of queries and keys; None for none.
         window: number of tokens that each token attends to, including itself; None means all previous tokens.
+        interleaved: rotate neighboring features, instead of pairs from the two halves of the rotated features.
     """
 
     rope: RotaryConfig | None = None
     window: int | None = None
+    interleaved: bool = False
 
 
 def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
@@ -82,6 +84,11 @@ def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
         for period in range(1, len(kinds) + 1)
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds))
     )
+
+
+def grouped_kinds(kind: LayerKind, last: LayerKind, every: int, num_layers: int) -> tuple[LayerKind, ...]:
+    """The kinds of layers that are grouped by `every`: `last` for the last layer of each group, else `kind`."""
+    return tuple(kind if (i + 1) % every else last for i in range(num_layers))
 
 
 def layer_contexts(
@@ -94,10 +101,14 @@ def layer_contexts(
 ) -> list[LayerContext]:
     """The context that the layers of each kind share in one forward pass."""
     rotations = {
-        rope: None if rope is None else rope.rotation(inputs.positions, HeadSize.size, seq_len)
-        for rope in dict.fromkeys(kind.rope for kind in kinds)
+        (rope, interleaved): None
+        if rope is None
+        else rope.rotation(inputs.positions, HeadSize.size, seq_len, interleaved=interleaved)
+        for rope, interleaved in dict.fromkeys((kind.rope, kind.interleaved) for kind in kinds)
     }
-    return [LayerContext(attention_mask, rotations[kind.rope], kind.window, backend) for kind in kinds]
+    return [
+        LayerContext(attention_mask, rotations[kind.rope, kind.interleaved], kind.window, backend) for kind in kinds
+    ]
 
 
 class Body(abc.ABC):

@@ -81,6 +81,8 @@ class Family:
         tensors: the table of weights for a model config.
         prefix: prefix of tensor names; files of a model without its head omit it.
         unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
+        respelled: fields of the model config that describe the same model in several ways, of which an imported config
+            has only one.
     """
 
     model_types: tuple[str, ...]
@@ -90,6 +92,18 @@ class Family:
     tensors: Callable[[Any], Sequence[Tensor]]
     prefix: str = "model."
     unused: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    respelled: tuple[str, ...] = ()
+
+
+_LATENT = "its attention is multi-head latent attention (MLA), with compressed keys and values"
+_LLAMA4 = "its attention is chunked, with scores that depend on the position, and its experts scale their inputs"
+_GEMMA3N = "it has embeddings for every layer, alternating updates (AltUp) and layers that share keys and values"
+_UNSUPPORTED = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
+}
+"""Why families that users ask for have no model here."""
 
 
 @functools.cache
@@ -118,6 +132,8 @@ def family_of_json(content: Mapping[str, Any], where: str) -> Family:
         if given in family.model_types:
             return family
     known = ", ".join(kind for family in all_families() for kind in family.model_types)
+    if isinstance(given, str) and given in _UNSUPPORTED:
+        raise ConfigError(f"{where}: model_type '{given}' is not supported: {_UNSUPPORTED[given]}. Supported: {known}")
     raise ConfigError(f"{where}: unknown model_type '{given}'. Known: {known}")
 
 
@@ -199,7 +215,7 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
     lost = [
         f"{f.name}: {getattr(config, f.name)} would become {getattr(restored, f.name)}"
         for f in dataclasses.fields(config)
-        if f.name not in _NOT_COMPARED and getattr(config, f.name) != getattr(restored, f.name)
+        if f.name not in (*_NOT_COMPARED, *family.respelled) and getattr(config, f.name) != getattr(restored, f.name)
     ]
     if lost:
         raise ConfigError(

@@ -97,7 +97,7 @@ def _lost_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> 
     if any(tensor.name in _HEADS for tensor in tensors):
         return []
     head = differing_head(tensors, source, prefix)
-    fix = "Set model.tie_word_embeddings: false; GPT-2's is always tied, and cannot be imported with another head"
+    fix = "Set model.tie_word_embeddings: false"
     return [] if head is None else [f"{head}: differs from the token embedding, but the model ties the two. {fix}"]
 
 

@@ -6,13 +6,22 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.rope import DefaultRotary, LinearRotary, Llama3Rotary, LongRotary, RotaryConfig, YarnRotary
+from jaxlm.models.rope import (
+    DefaultRotary,
+    DynamicRotary,
+    LinearRotary,
+    Llama3Rotary,
+    LongRotary,
+    RotaryConfig,
+    YarnRotary,
+)
 
 # Hugging Face names of activation functions -> names in jaxlm, if they differ or several mean the same.
-_SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+_SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 _TYPES: dict[str, type[RotaryConfig]] = {
     "default": DefaultRotary,
     "linear": LinearRotary,
+    "dynamic": DynamicRotary,
     "llama3": Llama3Rotary,
     "yarn": YarnRotary,
     "longrope": LongRotary,
@@ -20,10 +29,15 @@ _TYPES: dict[str, type[RotaryConfig]] = {
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 _REQUIRED = {
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
+
+_MSCALES = ("mscale", "mscale_all_dim")
+# Fields that transformers takes from the model's own keys.
+_NOT_WRITTEN = {"dynamic": ("original_max_position_embeddings",)}
 
 
 def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, str] | None = None) -> JsonKey:
@@ -148,7 +162,11 @@ def rope(
         text = (
             f"{partial_key}: {given['partial_rotary_factor']}: transformers rotates all features of this family's heads"
         )
-        return [text] if ignored(given) else []
+        alone = [
+            f"rope_scaling.{key}: {given[key]}: transformers reads it only with the other of {_MSCALES}"
+            for key in _unused_mscales(given)
+        ]
+        return [text, *alone] if ignored(given) else alone
 
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
@@ -157,6 +175,38 @@ def rope(
         return plain if factor == partial and partial_key == "partial_rotary_factor" else {**plain, partial_key: factor}
 
     return KeyGroup(keys, to_ours, to_theirs, notes)
+
+
+def layer_ropes(*, theta: float, local_theta: float, local_key: str) -> KeyGroup:
+    """Rotary position embeddings of global and local layers. Reads and writes `rope_parameters` by kind of layer; in older
+    files, `rope_scaling` is that of global layers alone.
+
+    Args:
+        theta, local_theta: defaults for keys that are missing.
+        local_key: name of the theta of local layers in older files.
+    """
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = theirs.get("rope_parameters") or {}
+        full = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
+        sliding = dict(given.get("sliding_attention") or {})
+        full.setdefault("rope_theta", theirs.get("rope_theta", theta))
+        sliding.setdefault("rope_theta", theirs.get(local_key, local_theta))
+        for rope in (full, sliding):
+            rope.setdefault("partial_rotary_factor", 1.0)
+        return {"rope": rope_from_json(full, theirs), "local_rope": rope_from_json(sliding, theirs)}
+
+    def to_theirs(config: Any) -> Json:
+        ropes = {"full_attention": rope_to_json(config.rope), "sliding_attention": rope_to_json(config.local_rope)}
+        return {"rope_parameters": ropes}
+
+    keys = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta", local_key))
+    return KeyGroup(tuple(keys), to_ours, to_theirs)
+
+
+def _unused_mscales(given: Mapping[str, Any]) -> list[str]:
+    """The keys of `_MSCALES` that are present although transformers does not read them, because one is missing or 0."""
+    return [key for key in _MSCALES if given.get(key) is not None and not all(map(given.get, _MSCALES))]
 
 
 def _rope_type(given: Mapping[str, Any]) -> str:
@@ -174,6 +224,8 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
     original = config.get("original_max_position_embeddings") if original is None else original
     if name == "yarn" and "factor" in rest and rest["factor"] is None and original is not None:
         rest["factor"] = config["max_position_embeddings"] / original
+    for key in _unused_mscales(given):
+        rest.pop(key)
     for key in _REQUIRED.get(name, ()):
         if rest.get(key) is None:
             raise ConfigError(f"rope_scaling.{key}: missing; type '{name}' requires it")
@@ -181,6 +233,8 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
         factor = rest.pop("factor", None)
         max_length = config["max_position_embeddings"]
         fields["max_position_embeddings"] = max_length if factor is None or original is None else int(factor * original)
+    if name == "dynamic":  # transformers scales from here, whatever else the file says
+        fields["original_max_position_embeddings"] = config["max_position_embeddings"]
     if name in ("yarn", "longrope", "llama3"):
         fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
     allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}
@@ -200,9 +254,10 @@ def rope_to_json(rope: RotaryConfig) -> Json:
     """Converts a rotary embedding config to `rope_parameters`, the inverse of `rope_from_json`."""
     fields = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
-    for key in ("partial_rotary_factor", "max_position_embeddings"):
+    name = _NAMES[type(rope)]
+    for key in ("partial_rotary_factor", "max_position_embeddings", *_NOT_WRITTEN.get(name, ())):
         fields.pop(key, None)
-    return {"rope_type": _NAMES[type(rope)], "rope_theta": fields.pop("theta"), **fields}
+    return {"rope_type": name, "rope_theta": fields.pop("theta"), **fields}
 
 
 def late_window(default_layers: int) -> KeyGroup:

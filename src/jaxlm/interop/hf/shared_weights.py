@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.interop.hf.weights import Tensor, single
+from jaxlm.interop.hf.weights import Tensor, fused, single
 
 BLOCK = "body.layers.stacked."
 """Path prefix of the parameters of all layers."""
@@ -42,13 +42,29 @@ def qk_norms(q: str = "head_size", k: str = "head_size") -> Iterator[Tensor]:
         yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", axes)
 
 
-def gated_mlp(*, use_bias: bool = False) -> Iterator[Tensor]:
-    """Gate, up and down projections."""
-    for name, out, into in (("gate_proj", "mlp", "embed"), ("up_proj", "mlp", "embed"), ("down_proj", "embed", "mlp")):
-        theirs, ours = f"model.layers.{{layer}}.mlp.{name}", f"{BLOCK}mlp.{name}"
-        yield single(f"{theirs}.weight", f"{ours}.weight", f"{out} | {into}")
+def gated_mlp(
+    *, use_bias: bool = False, theirs: str = "mlp", ours: str = "mlp", features: str = "mlp"
+) -> Iterator[Tensor]:
+    """Gate, up and down projections.
+
+    Args:
+        theirs, ours: names of the MLP in a block.
+        features: axis of its hidden features.
+    """
+    inwards = (("gate_proj", features, "embed"), ("up_proj", features, "embed"))
+    for name, out, into in (*inwards, ("down_proj", "embed", features)):
+        names = f"model.layers.{{layer}}.{theirs}.{name}", f"{BLOCK}{ours}.{name}"
+        yield single(f"{names[0]}.weight", f"{names[1]}.weight", f"{out} | {into}")
         if use_bias:
-            yield single(f"{theirs}.bias", f"{ours}.bias", out)
+            yield single(f"{names[0]}.bias", f"{names[1]}.bias", out)
+
+
+def fused_gated_mlp() -> Iterator[Tensor]:
+    """Gate and up projections as one matrix, and the down projection."""
+    layer = "model.layers.{layer}.mlp."
+    gate_up = {f"{BLOCK}mlp.{name}.weight": "mlp | embed" for name in ("gate_proj", "up_proj")}
+    yield fused(f"{layer}gate_up_proj.weight", gate_up)
+    yield single(f"{layer}down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
 
 
 def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:

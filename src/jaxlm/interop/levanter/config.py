@@ -60,6 +60,8 @@ _UNSUPPORTED = {
 _ATTENTION = {None: "auto", "default": "auto", "jax_flash": "blockwise", "nvte": "cudnn", "vanilla": "reference"}
 # The only supported value of these keys in model families that do not have them.
 _ALWAYS = {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": False, "tie_word_embeddings": False}
+_BIASES = ("attention_bias", "mlp_bias")
+"""What `use_bias` means in families that have both keys."""
 _NOTHING = (None, False, {}, [])
 
 
@@ -232,13 +234,18 @@ class _Translation:
         if isinstance(rope := model.get("rope"), dict):
             if rope.get("type", "default") == "default" and rope.get("factor") == 1:
                 del rope["factor"]
-            if rope.get("mscale") == 1:
+            if rope.get("mscale") == 1 and "mscale_all_dim" not in rope:
                 del rope["mscale"]
         self._fixed_keys(model)
 
     def _fixed_keys(self, model: dict[str, Any]) -> None:
         family = chosen_class(ModelConfig, model, LlamaConfig())
         known = {item.name for item in dataclasses.fields(family)} if family is not None else set(_ALWAYS)
+        if model.get("use_bias") is True and "use_bias" not in known and known.issuperset(_BIASES):
+            model.pop("use_bias")
+            for key in _BIASES:
+                self.put(f"model.{key}", True, "model.use_bias")
+            self.notes.append(f"model.use_bias is read as {' and '.join(_BIASES)}; RMSNorms have no biases")
         for key in sorted(model.keys() & (_ALWAYS.keys() - known)):
             given = model.pop(key)
             if given != _ALWAYS[key]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.gemma import GemmaConfig
+from jaxlm.models.decoders.gemma import GemmaConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.gemma import GemmaConfig, gemma_norm
+from jaxlm.models.decoders.gemma import GemmaConfig, gemma_norm
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 

@@ -1,4 +1,5 @@
-"""GPT-2: learned position embeddings, pre-LayerNorm blocks with biases, a head tied to the token embedding.
+"""GPT-2: learned position embeddings, pre-LayerNorm blocks with biases, a head that is usually tied to the token
+embedding.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3, and the code released
 with it (openai/gpt-2, `src/model.py`).
@@ -16,6 +17,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import HEAD_SIZE, MLP
 from jaxlm.core.errors import check_choice, check_divides
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt, check_fields
+from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
@@ -37,6 +39,7 @@ class Gpt2Config(TransformerConfig):
         num_layers: number of transformer blocks.
         num_heads: number of attention heads; must divide `hidden_dim`.
         mlp_scale: hidden width of the MLP as a multiple of `hidden_dim`.
+        intermediate_dim: hidden width of the MLP. Null means `mlp_scale * hidden_dim`.
         initializer_range: standard deviation of the normal initialization of the weights. Position embeddings use half
             of it (as in the released code); projections into the residual stream use
             `initializer_range / sqrt(2 * num_layers)`.
@@ -47,12 +50,14 @@ class Gpt2Config(TransformerConfig):
         scale_attn_by_inverse_layer_idx: divide the attention scores of layer i (counted from 0) by i + 1.
         upcast_attn: compute the attention matrix products in float32. Scores and softmax are float32 in any case.
         use_bias: add biases to linear layers and norms.
+        tie_word_embeddings: use the token embedding as the output head.
     """
 
     hidden_dim: PositiveInt = 768
     num_layers: PositiveInt = 12
     num_heads: PositiveInt = 12
     mlp_scale: PositiveInt = 4
+    intermediate_dim: PositiveInt | None = None
     initializer_range: NonNegativeFloat = 0.02
     layer_norm_epsilon: NonNegativeFloat = 1e-5
     activation_function: str = "gelu_new"
@@ -62,6 +67,7 @@ class Gpt2Config(TransformerConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     upcast_attn: bool = False
     use_bias: bool = True
+    tie_word_embeddings: bool = True
     mlp_matrices = 2
 
     @property
@@ -70,7 +76,8 @@ class Gpt2Config(TransformerConfig):
 
     @property
     def Mlp(self) -> Axis:
-        return Axis(MLP, self.hidden_dim * self.mlp_scale)
+        width = self.hidden_dim * self.mlp_scale if self.intermediate_dim is None else self.intermediate_dim
+        return Axis(MLP, width)
 
     def check(self) -> None:
         check_fields(self, "model")
@@ -85,7 +92,12 @@ class Gpt2Config(TransformerConfig):
         final_norm = LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=self.use_bias)
         body, std = self.transformer(final_norm, key=k_layers), self.initializer_range
         tokens = embedding(Vocab, self.Embed, std=std, key=k_tokens)
-        return Gpt2(tokens, embedding(self.Pos, self.Embed, std=std / 2, key=k_positions), body, self)
+        positions = embedding(self.Pos, self.Embed, std=std / 2, key=k_positions)
+        if self.tie_word_embeddings:
+            return Gpt2(tokens, positions, body, None, self)
+        # A key of its own, so that the other parameters are those of a model with a tied head.
+        head = Linear.init(self.Embed, Vocab, std=std, key=jax.random.fold_in(key, 1))
+        return Gpt2(tokens, positions, body, head, self)
 
 
 class Gpt2Block(eqx.Module):
@@ -140,11 +152,12 @@ class Gpt2Block(eqx.Module):
 
 
 class Gpt2(LanguageModel):
-    """Token and position embeddings and a stack of blocks. The head is the token embedding."""
+    """Token and position embeddings, a stack of blocks, and a head (None if it is tied to the token embedding)."""
 
     tokens: hnn.Embedding
     positions: hnn.Embedding
     body: Body
+    head: Linear | None
     config: Gpt2Config = eqx.field(static=True)
 
     @property
@@ -163,8 +176,8 @@ class Gpt2(LanguageModel):
         x = tokens(inputs.tokens) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
 
-    def lm_head(self) -> NamedArray:
-        return for_compute(self.tokens).weight
+    def lm_head(self) -> Weight:
+        return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]

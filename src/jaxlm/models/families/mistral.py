@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.pre_norm import PlainConfig
+from jaxlm.models.decoders.pre_norm import PlainConfig
 
 
 @ModelConfig.register_subclass("mistral")

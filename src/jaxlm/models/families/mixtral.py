@@ -10,7 +10,7 @@ import jax
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.families.moe_decoder import MoeConfig
+from jaxlm.models.decoders.moe_decoder import MoeConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 

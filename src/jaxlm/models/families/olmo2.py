@@ -39,15 +39,20 @@ class Olmo2Config(DecoderConfig):
         check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 7)
-        q_norm, k_norm = (
-            RMSNorm.init((axis, self.HeadSize), self.layer_norm_epsilon) for axis in (self.Heads, self.KVHeads)
-        )
-        maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
-        attn = SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
-        return DecoderBlock(
-            None, attn, None, gated_mlp(self, keys[4:]), attn_post_norm=rms_norm(self), mlp_post_norm=rms_norm(self)
-        )
+        return post_norm_block(self, key=key)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
+
+
+def post_norm_block(config: DecoderConfig, *, key: jax.Array) -> DecoderBlock:
+    """Initializes a block whose norms follow attention and MLP, with query and key norms over all heads jointly."""
+    keys = jax.random.split(key, 7)
+    q_norm, k_norm = (
+        RMSNorm.init((axis, config.HeadSize), config.layer_norm_epsilon) for axis in (config.Heads, config.KVHeads)
+    )
+    maps = projections(config, keys[:4], qkv_bias=False, out_bias=False)
+    attn = SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
+    return DecoderBlock(
+        None, attn, None, gated_mlp(config, keys[4:]), attn_post_norm=rms_norm(config), mlp_post_norm=rms_norm(config)
+    )

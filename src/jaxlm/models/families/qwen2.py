@@ -10,7 +10,7 @@ import jax
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.families.pre_norm import LateWindowConfig
+from jaxlm.models.decoders.pre_norm import LateWindowConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 

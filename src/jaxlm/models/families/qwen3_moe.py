@@ -9,7 +9,7 @@ import jax
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.moe_decoder import MoeConfig
+from jaxlm.models.decoders.moe_decoder import MoeConfig
 from jaxlm.models.families.qwen3 import normed_attention
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig

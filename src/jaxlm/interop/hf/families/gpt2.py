@@ -19,6 +19,8 @@ def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
         raise ConfigError("model.use_bias: false given, but GPT-2 in Hugging Face format always has biases")
     yield single("transformer.wte.weight", "tokens.weight", "vocab | embed")
     yield single("transformer.wpe.weight", "positions.weight", "position | embed")
+    if not config.tie_word_embeddings:
+        yield single("lm_head.weight", "head.weight", "vocab | embed")
     norms = {f"{_LAYER}ln_1": f"{BLOCK}attn_norm", f"{_LAYER}ln_2": f"{BLOCK}mlp_norm"}
     for theirs, ours in {"transformer.ln_f": "body.final_norm", **norms}.items():
         for part in ("weight", "bias"):
@@ -36,15 +38,15 @@ def _tensors(config: Gpt2Config) -> Iterator[Tensor]:
         yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
 
 
-def _scale_from_theirs(theirs: Mapping[str, Any]) -> Json:
-    width = theirs.get("n_inner")
-    if width is not None and width % theirs["n_embd"]:
-        raise ConfigError(f"n_inner: {width} given, a multiple of n_embd ({theirs['n_embd']}) expected")
-    return {"mlp_scale": 4 if width is None else width // theirs["n_embd"]}
+def _inner_to_ours(theirs: Mapping[str, Any]) -> Json:
+    width, embed = theirs.get("n_inner"), theirs["n_embd"]
+    if width is not None and width % embed:
+        return {"intermediate_dim": width}
+    return {"mlp_scale": 4 if width is None else width // embed}
 
 
 def _inner_to_theirs(config: Gpt2Config) -> Json:
-    return {"n_inner": None if config.mlp_scale == 4 else config.Mlp.size}
+    return {"n_inner": None if config.Mlp.size == 4 * config.hidden_dim else config.Mlp.size}
 
 
 FAMILY = Family(
@@ -56,7 +58,7 @@ FAMILY = Family(
         JsonKey("n_embd", "hidden_dim", 768),
         JsonKey("n_layer", "num_layers", 12),
         JsonKey("n_head", "num_heads", 12),
-        KeyGroup(("n_inner",), _scale_from_theirs, _inner_to_theirs),
+        KeyGroup(("n_inner",), _inner_to_ours, _inner_to_theirs),
         activation("activation_function", "gelu_new"),
         JsonKey("embd_pdrop", "embed_pdrop", 0.1),
         JsonKey("resid_pdrop", "resid_pdrop", 0.1),
@@ -66,10 +68,11 @@ FAMILY = Family(
         JsonKey("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
         JsonKey("reorder_and_upcast_attn", "upcast_attn", False),
         FixedKey("scale_attn_weights", True),
-        FixedKey("tie_word_embeddings", True),
+        JsonKey("tie_word_embeddings", "tie_word_embeddings", True),
         KeyGroup(("n_ctx", *(f"summary_{x}" for x in _SUMMARY)), lambda _: {}, lambda _: {}),
     ),
     tensors=lambda config: tuple(_tensors(config)),
     prefix="transformer.",
     unused=(r"attn\.(masked_)?bias$",),
+    respelled=("mlp_scale", "intermediate_dim"),
 )

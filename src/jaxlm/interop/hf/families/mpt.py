@@ -59,10 +59,12 @@ def _attention_notes(theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
-    ratio = theirs.get("expansion_ratio", _RATIO)
-    if ratio != _RATIO:  # transformers ignores the key and always uses 4
-        raise ConfigError(f"expansion_ratio: {ratio} given, which is not supported; {_RATIO} expected")
     return {"intermediate_dim": _RATIO * theirs["d_model"]}
+
+
+def _width_notes(theirs: Mapping[str, Any]) -> list[str]:
+    ratio = theirs.get("expansion_ratio", _RATIO)
+    return [] if ratio == _RATIO else [f"expansion_ratio: {ratio}: transformers always uses {_RATIO} for this family"]
 
 
 FAMILY = Family(
@@ -74,7 +76,7 @@ FAMILY = Family(
         JsonKey("d_model", "hidden_dim"),
         JsonKey("n_layers", "num_layers"),
         JsonKey("n_heads", "num_heads"),
-        KeyGroup(("expansion_ratio",), _width_to_ours, lambda _: {"expansion_ratio": _RATIO}),
+        KeyGroup(("expansion_ratio",), _width_to_ours, lambda _: {"expansion_ratio": _RATIO}, _width_notes),
         JsonKey("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
         JsonKey("initializer_range", "initializer_range", 0.02),
         JsonKey("tie_word_embeddings", "tie_word_embeddings", True),

@@ -1,7 +1,7 @@
 """OLMo 2: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey
-from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
 from jaxlm.interop.hf.shared_weights import attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo2 import Olmo2Config
 
@@ -12,6 +12,7 @@ FAMILY = Family(
     keys=(
         *size_keys(length=2048, eps_default=1e-5),
         kv_heads(),
+        head_dim(),
         rope(),
         activation("hidden_act", "silu"),
         FixedKey("attention_bias", False),

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, rope_to_json, size_keys
-from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, embeddings_and_head, pre_norms
+from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, embeddings_and_head, fused_gated_mlp, pre_norms
 from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.phi3 import Phi3Config
 
@@ -19,9 +19,7 @@ def _tensors(config: Phi3Config) -> Iterator[Tensor]:
     qkv = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in HEADS.items()}
     yield fused(f"{_LAYER}self_attn.qkv_proj.weight", qkv)
     yield single(f"{_LAYER}self_attn.o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
-    gate_up = {f"{BLOCK}mlp.{name}.weight": "mlp | embed" for name in ("gate_proj", "up_proj")}
-    yield fused(f"{_LAYER}mlp.gate_up_proj.weight", gate_up)
-    yield single(f"{_LAYER}mlp.down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+    yield from fused_gated_mlp()
 
 
 def _original_to_theirs(config: Any) -> Json:

@@ -4,28 +4,46 @@ import abc
 from dataclasses import dataclass
 
 import equinox as eqx
+import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import EXPERTS, ROUTES
+from jaxlm.core.axes import EMBED, EXPERTS, ROUTES, SHARED_MLP
 from jaxlm.core.errors import check_at_least
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
-from jaxlm.models.decoder import rms_norm
-from jaxlm.models.families.pre_norm import PreNormConfig, check_pre_norm
-from jaxlm.models.layers import ForCache, LayerCache, LayerContext, SelfAttention
+from jaxlm.core.matmul import dot
+from jaxlm.models.decoder import gated_mlp, rms_norm
+from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
+from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, SelfAttention
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts, RouterStats
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.stacks import LayerKind
 
 
+class SharedExpert(eqx.Module):
+    """An MLP that every token goes through, times sigmoid(gate . x).
+
+    Attributes:
+        gate: {embed}.
+    """
+
+    mlp: GatedMlp
+    gate: NamedArray
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        share = hax.nn.sigmoid(dot(x, self.gate, EMBED)).astype(x.dtype)
+        return self.mlp(x) * share
+
+
 class MoeBlock(eqx.Module):
-    """x + attention(norm(x)), then x + experts(norm(x))."""
+    """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens."""
 
     attn_norm: RMSNorm
     attn: SelfAttention
     mlp_norm: RMSNorm
     mlp: Experts
+    shared_expert: SharedExpert | None = None
 
     def __call__(
         self,
@@ -39,7 +57,10 @@ class MoeBlock(eqx.Module):
         del index, key
         attended, new = self.attn(self.attn_norm(x), context, layer_cache)
         x = x + attended
-        out, stats = self.mlp(self.mlp_norm(x), context.attention_mask.segment_ids)
+        normed = self.mlp_norm(x)
+        out, stats = self.mlp(normed, context.attention_mask.segment_ids)
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(normed)
         return x + out, new, stats
 
 
@@ -87,4 +108,11 @@ class MoeConfig(PreNormConfig):
             balance_weight=self.router_aux_loss_coef,
             z_weight=self.router_z_loss_coef,
         )
-        return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts)
+        shared = self._shared_expert(jax.random.fold_in(key, 1)) if self.shared_expert_intermediate_dim else None
+        return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts, shared)
+
+    def _shared_expert(self, key: jax.Array) -> SharedExpert:
+        keys = jax.random.split(key, 4)
+        gate = hax.random.normal(keys[3], self.Embed) * self.initializer_range
+        Features = Axis(SHARED_MLP, self.shared_expert_intermediate_dim)
+        return SharedExpert(gated_mlp(self, keys[:3], Features=Features), gate)

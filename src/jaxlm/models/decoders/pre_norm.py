@@ -58,6 +58,26 @@ class DenseConfig(PreNormConfig):
 
 
 @dataclass(frozen=True)
+class BiasedConfig(PreNormConfig):
+    """A family with one MLP per layer and optional biases.
+
+    Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
+        mlp_bias: add biases to the MLP projections.
+    """
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        return SelfAttention(**projections(self, keys, qkv_bias=self.attention_bias, out_bias=self.attention_bias))
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:], use_bias=self.mlp_bias))
+
+
+@dataclass(frozen=True)
 class UniformConfig(PreNormConfig):
     """A family whose layers are all of the same kind."""
 

@@ -12,7 +12,7 @@ from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_siz
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.models.stacks import LayerKind, grouped_kinds
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class GemmaConfig(DecoderConfig):
     def kinds(self) -> tuple[LayerKind, ...]:
         local_rope, global_rope = self.rotations
         local_kind, global_kind = LayerKind(local_rope, self.sliding_window), LayerKind(global_rope)
-        every = self.sliding_window_pattern
-        return tuple(global_kind if (i + 1) % every == 0 else local_kind for i in range(self.num_layers))
+        return grouped_kinds(local_kind, global_kind, self.sliding_window_pattern, self.num_layers)
 
     def check(self) -> None:
         check_sizes(self)

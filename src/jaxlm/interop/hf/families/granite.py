@@ -1,0 +1,32 @@
+"""Granite: config.json keys and weight names."""
+
+from jaxlm.interop.hf.family import Family, JsonKey
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.models.families.granite import GraniteConfig
+
+FAMILY = Family(
+    model_types=("granite",),
+    architecture="GraniteForCausalLM",
+    config=GraniteConfig,
+    keys=(
+        *size_keys(length=2048),
+        kv_heads(),
+        head_dim(),
+        rope(),
+        activation("hidden_act", "silu"),
+        JsonKey("attention_bias", "attention_bias", False),
+        JsonKey("mlp_bias", "mlp_bias", False),
+        JsonKey("embedding_multiplier", "embedding_multiplier", 1.0),
+        JsonKey("attention_multiplier", "attention_multiplier", 1.0),
+        JsonKey("residual_multiplier", "residual_multiplier", 1.0),
+        JsonKey("logits_scaling", "logits_scaling", 1.0),
+        JsonKey("attention_dropout", "attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *embeddings_and_head(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *gated_mlp(use_bias=config.mlp_bias),
+    ),
+)

@@ -1,0 +1,81 @@
+"""SmolLM3: config.json keys and weight names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.models.families.smollm3 import SmolLm3Config
+
+_EVERY = 4
+
+
+def _rotated(num_layers: int, every: int) -> list[int]:
+    """1 for layers with a rotary embedding, 0 for those without."""
+    return [int((i + 1) % every != 0) for i in range(num_layers)]
+
+
+def _layers_to_ours(theirs: Mapping[str, Any]) -> Json:
+    num_layers, given = theirs["num_hidden_layers"], theirs.get("no_rope_layers")
+    every = theirs.get("no_rope_layer_interval", _EVERY)
+    if given is not None:
+        every = given.index(0) + 1 if 0 in given else max(every, num_layers + 1)
+        if list(given) != _rotated(num_layers, every):
+            raise ConfigError(
+                f"no_rope_layers: {given} given; {_rotated(num_layers, every)} expected, with a 0 for the last of every"
+                f" {every} layers"
+            )
+    window = theirs.get("sliding_window") if theirs.get("use_sliding_window", False) else None
+    kinds = theirs.get("layer_types")
+    if kinds is not None and list(kinds) != _kinds(num_layers, every, window):
+        raise ConfigError(
+            f"layer_types: {kinds} given; {_kinds(num_layers, every, window)} expected for these no_rope_layers and"
+            " use_sliding_window"
+        )
+    return {"no_rope_layer_interval": every, "sliding_window": window}
+
+
+def _kinds(num_layers: int, every: int, window: int | None) -> list[str]:
+    return [
+        "full_attention" if window is None or rotated else "sliding_attention"
+        for rotated in _rotated(num_layers, every)
+    ]
+
+
+def _layers_to_theirs(config: SmolLm3Config) -> Json:
+    every, window = config.no_rope_layer_interval, config.sliding_window
+    return {
+        "no_rope_layer_interval": every,
+        "no_rope_layers": _rotated(config.num_layers, every),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": _kinds(config.num_layers, every, window),
+    }
+
+
+_LAYERS = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
+
+FAMILY = Family(
+    model_types=("smollm3",),
+    architecture="SmolLM3ForCausalLM",
+    config=SmolLm3Config,
+    keys=(
+        *size_keys(length=32768, tied=True),
+        kv_heads(),
+        head_dim(),
+        rope(2e6),
+        activation("hidden_act", "silu"),
+        KeyGroup(_LAYERS, _layers_to_ours, _layers_to_theirs),
+        JsonKey("attention_bias", "attention_bias", False),
+        JsonKey("mlp_bias", "mlp_bias", False),
+        FixedKey("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *embeddings_and_head(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *gated_mlp(use_bias=config.mlp_bias),
+    ),
+)

@@ -1,0 +1,52 @@
+"""GLM 4: Llama's blocks with norms before and after attention and MLP, and rotations of neighboring features.
+
+Source: GLM Team 2024 (arXiv:2406.12793), section 2, and the code of the 0414 models in transformers.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+from haliax import Axis
+
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections, rms_norm
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
+from jaxlm.models.stacks import LayerKind
+
+
+@ModelConfig.register_subclass("glm4")
+@dataclass(frozen=True)
+class Glm4Config(DecoderConfig):
+    """GLM 4. The defaults are GLM-4 9B 0414 with half its context length.
+
+    Attributes:
+        rope: rotary position embedding of queries and keys.
+        attention_bias: add biases to the query, key and value projections.
+    """
+
+    seq_len: PositiveInt = 16384
+    intermediate_dim: PositiveInt = 13696
+    num_layers: PositiveInt = 40
+    num_kv_heads: PositiveInt | None = 2
+    head_dim: PositiveInt | None = 128
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.5))
+    attention_bias: bool = True
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return (LayerKind(self.rope, interleaved=True),) * self.num_layers
+
+    def check(self) -> None:
+        check_sizes(self)
+        check_rope(self.rope, self.num_heads, self.HeadSize.size)
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        attn = SelfAttention(**projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=False))
+        norms = [rms_norm(self) for _ in range(4)]
+        return DecoderBlock(norms[0], attn, norms[1], gated_mlp(self, keys[4:]), norms[2], norms[3])
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
+        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)

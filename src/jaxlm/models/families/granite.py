@@ -1,0 +1,82 @@
+"""Granite: Llama's blocks with factors for embeddings, attention scores, residual additions and logits.
+
+Source: Granite Team 2024, "Granite 3.0 Language Models", section 2; the factors are those of Maximal Update
+Parametrization (Yang et al. 2022, arXiv:2203.03466).
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+from haliax import Axis
+
+from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import (
+    Decoder,
+    DecoderBlock,
+    DecoderConfig,
+    check_sizes,
+    gated_mlp,
+    pre_norm_block,
+    projections,
+    rms_norm,
+)
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
+from jaxlm.models.stacks import LayerKind
+
+
+@ModelConfig.register_subclass("granite")
+@dataclass(frozen=True)
+class GraniteConfig(DecoderConfig):
+    """Granite 3. The defaults are Granite 3.0 8B.
+
+    Attributes:
+        rope: rotary position embedding of queries and keys.
+        attention_bias: add biases to the query, key, value and output projections.
+        mlp_bias: add biases to the MLP projections.
+        embedding_multiplier: token embeddings are multiplied by this number.
+        attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
+        residual_multiplier: the outputs of attention and MLP are multiplied by this number before they are added.
+        logits_scaling: logits are divided by this number.
+        attention_dropout: dropout probability of the attention weights.
+    """
+
+    seq_len: PositiveInt = 4096
+    intermediate_dim: PositiveInt = 12800
+    num_layers: PositiveInt = 40
+    num_kv_heads: PositiveInt | None = 8
+    tie_word_embeddings: bool = True
+    rope: RotaryConfig = field(default_factory=DefaultRotary)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: PositiveFloat = 12.0
+    attention_multiplier: PositiveFloat = 0.0078125
+    residual_multiplier: PositiveFloat = 0.22
+    logits_scaling: PositiveFloat = 16.0
+    attention_dropout: BelowOne = 0.0
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return (LayerKind(self.rope),) * self.num_layers
+
+    def check(self) -> None:
+        check_sizes(self)
+        check_rope(self.rope, self.num_heads, self.HeadSize.size)
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        maps = projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias)
+        attn = SelfAttention(**maps, scale=self.attention_multiplier, dropout=self.attention_dropout)
+        mlp = gated_mlp(self, keys[4:], use_bias=self.mlp_bias)
+        return pre_norm_block(self, attn, mlp, residual_scale=self.residual_multiplier)
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
+        return Decoder.init(
+            self,
+            Vocab,
+            final_norm=rms_norm(self),
+            key=key,
+            embed_scale=self.embedding_multiplier,
+            final_scale=1 / self.logits_scaling,
+        )

@@ -1,0 +1,53 @@
+"""OLMo 3: OLMo 2's blocks with a sliding window in three of four layers, which long contexts do not rescale.
+
+Source: OLMo Team 2025, "OLMo 3", section 3.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+from haliax import Axis
+
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, rms_norm
+from jaxlm.models.families.olmo2 import post_norm_block
+from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
+from jaxlm.models.stacks import LayerKind, grouped_kinds
+
+
+@ModelConfig.register_subclass("olmo3")
+@dataclass(frozen=True)
+class Olmo3Config(DecoderConfig):
+    """OLMo 3. The defaults are OLMo 3 7B before its context was extended.
+
+    Attributes:
+        rope: rotary position embedding of global layers.
+        local_rope: rotary position embedding of local layers (those with a sliding window).
+        sliding_window: number of tokens that each token attends to in local layers, including itself.
+        sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
+            the others are local (sliding window).
+    """
+
+    seq_len: PositiveInt = 8192
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
+    local_rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
+    sliding_window: PositiveInt = 4096
+    sliding_window_pattern: PositiveInt = 4
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        local_kind, global_kind = LayerKind(self.local_rope, self.sliding_window), LayerKind(self.rope)
+        return grouped_kinds(local_kind, global_kind, self.sliding_window_pattern, self.num_layers)
+
+    def check(self) -> None:
+        check_sizes(self)
+        for rope in (self.rope, self.local_rope):
+            check_rope(rope, self.num_heads, self.HeadSize.size)
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        return post_norm_block(self, key=key)
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
+        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)

@@ -1,0 +1,45 @@
+"""Qwen2 MoE: Qwen2's attention with a mixture of experts in place of the MLP, and an expert that all tokens share.
+
+Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.2.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import projections
+from jaxlm.models.decoders.moe_decoder import MoeConfig
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+
+
+@ModelConfig.register_subclass("qwen2_moe")
+@dataclass(frozen=True)
+class Qwen2MoeConfig(MoeConfig):
+    """Qwen1.5 MoE and Qwen2 MoE. The defaults are Qwen1.5 MoE A2.7B.
+
+    Attributes:
+        shared_expert_intermediate_dim: width of the expert that all tokens share.
+        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
+    """
+
+    seq_len: PositiveInt = 8192
+    hidden_dim: PositiveInt = 2048
+    intermediate_dim: PositiveInt = 1408
+    num_layers: PositiveInt = 24
+    num_heads: PositiveInt = 16
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+    num_experts: PositiveInt = 60
+    num_experts_per_token: PositiveInt = 4
+    shared_expert_intermediate_dim: PositiveInt = 5632
+    norm_topk_prob: bool = False
+
+    @property
+    def normalizes_shares(self) -> bool:
+        return self.norm_topk_prob
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        return SelfAttention(**projections(self, keys, qkv_bias=True, out_bias=False))
