@@ -85,7 +85,8 @@ class Gpt2Config(TransformerConfig):
         final_norm = LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=self.use_bias)
         body, std = self.transformer(final_norm, key=k_layers), self.initializer_range
         tokens = embedding(Vocab, self.Embed, std=std, key=k_tokens)
-        return Gpt2(tokens, embedding(self.Pos, self.Embed, std=std / 2, key=k_positions), body, self)
+        positions = embedding(self.Pos, self.Embed, std=std / 2, key=k_positions)
+        return Gpt2(tokens, positions, body, self, vocab_multiple=self.vocab_multiple)
 
 
 class Gpt2Block(eqx.Module):
