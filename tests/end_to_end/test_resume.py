@@ -34,6 +34,7 @@ KRON = ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")
 OTHERS = {
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
     "kron, float32 router, fsdp 8": (8, (*KRON, *FLOAT32_ROUTER)),
+    "adam-mini, fsdp 8": (8, ("--optimizer.type", "adam-mini")),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
 PARALLELISM = {name: {1: "8", 8: "1"}[devices] for name, (devices, _) in SETTINGS.items()} | {"tp 2 x fsdp 4": "2"}
