@@ -161,7 +161,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             "shuffle": encode(self.shuffle),
             "enforce_bos": self.enforce_bos,
             "enforce_eos": self.enforce_eos,
-            **given(max_train_batches=self.max_train_batches, num_validation_sequences=self.num_validation_sequences),
+            **self._limits,
         }
 
     def load_tokenizer(self, log: Log) -> Tokenizer:
@@ -357,13 +357,15 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             for stage in weight_stages(self.train_weights, names):
                 block_counts(stage.weights, names, self.mixture_block_size)
 
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """The keys with a number of sequences by source that are set."""
+        return given(max_train_batches=self.max_train_batches, num_validation_sequences=self.num_validation_sequences)
+
     def _check_limits(self) -> None:
         """Raises `ConfigError` if a key with a number of sequences by source names a source that it cannot apply to."""
-        trained = {"max_train_batches": self._weighted_names(), "num_validation_sequences": self.train_source_names()}
-        for key, names in trained.items():
-            value = getattr(self, key)
-            if value is None:
-                continue
+        for key, value in self._limits.items():
+            names = self._weighted_names() if key == "max_train_batches" else self.train_source_names()
             if isinstance(value, int) == bool(self.configs):
                 expected = "a number of each source, such as {wiki: 100}" if self.configs else "a number such as 100"
                 raise ConfigError(f"data.{key}: {value} given, {expected} expected")
