@@ -10,6 +10,7 @@ import pytest
 from haliax import Axis
 from jax.sharding import PartitionSpec
 
+from jaxlm.core.matmul import Int8Weight
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.tracing import tracing
@@ -84,6 +85,17 @@ def test_losses_of_tokens_do_not_see_the_padding():
     np.testing.assert_allclose(evaluate(*arrays), expected, rtol=1e-5, atol=1e-6)
     with odd_layout(8).use():
         np.testing.assert_allclose(jax.jit(lambda x, w, y: token_losses(x, w, y).array)(*arrays), expected, rtol=1e-5)
+
+
+def test_an_int8_head_is_padded_with_its_scales():
+    x, w, y, _ = problem(8, 16, 32, ODD)
+    hidden, head, targets = named(jnp.asarray(x), jnp.asarray(w), jnp.asarray(y))
+    stored = Int8Weight.of(head, head.resolve_axis("embed"))
+    evaluate = lambda **options: jax.jit(lambda h: token_losses(hidden, h, targets, **options).array)(stored)  # noqa: E731
+    expected = evaluate()
+    np.testing.assert_allclose(evaluate(vocab_multiple=64), expected, rtol=1e-6)
+    with odd_layout(8).use():
+        np.testing.assert_allclose(evaluate(), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
