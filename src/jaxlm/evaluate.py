@@ -120,7 +120,7 @@ def data_with(trained: LoadedCheckpoint, options: Mapping[str, Any]) -> DataConf
     for name, reason in _NO_EFFECT.items():
         if name in options:
             raise ConfigError(f"command line: --{name} has no effect here: {reason}. Remove it")
-    if not any(source.has(VALIDATION) for source in data.sources()):
+    if not data.has_validation:
         raise ConfigError(
             "data.validation_urls: the run has no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
         )
@@ -170,9 +170,9 @@ def evaluate(
 def _groups(data_set: ValidationData) -> Provenance:
     """The groups by which a source's losses are summed: one with the source's name, or one for each URL."""
     source, cache = data_set.source, data_set.examples.cache
-    if not source.name:
+    if not source.name and data_set.split == VALIDATION:
         return source.provenance(VALIDATION, cache)
-    return Provenance((source.name,), np.array([cache.num_tokens], np.int64))
+    return Provenance((source.name or "held out",), np.array([cache.num_tokens], np.int64))
 
 
 def _print_results(

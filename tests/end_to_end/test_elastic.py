@@ -54,3 +54,29 @@ def test_resuming_on_eight_four_two_and_one_devices(workplace):
     assert len({batch for _, batch in found.values()}) > STEPS // 2
     worst = max(abs(found[step][0] / expected[step][0] - 1) for step in expected)
     assert worst < 1e-5
+
+
+VOCABULARY = ("--trainer.tensor_parallel_axes", "[vocab]", "--trainer.model_axis_size")
+
+
+@pytest.mark.slow
+def test_resuming_where_the_vocabulary_is_padded_differently(workplace):
+    """301 tokens are 304 on eight devices and 302 on two."""
+    reference, place = workplace(1), workplace()
+    options = ("--config_path", "run.yaml", "--data.vocab_size", "301", "--data.cache_dir", "cache")
+    reference.write()
+    result = reference.run(*options)
+    assert result.code == 0, result.err
+    place.write()
+    for devices, mesh, stop in ((8, "8", 9), (4, "2", 17)):
+        here, signal_options = replace(place, devices=devices), {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{stop}"}
+        result = here.run(*options, *VOCABULARY, mesh, module="tests.end_to_end.signaled", **signal_options)
+        assert result.code == 128 + signal.SIGTERM, result.err
+        assert "the 301 tokens of the vocabulary do not divide by the" in " ".join(result.out.split())
+    result = place.run(*options)
+    assert result.code == 0, result.err
+    expected, found = (
+        {step: float.fromhex(loss) for step, loss in each.losses().items()} for each in (reference, place)
+    )
+    assert sorted(found) == sorted(expected) == list(range(1, 25))
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-5

@@ -35,6 +35,7 @@ KRON = ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")
 OTHERS = {
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
     "kron, float32 router, tp 2 x fsdp 4": (8, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),
+    "adam-mini, fsdp 8": (8, ("--optimizer.type", "adam-mini")),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
 PARALLELISM = {name: "2" if "tp 2" in name else {1: "8", 8: "1"}[n] for name, (n, _) in SETTINGS.items()}
@@ -100,7 +101,7 @@ def test_killed_once(workplace, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(name, marks=pytest.mark.soak if name.endswith("one device") else ()) for name in OTHERS],
+    [pytest.param(name, marks=() if "tp 2" in name else pytest.mark.soak) for name in OTHERS],
 )
 def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupted, setting):
     check(workplace, uninterrupted, setting, seed=3, kills=1)

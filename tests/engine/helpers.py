@@ -94,12 +94,13 @@ class TinyRun:
     phase: Phase = field(default_factory=phase)
     precision: Precision = F32
     model: ModelConfig = MODEL
+    vocab: int = VOCAB
     refs: dict[str, LanguageModel] = field(default_factory=dict)
 
     def __post_init__(self):
-        key = (id(self.where), repr((self.phase, self.model)), self.precision)
+        key = (id(self.where), repr((self.phase, self.model, self.vocab)), self.precision)
         if key not in _PROGRAMS:
-            state_builder = StateBuilder(self.model, vocab_axis(VOCAB), 0, self.precision, (self.phase,))
+            state_builder = StateBuilder(self.model, vocab_axis(self.vocab), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, state_builder.abstract_state(self.phase))
             with self.where.use():
                 state = enter_phase(state_builder, self.phase, self.where, None)()

@@ -289,7 +289,15 @@ def test_averages_cover_only_trainable_leaves():
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
 # Each with a learning rate at which it makes progress.
-OPTIMIZERS = {"lion": 3e-3, "mars": 3e-3, "adagrad": 0.1, "muon": 3e-3, "kron": 3e-3, "sophia-h": 3e-3}
+OPTIMIZERS = {
+    "lion": 3e-3,
+    "adam-mini": 3e-3,
+    "mars": 3e-3,
+    "adagrad": 0.1,
+    "muon": 3e-3,
+    "kron": 3e-3,
+    "sophia-h": 3e-3,
+}
 
 
 @pytest.mark.slow
@@ -303,6 +311,9 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
         # The optimizer state is sharded like the parameters, or as far as FSDP goes.
         places = {str(leaf.array.sharding.spec) for _, leaf in tree.leaves(run.state.model)}
         memory = [leaf for _, leaf in tree.leaves(run.state.opt_state) if tree.is_named(leaf)]
+        memory = [
+            leaf for leaf in memory if leaf.array.size > MODEL.num_layers * MODEL.intermediate_dim
+        ]  # not one per row
         assert memory
         assert all("'data'" in spec for spec in {str(leaf.array.sharding.spec) for leaf in memory} - places)
         return found

@@ -18,6 +18,7 @@ COMMON: dict[str, Entry] = {
     "model.gradient_checkpointing": Change("full", Program(gains=r"stablehlo.dot_general")),
     "model.scan_layers": Change(False, Program(loses=r"stablehlo.while")),
     "model.attn_backend": Change("reference", Constant(-3.40282347e38)),
+    "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32xf32>")),
 }
 WINDOW = Change(5, Constant(5))
 SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
@@ -71,6 +72,7 @@ FLAX: dict[str, Entry] = {
     "model.gradient_checkpointing": COMMON["model.gradient_checkpointing"],
     "model.scan_layers": Change(False, Refused(r"model\.scan_layers: False given")),
     "model.attn_backend": Change("reference", Refused(r"model\.attn_backend: reference given")),
+    "model.pad_vocab_to_multiple_of": Change(80, Refused(r"model\.pad_vocab_to_multiple_of: 80 given")),
     "model.factory": Change("examples.nnx_model:none", Refused(r"model\.factory: .*'none' in examples\.nnx_model")),
     "model.kwargs": Change({"width": 32, "depth": 2}, Shapes({r"^model.*blocks\.1\.qkv\.kernel": (32, 96)})),
     "model.axes": Change({"qkv": [None, "embed"]}, Refused(r"model\.axes: 'embed' is 32 in .* and 96 in .*qkv")),

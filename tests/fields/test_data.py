@@ -14,6 +14,7 @@ from tests.fields.proofs import assert_test_exists, outcome_of
 from tests.fields.trees import tree
 
 HUB, MIXTURE = "tests/data/test_hugging_face.py::TestKeys::", "tests/data/test_mixture.py::test_mixture_fields"
+LIMITS = "tests/data/test_limits.py::"
 SHOWN_ELSEWHERE = {
     "id": HUB + "test_a_folder_of_splits",
     "name": HUB + "test_invalid_sections_are_refused",
@@ -22,6 +23,9 @@ SHOWN_ELSEWHERE = {
     "stream": HUB + "test_streamed_rows_equal_loaded_rows",
     "source": "tests/data/test_corpus.py::test_records_are_used_like_those_of_a_file",
     "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",
+    "ignore_token_id": LIMITS + "test_ignored_tokens_are_no_targets_in_training_and_validation",
+    "max_train_batches": LIMITS + "test_training_repeats_the_first_batches_of_a_source",
+    "num_validation_sequences": LIMITS + "test_the_last_sequences_are_held_out_of_training_and_evaluated",
     **dict.fromkeys(("tags", "configs", "train_weights", "stop_strategy", "mixture_block_size"), MIXTURE),
 }
 

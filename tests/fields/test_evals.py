@@ -28,7 +28,7 @@ HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 def test_every_field_of_an_eval_is_listed():
     choices = EvalConfig.get_known_choices()
     fields = {kind: [field.name for field in dataclasses.fields(choices[kind])] for kind in choices}
-    assert fields == {"loss": [], "samples": SAMPLES, "harness": HARNESS, "preference": []}
+    assert fields == {"loss": [], "samples": SAMPLES, "harness": HARNESS, "preference": [], "entropy": []}
 
 
 @pytest.fixture

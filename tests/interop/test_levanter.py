@@ -198,10 +198,39 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         },
         [],
     ),
+    "Adam-mini": (
+        {"optimizer": {"type": "mini", "learning_rate": 1e-3, "nesterov": False}},
+        {"optimizer": {"type": "adam-mini", "learning_rate": 1e-3}},
+        ["mini is read as adam-mini"],
+    ),
     "cautious updates": (
         {"optimizer": {"type": "cautious", "learning_rate": 1e-3, "gamma": 0.025}},
         {"optimizer": {"type": "adam", "learning_rate": 1e-3, "beta1": 0.95, "cautious": True}},
         ["optimizer.gamma is ignored", "adam with cautious"],
+    ),
+    "a part of the data": (
+        {
+            "data": {
+                "configs": {"g/a": {"id": "x/y"}},
+                "max_train_batches": {"g/a": 3},
+                "num_validation_sequences": {"g/a": 64},
+                "ignore_token_id": 5,
+            }
+        },
+        {
+            "data": {
+                "configs": {"g.a": {"id": "x/y", "tags": ["g"]}},
+                "max_train_batches": {"g.a": 3},
+                "num_validation_sequences": {"g.a": 64},
+                "ignore_token_id": 5,
+            }
+        },
+        ["names with a slash"],
+    ),
+    "entropies": (
+        {"log_entropy": True},
+        {"evals": [{"type": "loss"}, {"type": "entropy"}]},
+        ["log_entropy is read as evals of type entropy"],
     ),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
     "what asks for nothing": (
@@ -295,10 +324,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other LoRA": ({"lora": {"zero_init_b": False}}, "lora.zero_init_b: False given; surgeries of type lora do not"),
     "LoRA of no names": ({"lora": {"target_modules": [1]}}, r"lora.target_modules: \[1\] given; names of layers"),
     "adapters as they are trained": ({"peft_save_path": "p"}, "peft_save_path: 'p' given.*jaxlm convert to-hf"),
-    "a part of the data": (
-        {"data": {"max_train_batches": {"a": 1}}},
-        "data.max_train_batches: .*trainer.num_train_steps",
-    ),
     "fp8": ({"trainer": {"quantization": {"fp8": True}}}, r"trainer\.quantization: .*bfloat16"),
     "no tasks": ({"eval_harness": {"max_examples": 3}}, r"eval_harness: .*task_spec: \[arc_easy\]"),
     "a task's words": (

@@ -101,6 +101,18 @@ def adam_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     return out
 
 
+def adam_mini_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    """Blocks: an output of each layer's projection, a layer's norm, a token of the head."""
+    within, out = {"q.weight": -1, "norm.weight": -1, "head.weight": -1}, {}
+    for k, g in gradient.items():
+        mean, square = memory.get(k, (0.0, 0.0))
+        mean = c.beta1 * mean + (1 - c.beta1) * g
+        square = c.beta2 * square + (1 - c.beta2) * (g * g).mean(axis=within[k], keepdims=True)
+        memory[k] = mean, square
+        out[k] = mean / (1 - c.beta1**t) / (np.sqrt(square / (1 - c.beta2**t)) + c.epsilon)
+    return out
+
+
 def mars_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     factor, before = c.gamma * c.beta1 / (1 - c.beta1), memory.get("before", gradient)
     memory["before"] = gradient
@@ -199,6 +211,7 @@ def kron_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
 
 DIRECTIONS = {
     "adam": adam_direction,
+    "adam-mini": adam_mini_direction,
     "mars": mars_direction,
     "lion": lion_direction,
     "adagrad": adagrad_direction,
@@ -212,6 +225,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("adam", {}),
     "adam, nesterov": ("adam", {"nesterov": True, "max_grad_norm": None}),
     "adam, cautious": ("adam", {"cautious": True}),
+    "adam-mini": ("adam-mini", {}),
+    "adam-mini, other numbers": ("adam-mini", {"beta1": 0.5, "beta2": 0.8, "epsilon": 0.1, "max_grad_norm": None}),
     "mars": ("mars", {}),
     "mars, other numbers": ("mars", {"gamma": 0.5, "beta1": 0.5, "beta2": 0.8, "max_grad_norm": None}),
     "mars, cautious": ("mars", {"gamma": 0.1, "cautious": True}),
@@ -272,6 +287,28 @@ def test_steps_match_the_published_algorithm(name):
 
 def test_every_optimizer_has_a_row():
     assert own() == set(DIRECTIONS) == {kind for kind, _ in CASES.values()}
+
+
+def test_adam_mini_has_one_step_size_for_a_head_of_queries_and_for_an_output_of_values():
+    """And one for each row of an embedding, for each layer's bias, and for the whole of an array without names."""
+    rng = np.random.default_rng(0)
+    In, Out = hax.Axis("embed", 4), (HEADS, SIZE)
+    weight = lambda: Linear(hax.random.normal(jax.random.key(rng.integers(99)), (LAYERS, *Out, In)), None, In, Out)  # noqa: E731
+    params = {
+        "attn": {"q_proj": weight(), "k_proj": weight(), "v_proj": weight()},
+        "tokens": {"weight": hax.named(jnp.asarray(rng.normal(size=(5, 4)), jnp.float32), (VOCAB, EMBED))},
+        "up": {"bias": hax.named(jnp.asarray(rng.normal(size=(2, 3)), jnp.float32), (LAYERS, SIZE))},
+        "scale": jnp.asarray(rng.normal(size=(3, 2, 2)), jnp.float32),
+    }
+    config = config_of("adam-mini", learning_rate=1.0, weight_decay=0.0, max_grad_norm=None, epsilon=0.0)
+    optimizer = build_optimizer(config, parameter_groups(params, config), STEPS)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    within = {"q_proj": (2, 3), "k_proj": (2, 3), "v_proj": (3,), "tokens": (1,), "bias": (1,), "scale": (0, 1, 2)}
+    for (path, update), (_, gradient) in zip(tree.leaves(updates), tree.leaves(params), strict=True):
+        axes = next(axes for name, axes in within.items() if name in path)
+        g = np.asarray(tree.raw(gradient), np.float64)
+        expected = -g / np.sqrt((g**2).mean(axis=axes, keepdims=True))  # the first step
+        np.testing.assert_allclose(tree.raw(update), expected, rtol=1e-5, err_msg=path)
 
 
 def test_adagrad_matches_torch():

@@ -20,6 +20,7 @@ from jaxlm.core.axes import (
     MODEL,
     POSITION,
     REPLICA,
+    VOCAB,
     axis_names,
 )
 from jaxlm.core.errors import ConfigError, check_at_least, divisors
@@ -229,7 +230,7 @@ def _check_mapping(mapping: Mapping[str, MeshAxes], sizes: Mapping[str, int], lo
                     f"trainer: '{axis}' is mapped to '{name}', which is not a mesh axis. Mesh axes: {', '.join(sizes)}"
                 )
         num_shards = math.prod(sizes[name] for name in names)
-        if axis in logical_axes and logical_axes[axis] % num_shards:
+        if axis != VOCAB and axis in logical_axes and logical_axes[axis] % num_shards:
             raise ConfigError(
                 f"trainer: '{axis}' has size {logical_axes[axis]}, which is not divisible by the {num_shards} devices of"
                 f" mesh axis {target}. Change the model's size, the mesh, or the mapping"
@@ -251,6 +252,16 @@ def check_axes_used(layout: Layout, shape: MeshShape) -> list[str]:
         " memory but repeat the same computation"
         for name in idle
     ]
+
+
+def indivisible_vocabulary(layout: Layout, vocab_size: int | None) -> list[str]:
+    """A note on how a vocabulary is sharded that its mesh axes do not divide. Args: vocab_size: None if there is none."""
+    num_shards = layout.num_shards(VOCAB)
+    if vocab_size is None or vocab_size % num_shards == 0:
+        return []
+    padded = -(-vocab_size // num_shards) * num_shards
+    shared = f"the {vocab_size:,} tokens of the vocabulary do not divide by the {num_shards} devices that share it"
+    return [f"{shared}: the loss pads them to {padded:,}, and stored weights are sharded along another axis"]
 
 
 def check_arrays(layout: Layout, arrays: Mapping[str, Sequence[str]]) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from haliax.partitioning import ResourceMapping
 from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlm.core.axes import axis_names
+from jaxlm.core.axes import VOCAB, axis_names
 from jaxlm.core.tracing import trace_options
 
 T = TypeVar("T")
@@ -64,16 +64,33 @@ class Layout:
     def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """Sharding of a stored parameter or optimizer state with these axes.
 
-        An axis that is not divisible by its mesh axes is replicated. This only happens to optimizer state: the plan has
-        checked the parameters.
+        The mesh axes of a vocabulary that they do not divide shard another axis of the array. Any other axis that is not
+        divisible by its mesh axes is replicated. This only happens to optimizer state: the plan has checked the parameters.
         """
-        spec = spec_of(axes, self.parameter)
-        divides = (axis.size % self._devices(entry) == 0 for axis, entry in zip(axes, spec, strict=True))
-        return NamedSharding(self.mesh, PartitionSpec(*(e if d else None for e, d in zip(spec, divides, strict=True))))
+        entries = [axis_names(entry) for entry in spec_of(axes, self.parameter)]
+        moved: list[str] = []
+        for dim, axis in enumerate(axes):
+            if not self._divides(axis, entries[dim]):
+                moved += entries[dim] if axis.name == VOCAB else ()
+                entries[dim] = ()
+        for name in moved:
+            for dim, axis in enumerate(axes):
+                if axis.name != VOCAB and self._divides(axis, (*entries[dim], name)):
+                    entries[dim] = (*entries[dim], name)
+                    break
+        return NamedSharding(self.mesh, PartitionSpec(*map(_entry, entries)))
 
     def compute_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
-        """Sharding of an activation or a batch column with these axes."""
-        return NamedSharding(self.mesh, spec_of(axes, self.compute))
+        """Sharding of a parameter in use, an activation or a batch column with these axes.
+
+        A vocabulary that its mesh axes do not divide is replicated. The loss pads it and shards it (`TokenSharding`).
+        """
+        spec = spec_of(axes, self.compute)
+        entries = (
+            None if axis.name == VOCAB and not self._divides(axis, entry) else entry
+            for axis, entry in zip(axes, spec, strict=True)
+        )
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def num_shards(self, logical_axis: str) -> int:
         """Number of shards of a logical axis under the compute mapping."""
@@ -82,6 +99,9 @@ class Layout:
     def _devices(self, entry: str | Sequence[str] | None) -> int:
         """Number of devices along the mesh axes of one entry of a mapping or a `PartitionSpec`."""
         return math.prod(self.mesh.shape[name] for name in axis_names(entry))
+
+    def _divides(self, axis: hax.Axis, entry: str | Sequence[str] | None) -> bool:
+        return axis.size % self._devices(entry) == 0
 
     def replicated(self) -> NamedSharding:
         """Sharding with a full copy on every device."""
@@ -147,20 +167,19 @@ def for_compute(tree: T, *, sum_first: bool = False) -> T:
     if layout is None or layout.mesh.size == 1:
         return tree
     arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(_gather(arrays, layout, sum_first), _constrained(rest, layout, layout.compute))
+    return eqx.combine(_gather(arrays, layout, sum_first), _constrained(rest, layout.compute_sharding))
 
 
 def at_rest(tree: T, layout: Layout) -> T:
     """Constrains parameters or gradients to the parameter mapping. Call it in traced code."""
-    return tree if layout.mesh.size == 1 else _constrained(tree, layout, layout.parameter)
+    return tree if layout.mesh.size == 1 else _constrained(tree, layout.parameter_sharding)
 
 
-def _constrained(tree, layout: Layout, mapping: ResourceMapping):
+def _constrained(tree, sharding_of: Callable[[tuple[hax.Axis, ...]], NamedSharding]):
     def constrain(leaf):
         if not isinstance(leaf, hax.NamedArray) or leaf.array is None:
             return leaf
-        sharding = NamedSharding(layout.mesh, spec_of(leaf.axes, mapping))
-        array = jax.lax.with_sharding_constraint(leaf.array, sharding)
+        array = jax.lax.with_sharding_constraint(leaf.array, sharding_of(leaf.axes))
         return hax.NamedArray(array, leaf.axes)
 
     return jax.tree.map(constrain, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
@@ -168,11 +187,11 @@ def _constrained(tree, layout: Layout, mapping: ResourceMapping):
 
 def _gather(arrays, layout: Layout, sum_first: bool):
     def gathered(tree):
-        return _constrained(tree, layout, layout.compute)
+        return _constrained(tree, layout.compute_sharding)
 
     def scattered(cotangent):
-        summed = _constrained(cotangent, layout, layout.compute) if sum_first else cotangent
-        return _constrained(summed, layout, layout.parameter)
+        summed = _constrained(cotangent, layout.compute_sharding) if sum_first else cotangent
+        return _constrained(summed, layout.parameter_sharding)
 
     if trace_options().twice_differentiable:
         # One call per leaf: jax cannot differentiate a call if only some of its arguments have tangents.

@@ -17,7 +17,7 @@ from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
-from jaxlm.data.examples import Examples
+from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
@@ -58,6 +58,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             `num_train_steps`.
         mixture_block_size: examples in a block of the mixture. Within each block, the number of examples of each source
             matches its weight exactly, up to rounding.
+        max_train_batches: train only on the first sequences of the cache: on as many as fill this many batches of the first
+            batch size. By source, `{wiki: 100}`, or a number if there is only one. The default `train_weights` do not
+            change by it.
+        num_validation_sequences: hold the last sequences of the cache out of training, and evaluate on them. By source,
+            `{wiki: 100}`, or a number if there is only one.
     """
 
     cache_dir: str = "cache/"
@@ -70,6 +75,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     train_weights: dict[str, float] | list[list[Any]] | None = None
     stop_strategy: StopStrategy = "restart"
     mixture_block_size: PositiveInt = 2048
+    max_train_batches: PositiveInt | dict[str, PositiveInt] | None = None
+    num_validation_sequences: PositiveInt | dict[str, PositiveInt] | None = None
 
     reads: ClassVar[str] = "documents"
     """What the formats of its sources make."""
@@ -114,6 +121,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         given = (source.config.format.given_template() for source in self.sources() if source.has(TRAIN))
         return [template for template in given if template is not None][::-1]
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is any validation data."""
+        return self.num_validation_sequences is not None or any(source.has(VALIDATION) for source in self.sources())
+
     def train_source_names(self) -> list[str]:
         """Names of the sources that have training data."""
         return [source.name for source in self.sources() if source.has(TRAIN)]
@@ -149,6 +161,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             "shuffle": encode(self.shuffle),
             "enforce_bos": self.enforce_bos,
             "enforce_eos": self.enforce_eos,
+            **self._limits,
         }
 
     def load_tokenizer(self, log: Log) -> Tokenizer:
@@ -185,7 +198,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             source.is_tokenized(split)
             for source in self.sources()
             for split in (TRAIN, VALIDATION)
-            if source.has(split) and (split == VALIDATION or source.name in names)
+            if source.has(split) and (split == VALIDATION or source.name in {*names, *self._held_out})
         )
 
     def open(
@@ -204,7 +217,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """
         names, options = self._weighted_names(), {"workers": workers, "summarize": summarize}
         train = {
-            source.name: self._examples(source, TRAIN, tokenizer, seq_len, log, options)
+            source.name: self._split_off(source, self._examples(source, TRAIN, tokenizer, seq_len, log, options))[0]
             for source in self.sources()
             if source.name in names
         }
@@ -217,6 +230,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             block_size=self.mixture_block_size,
             shuffle=self.shuffle,
             stop_strategy=self.stop_strategy,
+            max_train_batches=_by_source(self.max_train_batches),
         )
 
     def open_validation(
@@ -229,22 +243,39 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         workers: Workers = LOCAL_WORKERS,
         summarize: bool = True,
     ) -> tuple[ValidationData, ...]:
-        """Opens only the validation data, for each source that has any.
+        """Opens only the validation data, for each source that has any or of which some is held out.
 
         Args:
             separate_cache: use a cache folder named after the cache key, so that these caches never conflict with those of
                 the run.
         """
         options = {"separate_cache": separate_cache, "workers": workers, "summarize": summarize}
-        return tuple(
-            ValidationData(
-                source,
-                self._examples(source, VALIDATION, tokenizer, seq_len, log, options),
-                self.batch_spec(seq_len),
+        spec, found = self.batch_spec(seq_len), []
+        for source in self.sources():
+            if source.has(VALIDATION):
+                examples = self._examples(source, VALIDATION, tokenizer, seq_len, log, options)
+                found.append(ValidationData(source, examples, spec))
+            elif source.name in self._held_out:
+                examples = self._examples(source, TRAIN, tokenizer, seq_len, log, options | {"summarize": False})
+                found.append(ValidationData(source, self._split_off(source, examples)[1], spec, TRAIN))
+        return tuple(found)
+
+    @property
+    def _held_out(self) -> dict[str, int]:
+        """Source name -> number of sequences that are held out of training."""
+        return _by_source(self.num_validation_sequences)
+
+    def _split_off(self, source: NamedSource, examples: Examples) -> tuple[Examples, Examples]:
+        """The examples to train on, and those that are held out."""
+        held_out, available = self._held_out.get(source.name, 0), len(examples)
+        if not held_out:
+            return examples, ExampleRange(examples, available, available)
+        if held_out >= available:
+            raise ConfigError(
+                f"data.num_validation_sequences: {held_out} given, but {source.key} has only {available:,} sequences of"
+                f" {examples.seq_len} tokens. Give fewer, so that some are left to train on"
             )
-            for source in self.sources()
-            if source.has(VALIDATION)
-        )
+        return ExampleRange(examples, 0, available - held_out), ExampleRange(examples, available - held_out, available)
 
     def _examples(
         self, source: NamedSource, split: str, tokenizer: Tokenizer, seq_len: int, log: Log, options: dict[str, Any]
@@ -293,6 +324,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                     f" data.type: {choice_name(type(self))} reads {self.reads}. Set a format that makes {self.reads}, or"
                     " another data.type"
                 )
+        self._check_limits()
         if self.mixture_block_size < 1:
             raise ConfigError(f"data.mixture_block_size: {self.mixture_block_size} given, 1 or more expected")
         if not self.configs:
@@ -325,6 +357,27 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             for stage in weight_stages(self.train_weights, names):
                 block_counts(stage.weights, names, self.mixture_block_size)
 
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """The keys with a number of sequences by source that are set."""
+        return given(max_train_batches=self.max_train_batches, num_validation_sequences=self.num_validation_sequences)
+
+    def _check_limits(self) -> None:
+        """Raises `ConfigError` if a key with a number of sequences by source names a source that it cannot apply to."""
+        for key, value in self._limits.items():
+            names = self._weighted_names() if key == "max_train_batches" else self.train_source_names()
+            if isinstance(value, int) == bool(self.configs):
+                expected = "a number of each source, such as {wiki: 100}" if self.configs else "a number such as 100"
+                raise ConfigError(f"data.{key}: {value} given, {expected} expected")
+            for name in (name for name in _by_source(value) if name not in names):
+                raise ConfigError(
+                    f"data.{key}: no source that is trained on is named '{name}'. Sources: {', '.join(names)}"
+                )
+        for source in (source for source in self.sources() if source.name in self._held_out and source.has(VALIDATION)):
+            raise ConfigError(
+                f"data.num_validation_sequences: given for {source.key}, which has validation data of its own. Remove one"
+            )
+
     def _check_tokenizer(self) -> None:
         if self.tokenizer != TRAIN_BPE:
             tokenizer = self.load_tokenizer(log=lambda _: None)
@@ -335,3 +388,13 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 f"data.vocab_size: {self.vocab_size} given, at least {MIN_VOCAB_SIZE} expected: one token for each byte and"
                 " one for the end of text"
             )
+
+
+def given(**keys: Any) -> dict[str, Any]:
+    """The keys that are not null. What they change is part of the data's identity only if they are set."""
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _by_source(value: int | dict[str, int] | None) -> dict[str, int]:
+    """Source name -> number. The only source of a section without `configs` has no name."""
+    return {"": value} if isinstance(value, int) else value or {}

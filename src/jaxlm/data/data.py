@@ -1,7 +1,7 @@
 """The open data of a phase: its examples, the order in which they are trained on, and their batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -15,10 +15,11 @@ from jaxlm.core.sharding import Layout
 from jaxlm.data.base import Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.token_cache import Provenance
-from jaxlm.data.examples import Examples
+from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.loader import BatchReader, ExampleBatches, eval_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.shuffle import Shuffle
+from jaxlm.data.sources.config import VALIDATION
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.train_weights import WeightStage, block_counts
 
@@ -27,11 +28,12 @@ StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
 
 @dataclass(frozen=True)
 class ValidationData:
-    """The validation data of a source."""
+    """The validation data of a source. It may be held out of the training split."""
 
     source: NamedSource
     examples: Examples
     spec: BatchSpec[Any]
+    split: str = VALIDATION
 
     def batches(self, *, batch_size: int, layout: Layout, max_batches: int | None) -> Iterator[Any]:
         """One pass over the examples in order, as batches {batch, ...}."""
@@ -64,6 +66,7 @@ class Data:
         block_size: examples in a block of the mixture; within each block the proportions are exact.
         shuffle: how each source's examples are ordered.
         stop_strategy: when the data ends.
+        max_train_batches: source name -> batches of the first size, whose number of examples is all that is trained on.
     """
 
     train: Mapping[str, Examples]
@@ -73,6 +76,7 @@ class Data:
     block_size: int
     shuffle: Shuffle
     stop_strategy: StopStrategy
+    max_train_batches: Mapping[str, int] = field(default_factory=dict)
 
     def batches(self, schedule: BatchSchedule, layout: Layout, *, start: int, first_step: int, seed: int) -> Batches:
         """The training batches, in the order determined by `seed`.
@@ -87,7 +91,21 @@ class Data:
 
     def mixture(self, batches: BatchSchedule, *, seed: int) -> Mixture:
         """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""
-        return Mixture(self.train, self._stages(batches), seed=seed, shuffle=self.shuffle)
+        return Mixture(self.trained_on(batches), self._stages(batches), seed=seed, shuffle=self.shuffle)
+
+    def trained_on(self, batches: BatchSchedule) -> dict[str, Examples]:
+        """Source name -> the training examples that `max_train_batches` leaves. Args: batches: as of `mixture`."""
+        left = dict(self.train)
+        for name, num_batches in self.max_train_batches.items():
+            size, available = num_batches * batches.first.size, len(left[name])
+            if size > available:
+                raise ConfigError(
+                    f"data.max_train_batches{f'.{name}' if name else ''}: {num_batches} batches of {batches.first.size}"
+                    f" sequences given, but there are only {available:,} sequences. Give at most"
+                    f" {available // batches.first.size}, or remove it"
+                )
+            left[name] = ExampleRange(left[name], 0, size)
+        return left
 
     def num_examples(self, batches: BatchSchedule, *, seed: int) -> int | None:
         """Number of training examples until `stop_strategy` ends the data; None if it never does.

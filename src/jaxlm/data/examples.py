@@ -61,6 +61,34 @@ class Examples(abc.ABC):
         """
 
 
+class ExampleRange(Examples):
+    """Some consecutive examples of others."""
+
+    def __init__(self, examples: Examples, start: int, stop: int):
+        self.cache, self.seq_len = examples.cache, examples.seq_len
+        self._examples, self._range = examples, range(start, stop)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    @property
+    def padding(self) -> float:
+        return self._examples.padding
+
+    @property
+    def summary(self) -> str | None:
+        return self._examples.summary
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return self._examples.starts(indices + self._range.start)
+
+    def read(self, indices: np.ndarray) -> Columns:
+        return self._examples.read(indices + self._range.start)
+
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        return self._examples.show(index + self._range.start, tokenizer)
+
+
 def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]:
     """The start position and the text of each document in a sequence.
 

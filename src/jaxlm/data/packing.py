@@ -58,12 +58,24 @@ def pack_documents(cache: TokenCache, seq_len: int, *, max_documents: int) -> Pa
 
 
 class PackedSequences(Examples):
-    """The sequences of a token cache. `packed` is None if documents are split at sequence boundaries."""
+    """The sequences of a token cache."""
 
-    def __init__(self, cache: TokenCache, seq_len: int, packed: PackedDocuments | None = None):
+    def __init__(
+        self,
+        cache: TokenCache,
+        seq_len: int,
+        packed: PackedDocuments | None = None,
+        *,
+        ignored_id: int | None = None,
+    ):
+        """Args:
+        packed: None if documents are split at sequence boundaries.
+        ignored_id: a token that is never a target; None if all may be.
+        """
         self.cache = cache
         self.seq_len = seq_len
         self.packed = packed
+        self._ignored_id = ignored_id
 
     def __len__(self) -> int:
         if self.packed is not None:
@@ -111,6 +123,8 @@ class PackedSequences(Examples):
             ids *= inside
         if self.cache.target_mask is not None:
             is_target &= self.cache.read_target_mask(starts, self.seq_len + 1)
+        if self._ignored_id is not None:
+            is_target &= ids != self._ignored_id
         inputs, shifted = slice(None, -1), slice(1, None)
         segment_start = np.maximum.accumulate(np.where(begins[:, inputs], columns[inputs], 0), axis=1)
         return {

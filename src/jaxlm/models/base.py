@@ -120,10 +120,12 @@ class LanguageModel(eqx.Module):
 
     Attributes:
         logit_soft_cap: soft cap of the logits (`jaxlm.models.chunked_loss.soft_capped`); None applies no cap.
+        vocab_multiple: the loss pads the vocabulary to a multiple of this.
         notes: limitations of the model, logged at startup.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
+    vocab_multiple: int = eqx.field(static=True, default=1, kw_only=True)
     notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
 
     @property
@@ -192,12 +194,16 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
             decides. Parameters and checkpoints have the same layout either way.
         attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which
             one and why.
+        pad_vocab_to_multiple_of: the loss computes logits for a multiple of this many tokens. The padding is only in its
+            matrix products, never in its result, the parameters, checkpoints, exports or generation. Null pads only a
+            vocabulary that is sharded over devices that do not divide it.
     """
 
     seq_len: PositiveInt = 1024
     gradient_checkpointing: bool | str | list[str] = AUTO
     scan_layers: bool | Literal["auto"] = AUTO
     attn_backend: str = AUTO
+    pad_vocab_to_multiple_of: PositiveInt | None = None
 
     def __post_init__(self):
         # The config is a static field of the model: it must be hashable.
@@ -209,6 +215,11 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     @property
     def Pos(self) -> Axis:
         return Axis(POSITION, self.seq_len)
+
+    @property
+    def vocab_multiple(self) -> int:
+        """The loss pads the vocabulary to a multiple of this."""
+        return self.pad_vocab_to_multiple_of or 1
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -76,11 +76,13 @@ def chunk_or_default(chunk_tokens: int | None) -> int:
     return default_chunk_tokens(current_platform()) if chunk_tokens is None else chunk_tokens
 
 
-def hidden_and_head(hidden: NamedArray, head: Weight | None) -> tuple[jax.Array, jax.Array | StoredArray | None]:
-    """x_BSD and w_VD; without a head, the logits and None."""
+def hidden_and_head(
+    hidden: NamedArray, head: Weight | None, sharding: TokenSharding
+) -> tuple[jax.Array, jax.Array | StoredArray | None]:
+    """x_BSD and w_VD, with the padding rows of the sharding; without a head, the logits and None."""
     if head is None:
         return hidden.rearrange((BATCH, POSITION, VOCAB)).array, None
-    return hidden.rearrange((BATCH, POSITION, EMBED)).array, arranged(head, (VOCAB, EMBED))
+    return hidden.rearrange((BATCH, POSITION, EMBED)).array, sharding.pad_vocab(arranged(head, (VOCAB, EMBED)))
 
 
 # --- One chunk --------------------------------------------------------------------------------------------------------
@@ -114,16 +116,27 @@ def checked_cap(soft_cap: float | None) -> float | None:
     return soft_cap
 
 
-def logits_of(x_CD: jax.Array, w_VD: jax.Array | StoredArray | None, soft_cap: float | None) -> jax.Array:
-    """The float32 logits of a chunk."""
+# So low that its exponential is 0 beside any other logit. Finite, because infinities have undefined differences.
+_NEVER = -1e9
+
+
+def logits_of(
+    x_CD: jax.Array, w_VD: jax.Array | StoredArray | None, soft_cap: float | None, sharding: TokenSharding
+) -> jax.Array:
+    """The float32 logits of a chunk. Padding rows of the head have a probability of 0."""
     if w_VD is None:
         return soft_capped(x_CD.astype(jnp.float32), soft_cap)
-    return soft_capped(einsum("cd,vd->cv", x_CD, w_VD, jnp.float32), soft_cap)
+    logits_CV = soft_capped(einsum("cd,vd->cv", x_CD, w_VD, jnp.float32), soft_cap)
+    return sharding.fill_padding(logits_CV, _NEVER)
 
 
-def local_ids(y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
-    """Token ids as indices into this device's shard of the vocabulary; outside [0, num_local) for other shards."""
-    return y_C - jax.lax.axis_index(sharding.vocab_axes) * num_local if sharding.vocab_axes else y_C
+def local_logits(logits_CV: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
+    """This device's shard of the logits of the whole vocabulary, with its padding."""
+    if not sharding.vocab_axes and num_local == logits_CV.shape[1]:
+        return logits_CV
+    padding = sharding.padded_vocab_size - logits_CV.shape[1]
+    padded = jnp.pad(logits_CV, ((0, 0), (0, padding)), constant_values=_NEVER)
+    return jax.lax.dynamic_slice_in_dim(padded, -sharding.local_ids(0, num_local), num_local, axis=1)
 
 
 class LogitSummary(NamedTuple):
@@ -195,8 +208,8 @@ def _online_maximum_jvp(primals, tangents):
 def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> jax.Array:
     """The logit of the target; NaN if the target is outside the vocabulary."""
     num_local = logits_CV.shape[1]
-    ids = local_ids(y_C, num_local, sharding)
-    is_local = (ids >= 0) & (ids < num_local)
+    ids = sharding.local_ids(y_C, num_local)
+    is_local = (ids >= 0) & (ids < num_local) & (y_C < sharding.vocab_size)
     local_logit = jnp.take_along_axis(logits_CV, jnp.clip(ids, 0, num_local - 1)[:, None], axis=1)[:, 0]
     num_owners = sharding.sum_vocab(is_local.astype(jnp.float32))
     return jnp.where(num_owners > 0, sharding.sum_vocab(jnp.where(is_local, local_logit, 0.0)), jnp.nan)
@@ -204,7 +217,7 @@ def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) 
 
 def is_first_maximum(first_C: jax.Array, y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
     """Whether greedy decoding would pick the target. Args: first_C: `LogitSummary.first_maximum`."""
-    ids = local_ids(y_C, num_local, sharding)
+    ids = sharding.local_ids(y_C, num_local)
     # A maximum before the target wins: in this shard, or anywhere in an earlier shard. One in a later shard does not.
     has_earlier = (first_C < num_local) & (first_C < ids)
     is_target = (first_C == ids) & (ids < num_local)
@@ -260,7 +273,7 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
     def one_chunk(carry, chunk):
         sums, dw_VD = carry
         x_CD, *columns = chunk
-        logits_CV = logits_of(x_CD, w_VD, loss.soft_cap)
+        logits_CV = logits_of(x_CD, w_VD, loss.soft_cap, loss.sharding)
         chunk_sums, saved = loss.sums(logits_CV, tuple(columns), heads)
         dx_CD = None
         if needed.hidden or needed.head:
@@ -268,7 +281,7 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
             gradient_CV = loss.logit_gradient(logits_CV, saved, tuple(columns))
             if loss.soft_cap is not None:  # the derivative of the cap in terms of its output
                 gradient_CV *= 1 - (logits_CV / loss.soft_cap) ** 2
-            dlogits_CV = gradient_CV.astype(dtype)
+            dlogits_CV = loss.sharding.fill_padding(gradient_CV, 0.0).astype(dtype)
         if needed.hidden and w_VD is not None:
             dx_CD = einsum("cv,vd->cd", dlogits_CV, w_VD, jnp.float32)
             dx_CD = loss.sharding.sum_vocab(dx_CD).astype(x_CD.dtype)

@@ -34,7 +34,7 @@ from jaxlm.models.chunked_loss import (
     chunked_loss,
     hidden_and_head,
     is_first_maximum,
-    local_ids,
+    local_logits,
     logits_of,
     logsumexp,
     masked_sums,
@@ -101,6 +101,7 @@ def distillation_sums(
     temperature: float,
     weight: float,
     soft_cap: float | None = None,
+    vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
 ) -> DistillationSums:
     """Summed loss `(1 - weight) * cross_entropy + weight * temperature**2 * divergence` of a batch.
@@ -116,12 +117,12 @@ def distillation_sums(
     """
     if isinstance(head, StoredWeight):
         head = head.floats(hidden.dtype)  # the backward pass is for arrays
-    x_BSD, w_VD = hidden_and_head(hidden, head)
+    sharding, cap = TokenSharding.of(hidden, head, vocab_multiple), checked_cap(soft_cap)
+    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
     chunk = chunk_or_default(chunk_tokens)
     options: dict[str, Any] = {"divergence": divergence, "temperature": float(temperature), "weight": float(weight)}
-    sharding, cap = TokenSharding.of(hidden, head), checked_cap(soft_cap)
     teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
     if isinstance(teacher, TeacherTopK):
         columns = tuple(_array(column) for column in (teacher.ids, teacher.log_probs, teacher.log_rest))
@@ -129,7 +130,7 @@ def distillation_sums(
     else:
         if chunk_tokens is None:
             chunk = max(1, chunk // 2)
-        states, teacher_head = hidden_and_head(teacher.hidden, teacher.head)
+        states, teacher_head = hidden_and_head(teacher.hidden, teacher.head, sharding)
         loss = _VocabularyLoss(sharding, cap, chunk, **options, teacher_cap=checked_cap(teacher.soft_cap))
         heads = () if teacher_head is None else (teacher_head,)
         sums = chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, states), heads)
@@ -141,14 +142,14 @@ def top_k_of(
 ) -> TeacherTopK:
     """A teacher's `num_top` most likely tokens, which must be fewer than its vocabulary. Without a gradient."""
     sharding = TokenSharding.of(teacher.hidden, teacher.head)
-    t_BSD, w_VD = hidden_and_head(teacher.hidden, teacher.head)
+    t_BSD, w_VD = hidden_and_head(teacher.hidden, teacher.head, sharding)
     chunk, cap = chunk_or_default(chunk_tokens), checked_cap(teacher.soft_cap)
 
     def local(t_BSD, w_VD):
         (t_NCD,), num_tokens = chunked((t_BSD,), chunk)
 
         def one_chunk(_, chunk):
-            soft_CV = logits_of(chunk[0], w_VD, cap) / temperature
+            soft_CV = logits_of(chunk[0], w_VD, cap, sharding) / temperature
             ids_Ck, top_Ck = _top_k(soft_CV, num_top, sharding)
             lse_C = logsumexp(soft_CV, sharding)
             rest_C = _rest(soft_CV, _is_top(soft_CV, ids_Ck, sharding), sharding)
@@ -224,7 +225,7 @@ class _DistillationLoss(ChunkedLoss):
         gradient_CV = self.weight * self.temperature * self.by_token(by_outcome, logits_CV, said, outcomes)
         if self.weight < 1:
             num_local = logits_CV.shape[1]
-            ids_C = local_ids(y_C, num_local, self.sharding)
+            ids_C = self.sharding.local_ids(y_C, num_local)
             is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
             gradient_CV += (1 - self.weight) * (jnp.exp(logits_CV - lse_C[:, None]) - is_target_CV)
         return jnp.where(m_C[:, None] == 0, 0.0, m_C[:, None] * gradient_CV)
@@ -250,11 +251,9 @@ class _VocabularyLoss(_DistillationLoss):
 
     def outcomes(self, soft_CV, said, heads):
         (t_CD,), sharding = said, self.sharding
-        teacher_CV = logits_of(t_CD, heads[0] if heads else None, self.teacher_cap)
-        if not heads and sharding.vocab_axes:  # whole logits, of which this device needs its shard
-            num_local = soft_CV.shape[1]
-            first = jax.lax.axis_index(sharding.vocab_axes) * num_local
-            teacher_CV = jax.lax.dynamic_slice_in_dim(teacher_CV, first, num_local, axis=1)
+        teacher_CV = logits_of(t_CD, heads[0] if heads else None, self.teacher_cap, sharding)
+        if not heads:
+            teacher_CV = local_logits(teacher_CV, soft_CV.shape[1], sharding)
         top_C = _first_maximum(teacher_CV, sharding)
         teacher_CV = teacher_CV / self.temperature
         log_p, log_q = (logits - logsumexp(logits, sharding)[:, None] for logits in (teacher_CV, soft_CV))
@@ -274,7 +273,7 @@ class _TopKLoss(_DistillationLoss):
     def outcomes(self, soft_CV, said, heads):
         (ids_Ck, log_p_Ck, log_rest_C), sharding = said, self.sharding
         num_local = soft_CV.shape[1]
-        ids = local_ids(ids_Ck, num_local, sharding)
+        ids = sharding.local_ids(ids_Ck, num_local)
         here = jnp.take_along_axis(soft_CV, jnp.clip(ids, 0, num_local - 1), axis=1)
         top_Ck = sharding.sum_vocab(jnp.where((ids >= 0) & (ids < num_local), here, 0.0))
         is_top = _is_top(soft_CV, ids_Ck, sharding)
@@ -321,7 +320,7 @@ def _top_k(logits_CV: jax.Array, num_top: int, sharding: TokenSharding) -> tuple
 def _rows_and_ids(logits_CV: jax.Array, ids_Ck: jax.Array, sharding: TokenSharding) -> tuple[jax.Array, jax.Array]:
     """Indices of tokens in this device's shard of the logits; out of bounds for tokens of other shards."""
     num_local = logits_CV.shape[1]
-    ids = local_ids(ids_Ck, num_local, sharding)
+    ids = sharding.local_ids(ids_Ck, num_local)
     ids = jnp.where((ids >= 0) & (ids < num_local), ids, num_local)
     return jnp.arange(logits_CV.shape[0])[:, None], ids
 

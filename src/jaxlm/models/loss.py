@@ -5,6 +5,7 @@ of Szegedy et al. 2016 (arXiv:1512.00567, section 7) and the logit soft cap of G
 `jaxlm.models.chunked_loss` says how the loss and its gradient are computed without the logits of all tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +25,6 @@ from jaxlm.models.chunked_loss import (
     chunked_loss,
     hidden_and_head,
     is_first_maximum,
-    local_ids,
     logits_of,
     logsumexp,
     masked_sums,
@@ -58,6 +58,7 @@ def next_token_sums(
     soft_cap: float | None = None,
     z_loss_weight: float = 0.0,
     label_smoothing: float = 0.0,
+    vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
 ) -> CrossEntropySums:
     """Summed next-token loss of a batch, without materializing the logits of all tokens.
@@ -74,18 +75,20 @@ def next_token_sums(
         soft_cap: soft cap of the logits; None applies no cap.
         z_loss_weight: z in `z * logsumexp(logits)**2`, which is added to each token's loss.
         label_smoothing: fraction of the target distribution that is spread uniformly over the vocabulary.
+        vocab_multiple: the logits are computed for a multiple of this, with padding that is not in the loss.
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`.
     """
     if isinstance(head, StoredWeight):
         head = head.floats(hidden.dtype)  # the backward pass is for arrays
+    sharding = TokenSharding.of(hidden, head, vocab_multiple)
     loss = _NextTokenLoss(
-        TokenSharding.of(hidden, head),
+        sharding,
         checked_cap(soft_cap),
         chunk_or_default(chunk_tokens),
         float(z_loss_weight),
         float(label_smoothing),
     )
-    x_BSD, w_VD = hidden_and_head(hidden, head)
+    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
     return CrossEntropySums(*chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS)))
@@ -97,6 +100,7 @@ def token_losses(
     targets: NamedArray,
     *,
     soft_cap: float | None = None,
+    vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
 ) -> NamedArray:
     """Negative log-likelihood of each token in nats, float32 {batch, position}, for evaluation.
@@ -104,8 +108,49 @@ def token_losses(
     Supports any cotangent, because the backward pass recomputes the logits of each chunk. Arguments as in
     `next_token_sums`.
     """
-    sharding = TokenSharding.of(hidden, head)
-    x_BSD, w_VD = hidden_and_head(hidden, head)
+    sharding = TokenSharding.of(hidden, head, vocab_multiple)
+
+    def losses(logits_CV: jax.Array, y_C: jax.Array) -> jax.Array:
+        return logsumexp(logits_CV, sharding) - target_logit(logits_CV, y_C, sharding)
+
+    return _by_token(losses, hidden, head, targets, sharding, soft_cap, chunk_tokens)
+
+
+def token_entropies(
+    hidden: NamedArray,
+    head: Weight | None,
+    targets: NamedArray,
+    *,
+    soft_cap: float | None = None,
+    vocab_multiple: int = 1,
+    chunk_tokens: int | None = None,
+) -> NamedArray:
+    """Entropy of the distribution that predicts each token in nats, float32 {batch, position}.
+
+    Arguments as in `next_token_sums`; of the targets, only the axes are used.
+    """
+    sharding = TokenSharding.of(hidden, head, vocab_multiple)
+
+    def entropies(logits_CV: jax.Array, _: jax.Array) -> jax.Array:
+        lse_C = logsumexp(logits_CV, sharding)
+        p_CV = jnp.exp(logits_CV - lse_C[:, None])
+        # jnp.where, because a logit may be -inf, and 0 times infinity is NaN.
+        return lse_C - sharding.sum_vocab(jnp.sum(jnp.where(p_CV > 0, p_CV * logits_CV, 0.0), axis=1))
+
+    return _by_token(entropies, hidden, head, targets, sharding, soft_cap, chunk_tokens)
+
+
+def _by_token(
+    of_logits: Callable[[jax.Array, jax.Array], jax.Array],
+    hidden: NamedArray,
+    head: Weight | None,
+    targets: NamedArray,
+    sharding: TokenSharding,
+    soft_cap: float | None,
+    chunk_tokens: int | None,
+) -> NamedArray:
+    """A number for each token, from the logits and targets of its chunk."""
+    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     chunk, cap = chunk_or_default(chunk_tokens), checked_cap(soft_cap)
 
     def local(x_BSD, w_VD, y_BS):
@@ -113,11 +158,10 @@ def token_losses(
 
         @jax.checkpoint
         def one_chunk(_, xy):
-            logits = logits_of(xy[0], w_VD, cap)
-            return None, logsumexp(logits, sharding) - target_logit(logits, xy[1], sharding)
+            return None, of_logits(logits_of(xy[0], w_VD, cap, sharding), xy[1])
 
-        _, nll_NC = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
-        return nll_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape)
+        _, values_NC = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
+        return values_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape)
 
     in_specs = (sharding.tokens(1), sharding.head, sharding.tokens())
     run = sharding.shard_map(local, in_specs, sharding.tokens())
@@ -142,7 +186,8 @@ class _NextTokenLoss(ChunkedLoss):
         z_C = self.z * lse_C**2
         loss_C = nll_C + z_C
         if self.smoothing:
-            mean_C = sharding.sum_vocab(jnp.sum(logits_CV, axis=1)) / (num_local * sharding.vocab_shards)
+            sum_C = jnp.sum(sharding.fill_padding(logits_CV, 0.0), axis=1)
+            mean_C = sharding.sum_vocab(sum_C) / sharding.vocab_size
             loss_C = (1 - self.smoothing) * nll_C + self.smoothing * (lse_C - mean_C) + z_C
         correct_C = is_first_maximum(first_C, y_C, num_local, sharding)
         return masked_sums((loss_C, nll_C, z_C, correct_C), m_C), lse_C
@@ -150,10 +195,9 @@ class _NextTokenLoss(ChunkedLoss):
     def logit_gradient(self, logits_CV, saved, columns):
         y_C, m_C = columns
         num_local = logits_CV.shape[1]
-        num_vocab = num_local * self.sharding.vocab_shards
-        ids_C = local_ids(y_C, num_local, self.sharding)
+        ids_C = self.sharding.local_ids(y_C, num_local)
         is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
         softmax_CV = jnp.exp(logits_CV - saved[:, None])
         scale_C = 1 + 2 * self.z * saved
-        target_CV = jnp.where(is_target_CV, 1 - self.smoothing, 0.0) + self.smoothing / num_vocab
+        target_CV = jnp.where(is_target_CV, 1 - self.smoothing, 0.0) + self.smoothing / self.sharding.vocab_size
         return m_C[:, None] * (scale_C[:, None] * softmax_CV - target_CV)

@@ -13,8 +13,8 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, HEADS, KV_HEADS, POSITION, VOCAB
-from jaxlm.core.matmul import Weight
-from jaxlm.core.sharding import Layout, current_layout, spec_of
+from jaxlm.core.matmul import StoredArray, Weight
+from jaxlm.core.sharding import Layout, current_layout
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class TokenSharding:
         head: partition spec of the head as the loss reads it: replicated, or sharded over the vocabulary.
         head_at_rest: partition spec of the head's gradient: `head`, plus the axes that shard both tokens and the stored
             parameter.
+        vocab_size: number of tokens of the vocabulary.
+        padded_vocab_size: rows of the head as the loss reads it: at least `vocab_size`, and divisible by its shards.
     """
 
     mesh: Mesh | None
@@ -34,26 +36,36 @@ class TokenSharding:
     position: tuple[str, ...]
     head: PartitionSpec
     head_at_rest: PartitionSpec
+    vocab_size: int
+    padded_vocab_size: int
 
     @staticmethod
-    def of(hidden: NamedArray, head: Weight | None) -> "TokenSharding":
-        """The sharding of hidden states {batch, position, embed} and a head {vocab, embed} under the current layout."""
+    def of(hidden: NamedArray, head: Weight | None, vocab_multiple: int = 1) -> "TokenSharding":
+        """The sharding of hidden states {batch, position, embed} and a head {vocab, embed} under the current layout.
+
+        Args:
+            vocab_multiple: the rows of the head are padded to a multiple of this.
+        """
         layout: Layout | None = current_layout()
+        vocab_size = (hidden if head is None else head).resolve_axis(VOCAB).size
+        sizes = vocab_size, vocab_size if head is None else _rounded_up(vocab_size, vocab_multiple)
         if layout is None or layout.mesh.size == 1:
-            return TokenSharding(None, (), (), PartitionSpec(), PartitionSpec())
+            return TokenSharding(None, (), (), PartitionSpec(), PartitionSpec(), *sizes)
         batch, position = (mesh_axes(hidden.resolve_axis(a), layout.compute) for a in (BATCH, POSITION))
         if head is None:
-            return TokenSharding(layout.mesh, batch, position, PartitionSpec(), PartitionSpec())
+            return TokenSharding(layout.mesh, batch, position, PartitionSpec(), PartitionSpec(), *sizes)
         vocab_axis, embed_axis = head.resolve_axis(VOCAB), head.resolve_axis(EMBED)
         vocab = mesh_axes(vocab_axis, layout.compute)
         entries = []
-        spec = spec_of(head.axes, layout.parameter)
+        spec = layout.parameter_sharding(head.axes).spec
         at_rest = {axis.name: _names(entry) for axis, entry in zip(head.axes, spec, strict=True)}
         for axis, compute in ((vocab_axis, vocab), (embed_axis, ())):
             token_axes = (a for a in at_rest[axis.name] if a in batch + position and a not in compute)
             entries.append((*compute, *token_axes))
         head_at_rest = PartitionSpec(*(entry or None for entry in entries))
-        return TokenSharding(layout.mesh, batch, position, PartitionSpec(vocab or None), head_at_rest)
+        shards = math.prod(layout.mesh.shape[name] for name in entries[0])
+        sizes = vocab_size, _rounded_up(vocab_size, math.lcm(vocab_multiple, shards))
+        return TokenSharding(layout.mesh, batch, position, PartitionSpec(vocab or None), head_at_rest, *sizes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -63,9 +75,20 @@ class TokenSharding:
     def vocab_axes(self) -> tuple[str, ...]:
         return _names(self.head[0]) if len(self.head) else ()
 
-    @property
-    def vocab_shards(self) -> int:
-        return math.prod(self.mesh.shape[a] for a in self.vocab_axes) if self.mesh is not None else 1
+    def pad_vocab(self, w_VD: jax.Array | StoredArray) -> jax.Array | StoredArray:
+        """A head with the padding rows that the loss reads, all zero. They exist only in a computation."""
+        padding = self.padded_vocab_size - self.vocab_size
+        return jax.tree.map(lambda a: jnp.pad(a, ((0, padding), (0, 0))), w_VD) if padding else w_VD
+
+    def fill_padding(self, x_CV: jax.Array, value: float) -> jax.Array:
+        """Replaces the columns of tokens that are not in the vocabulary. Args: x_CV: this device's shard of the columns."""
+        if self.padded_vocab_size == self.vocab_size:
+            return x_CV
+        return jnp.where(self.local_ids(self.vocab_size, x_CV.shape[1]) > jnp.arange(x_CV.shape[1]), x_CV, value)
+
+    def local_ids(self, ids: jax.Array | int, num_local: int) -> jax.Array | int:
+        """Token ids as indices into this device's shard of the vocabulary; outside [0, num_local) for other shards."""
+        return ids - jax.lax.axis_index(self.vocab_axes) * num_local if self.vocab_axes else ids
 
     def tokens(self, num_trailing: int = 0) -> PartitionSpec:
         """The partition spec of a {batch, position, ...} array."""
@@ -153,6 +176,10 @@ def _with_repeated_keys(kernel: Callable[..., jax.Array], q_BTKGH, k_BTKH, v_BTK
     q_ungrouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, 1, q_BTKGH.shape[4])
     out = kernel(q_ungrouped, *(jnp.repeat(t, group, axis=2) for t in (k_BTKH, v_BTKH)), *rest)
     return out.reshape(q_BTKGH.shape)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

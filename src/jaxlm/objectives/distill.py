@@ -110,6 +110,7 @@ class Distill(ObjectiveConfig):
             temperature=self.temperature,
             weight=self.weight,
             soft_cap=model.logit_soft_cap,
+            vocab_multiple=model.vocab_multiple,
         )
         weight = self.weights(batch)["loss"]
         metrics = {

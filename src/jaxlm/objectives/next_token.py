@@ -52,6 +52,7 @@ class NextToken(ObjectiveConfig):
             batch.targets,
             batch.loss_mask,
             soft_cap=model.logit_soft_cap,
+            vocab_multiple=model.vocab_multiple,
             z_loss_weight=self.z_loss_weight,
             label_smoothing=self.label_smoothing,
         )
@@ -67,5 +68,6 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch) -> TokenSco
     """The negative log-likelihood of each target of a batch {batch, ...}, for evaluations."""
     batch = batch.supervised()
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
-    losses = token_losses(hidden.final, model.lm_head(), batch.targets, soft_cap=model.logit_soft_cap)
+    options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
+    losses = token_losses(hidden.final, model.lm_head(), batch.targets, **options)
     return TokenScores(losses, batch.loss_mask, batch.targets, batch.tokens)

@@ -24,9 +24,8 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.clipping import clip_by_rms
-from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
+from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, with_adam_fallback
 from jaxlm.optim.preconditioner import Factor, initial_factor, precondition
-from jaxlm.optim.with_adam_fallback import with_adam_fallback
 
 
 @OptimizerConfig.register_subclass("kron")

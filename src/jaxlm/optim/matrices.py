@@ -1,23 +1,27 @@
-"""Finds the parameters that are matrices, and reshapes each of them to a matrix, for optimizers such as Muon.
+"""Finds the parameters that are matrices, reshapes each of them to a matrix, and combines an update rule for matrices with
+Adam for all other parameters, for optimizers such as Muon.
 
 The weight of a linear layer has named axes in any order: {layers, heads, head_size, embed} is one matrix per layer, with
 heads x head_size outputs and embed inputs. Layers that know their inputs and outputs declare them. Any other parameter is
 a matrix if its named axes form two sides, or if it has two unnamed axes; the first is then the output.
 """
 
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import haliax as hax
 import jax
+import optax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import POSITION, VOCAB
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
 NORM_BIAS_OR_EMBEDDING = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)|embedding$")
 """Matches the paths, in lower case, of parameters that get no weight decay by default and are not matrices."""
@@ -96,6 +100,45 @@ def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
 def size_of(axes: tuple[Axis, ...]) -> int:
     """The product of the axis sizes."""
     return math.prod(axis.size for axis in axes)
+
+
+def with_adam_fallback(
+    config: OptimizerConfig,
+    groups: Sequence[ParameterGroup],
+    num_steps: int,
+    matrices: tuple[str, optax.GradientTransformation],
+    adam: optax.GradientTransformation,
+    *,
+    adam_lr: float,
+    max_grad_norm: float | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the global norm, computes each parameter's direction, adds weight decay, and scales by the learning rate.
+
+    Args:
+        config: has the learning rate of matrices, and the schedule of both learning rates.
+        matrices: name in the optimizer state and transformation for the groups with `as_matrices`.
+        adam: transformation for all other groups.
+        adam_lr: peak learning rate of all other groups.
+    """
+    name, direction = matrices
+    paths = {path for group in groups if group.as_matrices for path in group.paths}
+
+    def labels(params: Any) -> Any:
+        return tree.map_leaves(lambda path, _: name if path in paths else "adam", params)
+
+    directions: Any = {name: direction, "adam": adam}
+    rates: Any = {
+        name: scale_by_learning_rate(config.schedule(num_steps)),
+        "adam": scale_by_learning_rate(dataclasses.replace(config, learning_rate=adam_lr).schedule(num_steps)),
+    }
+    return optax.with_extra_args_support(
+        optax.chain(
+            clip_by_norm(max_grad_norm),
+            optax.partition(directions, labels),
+            add_weight_decay(config, groups),
+            optax.partition(rates, labels),
+        )
+    )
 
 
 def _view(leaf: Any, axes: MatrixAxes) -> MatrixView:

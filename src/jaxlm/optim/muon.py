@@ -17,8 +17,7 @@ import optax
 
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
-from jaxlm.optim.matrices import map_matrices
-from jaxlm.optim.with_adam_fallback import with_adam_fallback
+from jaxlm.optim.matrices import map_matrices, with_adam_fallback
 
 # Coefficients of the odd quintic that each iteration applies to the singular values: steep at 0, near 1 elsewhere.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlm.config.trainer import TrainerConfig
-from jaxlm.core.axes import axis_names
+from jaxlm.core.axes import VOCAB, axis_names
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import (
     AxisMappings,
@@ -14,6 +14,7 @@ from jaxlm.core.mesh import (
     check_arrays,
     check_axes_used,
     count_groups,
+    indivisible_vocabulary,
     make_layout,
     mesh_shape,
 )
@@ -34,7 +35,8 @@ def plan_mesh(
     shape = _shape(trainer, devices)
     layout = make_layout(shape, _mappings(trainer), axes, devices)
     check_arrays(layout, arrays)
-    return shape, layout, [*_overridden(trainer, layout), *check_axes_used(layout, shape)]
+    notes = indivisible_vocabulary(layout, axes.get(VOCAB))
+    return shape, layout, [*_overridden(trainer, layout), *check_axes_used(layout, shape), *notes]
 
 
 def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:

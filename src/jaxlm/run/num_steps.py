@@ -65,7 +65,7 @@ def with_num_steps_of_data(
 
 def _of_epochs(config: RunConfig, data: Data, batches: BatchSchedule) -> int:
     """The number of steps for `epoch` passes over the data. The next epoch fills up the last batch."""
-    (sequences,) = data.train.values()
+    (sequences,) = data.trained_on(batches).values()
     num_steps = batches.steps_for(config.epoch * len(sequences))
     given = config.trainer.num_train_steps
     if given not in (TrainerConfig.num_train_steps, num_steps):

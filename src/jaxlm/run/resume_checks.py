@@ -22,7 +22,7 @@ DATA_IDENTITY = "data.json"
 REFERENCES_IDENTITY = "refs.json"
 
 # Keys of the model section that change how the model is computed, but not the model.
-_NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend")
+_NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend", "pad_vocab_to_multiple_of")
 
 
 @dataclass(frozen=True)

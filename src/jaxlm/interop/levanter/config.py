@@ -48,10 +48,6 @@ _UNSUPPORTED = {
     "peft_hf_upload": "upload the converted adapters with the Hugging Face Hub's own tools",
     "peft_save_path": "convert the last checkpoint with jaxlm convert to-hf --adapters only",
     "trust_remote_code": "models are jaxlm's own classes; no code is loaded with weights",
-    "log_entropy": "remove it; this metric is not available",
-    "data.ignore_token_id": "mask tokens with a format, such as chat or supervised",
-    "data.max_train_batches": "train on fewer files, or set trainer.num_train_steps",
-    "data.num_validation_sequences": "set validation_urls of the source, or trainer.max_eval_batches",
     "trainer.quantization": "set mp: p=f32,c=bfloat16; training has no quantized matrix products",
     "optimizer.cooldown": "set optimizer.decay",
     "optimizer.haps": "set optimizer.cycles to the steps at which cycles end",
@@ -208,8 +204,12 @@ class _Translation:
             self.rename(old, new)
 
     def optimizer(self) -> None:
-        """`type: cautious` is Adam with cautious updates, with a default of its own."""
+        """`type: cautious` is Adam with cautious updates, with a default of its own; `type: mini` is Adam-mini."""
         optimizer = self.tree.get("optimizer")
+        if isinstance(optimizer, dict) and optimizer.get("type") == "mini":
+            self.refuse("optimizer.nesterov", "remove it")
+            optimizer["type"] = "adam-mini"
+            self.notes.append("optimizer.type: mini is read as adam-mini")
         if isinstance(optimizer, dict) and optimizer.get("type") == "cautious":
             self.ignore("optimizer.gamma", "it has no effect in Levanter either")
             self.tree["optimizer"] = {"beta1": 0.95, **optimizer, "type": "adam", "cautious": True}
@@ -279,14 +279,20 @@ class _Translation:
             self.notes.extend(notes)
 
     def evals(self) -> None:
+        if self.take("log_entropy") not in _NOTHING:
+            self._add_evals([{"type": "entropy"}], "log_entropy")
+            self.notes.append("log_entropy is read as evals of type entropy")
         given = self.take("eval_harness")
         if given in _NOTHING:
             return self.ignore("eval_harness_steps", "eval_harness is not set")
         translated, notes = harness_evals(given, self.error)
-        others = self.tree.pop("evals", [{"type": "loss"}])
-        if not isinstance(others, list):
-            raise self.error("evals", f"{others!r} given with eval_harness; a list expected, such as [{{type: loss}}]")
-        self.put("evals", [*others, *translated], "eval_harness")
+        self._add_evals(translated, "eval_harness")
         self.notes.append("eval_harness is read as evals of type harness")
         self.notes.extend(notes)
         self.ignore("eval_harness_steps", "all evals run every trainer.steps_per_eval steps")
+
+    def _add_evals(self, more: list[dict[str, Any]], old: str) -> None:
+        others = self.tree.pop("evals", [{"type": "loss"}])
+        if not isinstance(others, list):
+            raise self.error("evals", f"{others!r} given with {old}; a list expected, such as [{{type: loss}}]")
+        self.put("evals", [*others, *more], old)

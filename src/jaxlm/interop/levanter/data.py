@@ -90,6 +90,9 @@ def _name_sources(data: dict[str, Any], note: Callable[[str], None]) -> None:
         only_evaluated = data["configs"].keys() - trained
         return {name: weight for name, weight in renamed.items() if weight != 0 or name not in only_evaluated}
 
+    for key in ("max_train_batches", "num_validation_sequences"):
+        if isinstance(data.get(key), Mapping):
+            data[key] = {names.get(name, name): number for name, number in data[key].items()}
     stages = data.get("train_weights")
     if isinstance(stages, list):
         data["train_weights"] = [[*s[:-1], weights(s[-1])] if isinstance(s, list) and s else s for s in stages]

@@ -14,7 +14,7 @@ from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.flax.model import FlaxDefinition, FlaxModel, load_factory, named_axes
 from jaxlm.models.flax.modules import FlaxInputs
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
-from jaxlm.models.remat import AUTO, parse_remat
+from jaxlm.models.remat import parse_remat
 
 _NO_CACHE = "the module has no KV cache: generation runs a full forward pass for every token"
 _NO_SEGMENT_IDS = "the module takes no `segment_ids`: a packed document attends to the documents before it"
@@ -43,8 +43,8 @@ class FlaxConfig(ModelConfig):
 
     def check(self) -> None:
         check_fields(self, "model")
-        for name in ("scan_layers", "attn_backend"):
-            if getattr(self, name) != AUTO:
+        for name in ("scan_layers", "attn_backend", "pad_vocab_to_multiple_of"):
+            if getattr(self, name) != getattr(ModelConfig, name):
                 raise ConfigError(
                     f"model.{name}: {getattr(self, name)} given, but it has no effect on a Flax module. Remove it"
                 )

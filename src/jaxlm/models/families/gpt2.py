@@ -93,11 +93,10 @@ class Gpt2Config(TransformerConfig):
         body, std = self.transformer(final_norm, key=k_layers), self.initializer_range
         tokens = embedding(Vocab, self.Embed, std=std, key=k_tokens)
         positions = embedding(self.Pos, self.Embed, std=std / 2, key=k_positions)
-        if self.tie_word_embeddings:
-            return Gpt2(tokens, positions, body, None, self)
         # A key of its own, so that the other parameters are those of a model with a tied head.
-        head = Linear.init(self.Embed, Vocab, std=std, key=jax.random.fold_in(key, 1))
-        return Gpt2(tokens, positions, body, head, self)
+        k_head, Embed, tied = jax.random.fold_in(key, 1), self.Embed, self.tie_word_embeddings
+        head = None if tied else Linear.init(Embed, Vocab, std=std, key=k_head)
+        return Gpt2(tokens, positions, body, head, self, vocab_multiple=self.vocab_multiple)
 
 
 class Gpt2Block(eqx.Module):

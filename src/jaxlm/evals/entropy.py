@@ -1,0 +1,63 @@
+"""Measures how uncertain a model is: the entropy of its predictions (Shannon 1948)."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.loss import token_entropies
+
+_MAX_IN_FLIGHT = 4
+
+
+@EvalConfig.register_subclass("entropy")
+@dataclass(frozen=True)
+class EntropyEvalConfig(EvalConfig):
+    """Mean entropy in nats of the distributions that predict the targets of the validation data, over one pass of it. It logs
+    `entropy`, and with several sources `<source>/entropy`. Of pairs, it reads the chosen completions.
+    """
+
+    def open(self, ctx: EvalContext) -> Eval:
+        return EntropyEval(ctx)
+
+
+class EntropyEval(Eval):
+    """The metrics of `EntropyEvalConfig`."""
+
+    def __init__(self, ctx: EvalContext):
+        self._sets = ctx.validation
+        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._totals = jax.jit(_batch_totals)
+
+    def run(self, model: LanguageModel) -> dict[str, float]:
+        model = self._cast(model)
+        sums = {data_set.name: self._measure(model, data_set.batches()) for data_set in self._sets}
+        total, weight = sum(sums.values(), np.zeros(2))
+        if not weight:
+            return {}
+        by_source = {f"{name}/entropy": float(one[0] / one[1]) for name, one in sums.items() if name and one[1]}
+        return {"entropy": float(total / weight), **by_source}
+
+    def _measure(self, model: LanguageModel, batches: Iterable[Any]) -> np.ndarray:
+        """float64 [2]: the sum of the entropies, and the number of targets."""
+        pending, sums = deque(), np.zeros(2)
+        for batch in batches:
+            pending.append(self._totals(model, batch))
+            if len(pending) >= _MAX_IN_FLIGHT:
+                sums += np.asarray(pending.popleft(), np.float64)
+        return sums + sum((np.asarray(totals, np.float64) for totals in pending), np.zeros(2))
+
+
+def _batch_totals(model: LanguageModel, batch: Any) -> jax.Array:
+    batch = batch.supervised()
+    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
+    options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
+    entropies = token_entropies(hidden, model.lm_head(), batch.targets, **options)
+    return jnp.stack([hax.sum(entropies * batch.loss_mask).array, hax.sum(batch.loss_mask).array])

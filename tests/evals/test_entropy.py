@@ -1,0 +1,45 @@
+"""The entropy of predictions, against the logits in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.data.loader import eval_batches
+from jaxlm.data.tokens import TokensConfig
+from jaxlm.evals.base import EvalContext, ValidationSet
+from jaxlm.evals.entropy import EntropyEvalConfig
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.objectives.next_token import score_batch
+from tests.data.test_loader import layout_of
+from tests.engine.helpers import F32, MODEL, VOCAB
+from tests.evals.test_loss import windows
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_mean_entropy_of_each_source_is_that_of_its_logits(devices):
+    layout = layout_of(data=devices)
+    data = {"prose": windows(0, 9), "code": windows(1, 2)}
+    spec = TokensConfig().batch_spec(MODEL.seq_len)
+
+    def batches(name: str):
+        return list(eval_batches(data[name], spec, batch_size=8, layout=layout, max_batches=None))
+
+    sets = tuple(ValidationSet(name, (), lambda name=name: batches(name)) for name in data)
+    with layout.use():
+        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
+        model = jax.tree.map(lambda leaf: 5 * leaf, model)  # far from uniform
+        context = EvalContext(layout, F32, None, np.zeros(VOCAB), sets, print, 8, score_batch)
+        found = EntropyEvalConfig().open(context).run(model)
+        sums = {name: np.zeros(2) for name in data}
+        for name, batch in [(source, batch) for source in data for batch in batches(source)]:
+            hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
+            logits = np.asarray(model.logits(hidden).array, np.float64)
+            logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            mask = np.asarray(batch.loss_mask.array)
+            sums[name] += (-(np.exp(logp) * logp).sum(-1) * mask).sum(), mask.sum()
+        nothing = EvalContext(layout, F32, None, np.zeros(VOCAB), (), print, 8, score_batch)
+        assert EntropyEvalConfig().open(nothing).run(model) == {}
+    total = sum(sums.values())
+    expected = {"entropy": total[0] / total[1], **{f"{name}/entropy": s[0] / s[1] for name, s in sums.items()}}
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found["entropy"] < 0.95 * np.log(VOCAB)
