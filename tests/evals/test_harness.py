@@ -243,6 +243,41 @@ def test_a_zero_on_the_command_line_overrides_the_default(monkeypatch, capsys, n
     assert f"{name}: 0 given, must be at least 1" in capsys.readouterr().err
 
 
+def test_standard_errors_are_in_the_table_and_in_the_json(monkeypatch, capsys):
+    """The harness computes them if it may resample; what it cannot compute is left out."""
+    asked = []
+    found = {
+        "alias": "choice",
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.125,
+        "perplexity,none": 3.0,
+        "perplexity_stderr,none": "N/A",
+    }
+
+    def simple_evaluate(**options):
+        asked.append(options["bootstrap_iters"])
+        return {"results": {"choice": found}}
+
+    tasks = harness.OpenTasks(HarnessEvalConfig(tasks=["choice"]), simple_evaluate, None)
+    monkeypatch.setattr(harness, "_backend", lambda *options: None)
+    monkeypatch.setattr("jaxlm.run.harness_tasks.open_tasks", lambda *options: tasks)
+    plan = SimpleNamespace(config=SimpleNamespace(model=MODEL), layout=layout())
+    named = SimpleNamespace(plan=plan, location="hf", tokenizer=None, for_inference=lambda quantize: None)
+    monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
+    assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice"]) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert [row.split() for row in table] == [
+        ["task", "metric", "value", "stderr"],
+        ["choice", "acc,none", "0.5000", "0.1250"],
+        ["choice", "perplexity,none", "3.0000"],
+    ]
+    assert json.loads(line)["tasks"]["choice"] == {k: v for k, v in found.items() if isinstance(v, float)}
+    context = SimpleNamespace(tokenizer=None, precision=parse_precision("f32"))
+    assert harness.HarnessEval(tasks, context).run({}) == {"choice/acc": 0.5, "choice/perplexity": 3.0}
+    assert asked[0] >= 1000
+    assert asked[1:] == [0], "during training they would cost time and are not logged"
+
+
 @pytest.mark.slow
 def test_tasks_of_the_real_harness_are_opened_before_the_first_step(tmp_path, offline, monkeypatch):
     from lm_eval import simple_evaluate

@@ -83,8 +83,15 @@ class OpenTasks:
     evaluate: Callable[..., Any]
     manager: Any
 
-    def run(self, model: LanguageModel, tokenizer: Any) -> dict[str, dict[str, Any]]:
-        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`."""
+    def run(self, model: LanguageModel, tokenizer: Any, *, bootstrap_iters: int = 0) -> dict[str, dict[str, Any]]:
+        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`.
+
+        Args:
+            bootstrap_iters: resamples for standard errors (`acc_stderr,none`) that have no closed form; 0 computes no
+                standard errors.
+        """
+        # The harness would fork a process for each core, which may deadlock after jax has started its threads.
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")
         results = self.evaluate(
             model=_backend(model, tokenizer, self.config.batch_size),
             tasks=list(self.config.tasks),
@@ -92,7 +99,7 @@ class OpenTasks:
             limit=self.config.limit,
             task_manager=self.manager,
             log_samples=False,
-            bootstrap_iters=0,
+            bootstrap_iters=bootstrap_iters,
         )
         return results["results"]
 
