@@ -17,7 +17,7 @@ from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.run.export import export_model
+from jaxlm.run.export import export_model, model_card
 from jaxlm.run.inference_model import load
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.load_model import open_model
@@ -78,7 +78,8 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     opened.tokenizer.save(tmp_path / "run")  # as in a checkpoint
     tokenizer = load_tokenizer(str(tmp_path / "run"))
     with opened.plan.layout.use():
-        export_model(tmp_path / "out", opened.load(), opened.plan, tokenizer, np.float32)
+        card = model_card(opened.plan, None, {})
+        export_model(tmp_path / "out", opened.load(), opened.plan, tokenizer, np.float32, card)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS

@@ -10,6 +10,7 @@ from jaxlm.core.imports import gc_paused
 import jax
 
 from jaxlm.config.decode import choice_name
+from jaxlm.config.load import run_id_of
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
@@ -27,6 +28,7 @@ from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.groups import group_schedules
@@ -209,6 +211,13 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
         if is_url(config.hf_save_path):
             open_store(config.hf_save_path, "hf_save_path")
         config_to_json(family_of_config(config.model), config.model)  # raises for what a config.json cannot say
+    if config.hf_upload and (config.hf_save_path is None or is_url(config.hf_save_path)):
+        raise ConfigError(
+            f"hf_upload: {config.hf_upload} given, but hf_save_path is {config.hf_save_path}. It pushes the folders in"
+            " hf_save_path: set that to a local folder"
+        )
+    if repository := upload_repository(config):
+        check_upload_name(repository, "hf_upload")
     name = hf_name(config.initialize_from_hf, tokenizer)
     for key in ("hf_weight_names", "hf_skip_keys"):
         if name is None and getattr(config, key):
@@ -218,6 +227,11 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
             "initialize_from_hf: the weights belong to an existing tokenizer, but data.tokenizer trains a new one. Set"
             " data.tokenizer to the folder of the weights"
         )
+
+
+def upload_repository(config: RunConfig) -> str | None:
+    """The repository that `hf_upload` names; None if nothing is pushed."""
+    return run_id_of(config) if config.hf_upload is True else config.hf_upload or None
 
 
 def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:
