@@ -24,7 +24,9 @@ def load(
             `name@revision`.
         weights: `trained`, or `ema` for the average of `trainer.model_averaging`.
         adapter: a PEFT folder with adapters to merge into the model.
-        keys: dotted key -> value, such as `{"trainer.mp": "f32"}`, which override the saved configuration.
+        keys: dotted key -> value, such as `{"trainer.mp": "f32"}`, which override the saved configuration. The keys of the
+            mesh say how the model lies on the devices: `{"trainer.model_axis_size": 2, "trainer.tensor_parallel_axes":
+            ["heads", "mlp"]}`.
 
     Raises:
         ConfigError: there is no such model, or a key does not apply to it.

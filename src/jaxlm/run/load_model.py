@@ -37,8 +37,9 @@ AS_TRAINED = "trained"
 _EFFECTIVE = tuple(
     f"trainer.{name}"
     for name in (
-        *("mp", "model_axis_size", "replica_ici_axis_size", "batch_axis", "fsdp_axis", "tensor_parallel_axes"),
-        *("axis_resources", "parameter_axis_resources", "train_batch_size", "per_device_parallelism"),
+        *("mp", "mesh", "model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "batch_axis", "fsdp_axis"),
+        *("tensor_parallel_axes", "axis_resources", "parameter_axis_resources", "compute_axis_resources"),
+        *("train_batch_size", "per_device_parallelism"),
     )
 )
 # Keys outside all sections that have an effect on a Hugging Face folder.
