@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-import jaxlm
 from jaxlm.config.load import run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core.publish import Location, PublishError, child_of, is_taken
@@ -125,11 +125,11 @@ def model_card(
     title = Path(base).name if step is None and base else run_id_of(config)
     kind = type(config.model).__name__.removesuffix("Config")
     model = f"{kind} with {parameters(plan.state_builder.abstract_initial_model)}"
-    what = f"A {model}, {'converted' if step is None else 'trained'} with jaxlm {jaxlm.__version__}."
+    what = f"A {model}, {'converted' if step is None else 'trained'} with jaxlm {version('jaxlm')}."
     rows = (
         []
         if step is None
-        else [*_training(plan, step), ("software", f"jaxlm {jaxlm.__version__}, JAX {jax.__version__}")]
+        else [*_training(plan, step), ("software", f"jaxlm {version('jaxlm')}, JAX {jax.__version__}")]
     )
     return ModelCard(
         title=title,

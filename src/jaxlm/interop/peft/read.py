@@ -108,10 +108,11 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
             raise ConfigError(f"{folder / _WEIGHTS}: missing: {', '.join(missing[:_MAX_LISTED])}")
         unread -= {*keys["A"], *keys["B"]}
         a, b = (np.stack([file.view(key) for key in keys[side]]) for side in "AB")
-        if len(tensor.parts) > 1:
+        part, *others = tensor.parts
+        if others:
             pairs |= dict(FusedMatrix(tensor, sizes).split(a, b, int(settings["r"])))
         else:
-            pairs[module_path(tensor.parts[0])] = (a, b) if tensor.is_stacked else (a[0], b[0])
+            pairs[module_path(part)] = (a, b) if tensor.is_stacked else (a[0], b[0])
     if unread or not pairs:
         listed = ", ".join(sorted(unread)[:_MAX_LISTED])
         raise _wrong_model(folder, f"{listed} belong to no layer of this model" if unread else "no adapters")

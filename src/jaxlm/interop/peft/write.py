@@ -134,7 +134,7 @@ def _common_settings(adapters: Sequence[Adapter]) -> dict[str, Any]:
     return {"r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout}
 
 
-def _patterns(ranks: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _patterns(ranks: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of adapter_config.json for modules with other ranks than most. All have the same scale."""
     others = {module: rank for module, rank in sorted(ranks.items()) if rank != settings["r"]}
     alphas = {module: settings["lora_alpha"] * rank / settings["r"] for module, rank in others.items()}
