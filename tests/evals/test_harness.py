@@ -217,6 +217,7 @@ def harness_with(monkeypatch, **tasks):
         ({"num_fewshot": -1}, "num_fewshot: -1 given, must be at least 0"),
         ({"tasks": ["written", "writen"]}, "no tasks named writen. Did you mean written? Do you need task_folder?"),
         ({"tasks": ["writen"], "task_folder": "mine"}, "Did you mean written? They are not in mine either"),
+        ({"tasks": ["WRITTEN", "Choice"]}, "no tasks named WRITTEN, Choice. Did you mean written, choice?"),
         ({"tasks": ["no/such.yaml"]}, "has no tasks named no/such.yaml. Do you need task_folder?"),
         ({"seq_len": 12}, "tasks: written generates up to 12 tokens, but the model's maximum sequence length is 12"),
         ({"tasks": ["long"]}, "tasks: long generates up to 256 tokens, but the model's maximum sequence length is 48"),

@@ -184,3 +184,20 @@ def test_a_model_lies_on_the_mesh_that_is_asked_for(name, tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     options = {"max_new_tokens": 6, "temperature": 0.0}
     assert asked.generate(texts, **options) == usual.generate(texts, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_lies_on_the_devices_that_are_asked_for(count, tmp_path):
+    devices = jax.devices()[8 - count :]
+    model = jaxlm.load(write_model(tmp_path / "model"), devices=devices)
+    arrays = [leaf for leaf in jax.tree.leaves(model.model) if isinstance(leaf, jax.Array)]
+    assert all(array.devices() == set(devices) for array in arrays)
+    texts = ["The capital of France is", "Rome"]
+    (ours, _), ids = model.logits(texts), model.tokenizer.encode(texts[0])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(ours, theirs(torch.tensor([ids])).logits[0].numpy(), rtol=1e-4, atol=1e-4)
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :]
+    assert model.generate(texts, max_new_tokens=6, temperature=0.0)[0] == model.tokenizer.decode(expected.tolist())
+    with pytest.raises(ConfigError, match="devices: an empty list given"):
+        jaxlm.load(tmp_path / "model", devices=[])

@@ -32,6 +32,7 @@ from jaxlm.run.plan import Plan, make_plan
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
 from jaxlm.surgery.lora import add_adapters, lora_for_inference
 
+Devices = Sequence[jax.Device] | None
 AS_TRAINED = "trained"
 # Keys outside the `model` section that control sharding and dtypes. The batch size must divide over the devices.
 _EFFECTIVE = tuple(
@@ -125,13 +126,18 @@ def parse_with_keys(
 
 
 def open_checkpoint(
-    path: Path | str, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()
+    path: Path | str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    also: Collection[str] = (),
+    devices: Devices = None,
 ) -> LoadedCheckpoint:
     """Opens a checkpoint, or the newest in a run's folder.
 
     Args:
         options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
         also: additional keys that have an effect for the caller. Options without effect raise `ConfigError`.
+        devices: devices for the model; None means all.
     """
     checkpoint = find_checkpoint(path)
     overrides = dict(options or {})
@@ -139,7 +145,7 @@ def open_checkpoint(
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
         config = decode_run(override(load_yaml(folder / "config.yaml"), overrides), None)
     check_effective(overrides, also=also)
-    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
+    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size, devices))
 
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
@@ -240,6 +246,7 @@ def open_model(
     weights: str = AS_TRAINED,
     *,
     also: Collection[str] = (),
+    devices: Devices = None,
 ) -> LoadedModel:
     """Opens a checkpoint at a path or URL, a Hugging Face folder, or a hub repository `name` or `name@revision`.
 
@@ -248,9 +255,10 @@ def open_model(
         adapter: a PEFT folder with adapters to add to the model.
         weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
         also: additional keys that have an effect for the caller, as in `open_checkpoint`.
+        devices: devices for the model; None means all.
     """
     open_named = _open_hf_model if _is_hugging_face(name) else _open_checkpoint
-    opened = open_named(name, keys, weights, also)
+    opened = open_named(name, keys, weights, also, devices)
     if adapter is None:
         return opened
     config, layout, folder = opened.plan.config.model, opened.plan.layout, Path(adapter)
@@ -274,9 +282,11 @@ def _is_hugging_face(name: str) -> bool:
     return not path.exists() and may_be_repository(name) and not in_existing_folder
 
 
-def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str, also: Collection[str]) -> LoadedModel:
+def _open_checkpoint(
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices
+) -> LoadedModel:
     try:
-        trained = open_checkpoint(name, keys, also=also)
+        trained = open_checkpoint(name, keys, also=also, devices=devices)
     except ConfigError as error:
         if Path(name).exists() or not may_be_repository(name):
             raise
@@ -293,7 +303,9 @@ def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str, also: Col
     )
 
 
-def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str, also: Collection[str]) -> LoadedModel:
+def _open_hf_model(
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices
+) -> LoadedModel:
     if weights != AS_TRAINED:
         raise ConfigError(
             f"--weights: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
@@ -313,7 +325,7 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str, also: Colle
     opened = open_folder(folder, config.hf_skip_keys)
     tokenizer = load_tokenizer(str(folder))
     # All embedding rows, even those without a token, so that the logits match those of transformers.
-    plan = make_plan(config, "imported", opened.vocab_size)
+    plan = make_plan(config, "imported", opened.vocab_size, devices)
 
     def load() -> LanguageModel:
         options = {"skip_keys": config.hf_skip_keys, "log": _to_stderr}
