@@ -1,10 +1,12 @@
 """jaxlm: one YAML trains a language model in JAX, sharded, resumable bit for bit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxlm.run.inference_model import InferenceModel
 
 __version__ = "0.1.0"
@@ -16,6 +18,7 @@ def load(
     weights: str = "trained",
     adapter: str | None = None,
     keys: Mapping[str, Any] | None = None,
+    devices: "Sequence[jax.Device] | None" = None,
 ) -> "InferenceModel":
     """Loads a model onto this process's devices, for use in Python.
 
@@ -24,11 +27,14 @@ def load(
             `name@revision`.
         weights: `trained`, or `ema` for the average of `trainer.model_averaging`.
         adapter: a PEFT folder with adapters to merge into the model.
-        keys: dotted key -> value, such as `{"trainer.mp": "f32"}`, which override the saved configuration.
+        keys: dotted key -> value, such as `{"trainer.mp": "f32"}`, which override the saved configuration. The keys of the
+            mesh say how the model lies on the devices: `{"trainer.model_axis_size": 2, "trainer.tensor_parallel_axes":
+            ["heads", "mlp"]}`.
+        devices: the devices to load it onto, such as `jax.devices()[:2]`; None means all.
 
     Raises:
         ConfigError: there is no such model, or a key does not apply to it.
     """
     from jaxlm.run import inference_model  # imports jax, which `import jaxlm` does not
 
-    return inference_model.load(name, weights=weights, adapter=adapter, keys=keys)
+    return inference_model.load(name, weights=weights, adapter=adapter, keys=keys, devices=devices)

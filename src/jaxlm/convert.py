@@ -17,11 +17,13 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, location_of
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
+from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
+from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.models.base import LanguageModel
 from jaxlm.run.exit_codes import command
-from jaxlm.run.export import export_model
+from jaxlm.run.export import export_model, logged_evaluation, model_card
 from jaxlm.run.generation_options import add_adapter_option
 from jaxlm.run.inference_model import InferenceModel, load
 from jaxlm.run.load_model import LoadedModel, add_checkpoint_options, open_model
@@ -43,26 +45,42 @@ def main(arguments: Sequence[str]) -> int:
     folder, verify = location_of(options.output_dir), options.verify == "true"
     if verify and not isinstance(folder, Path):
         raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
+    if options.upload is not None:
+        if not isinstance(folder, Path):
+            raise ConfigError(f"--upload: {options.upload} given, but {folder} is a URL. Write a local folder")
+        check_upload_name(options.upload, "--upload")
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
+    if options.upload is not None:
+        check_upload("--upload")
     dtype = opened.plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
     with opened.plan.layout.use():
         if options.adapters == "only":
-            _write_adapters(folder, opened, dtype, verify=verify)
+            _write_adapters(folder, opened, dtype, _card(opened, options.checkpoint, "peft"), verify=verify)
         else:
-            _write_model(folder, opened, dtype, verify=verify)
+            _write_model(folder, opened, dtype, _card(opened, options.checkpoint, "transformers"), verify=verify)
+    if options.upload is not None:
+        step = "" if opened.step is None else f", step {opened.step}"
+        print(f"pushed to {upload_folder(Path(folder), options.upload, f'{options.checkpoint}{step}')}")
     return 0
 
 
-def _write_model(folder: Location, opened: LoadedModel, dtype: Any, *, verify: bool) -> None:
+def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
+    """The model card. Args: name: as given on the command line."""
+    if opened.step is None:
+        return model_card(opened.plan, None, {}, base=name, library=library)
+    return model_card(opened.plan, opened.step, logged_evaluation(opened.plan.config, opened.step), library=library)
+
+
+def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     model = merge_surgeries(opened.load(), opened.surgeries)
-    export_model(folder, model, plan, opened.tokenizer, dtype)
+    export_model(folder, model, plan, opened.tokenizer, dtype, card)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:
         print(verify_folder(Path(folder), model, plan.config.model, plan.layout))
 
 
-def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, *, verify: bool) -> None:
+def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     base = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
     if verify and base is None:
@@ -71,7 +89,8 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, *, verify
             " to load the adapters into. Remove --verify, or --adapters only"
         )
     model = opened.load()
-    save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "")
+    files = {README: card.text().encode()}
+    save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "", files=files)
     print(f"wrote the adapters of {opened.location} to {folder}")
     if base is not None and verify:
         print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype)))
@@ -120,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         default="merge",
         help="merge LoRA adapters into the weights, or write only the adapters (default merge)",
     )
+    to_hf.add_argument("--upload", default=None, help="also push the folder to this repository of the Hugging Face Hub")
     return parser
 
 

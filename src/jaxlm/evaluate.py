@@ -1,12 +1,14 @@
-"""Evaluates a checkpoint: validation loss and bits per byte, by source and in total, or lm-evaluation-harness tasks.
+"""Evaluates a model: validation loss and bits per byte, by source and in total, or lm-evaluation-harness tasks.
 
     jaxlm evaluate --checkpoint checkpoints/quickstart
     jaxlm evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
+    jaxlm evaluate --checkpoint model-folder --data.validation_urls '[other/*.txt]' --model.seq_len 512
     jaxlm evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
 
 Uses the run's validation data, so the total matches what training logged (with `max_eval_batches`, only on the same number
-of devices). Losses are reported per source, or per URL if there is only one source. Options with a dot override the saved
-configuration; `--data.*` overrides the data section of the checkpoint's phase. The last line of output is JSON.
+of devices). A Hugging Face model has no data of its own. Losses are reported per source, or per URL if there is only one
+source. Options with a dot override the saved configuration; `--data.*` overrides the data section of the checkpoint's
+phase. The last line of output is JSON.
 """
 
 import argparse
@@ -35,17 +37,11 @@ from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.exit_codes import command
 from jaxlm.run.generation_options import add_quantize_option
 from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks
-from jaxlm.run.load_model import (
-    AS_TRAINED,
-    LoadedCheckpoint,
-    checkpoint_parser,
-    inference_form,
-    open_checkpoint,
-    parse_with_keys,
-)
+from jaxlm.run.load_model import LoadedModel, checkpoint_parser, inference_form, open_model, parse_with_keys
 from jaxlm.run.plan import Plan
 
 _DATA = "data."
+_SEQ_LEN = "model.seq_len"
 # Keys of the trainer section that have an effect here.
 _EFFECTIVE = ("trainer.per_device_eval_parallelism", "trainer.max_eval_batches", "trainer.compilation_cache_dir")
 # Keys of the data section without effect -> why.
@@ -73,21 +69,26 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     for_data = {name: value for name, value in keys.items() if name.startswith(_DATA)}
     others = {name: value for name, value in keys.items() if name not in for_data}
-    trained = open_checkpoint(options.checkpoint, others, also=_EFFECTIVE)
-    enable_compilation_cache(trained.plan.config.trainer.compilation_cache_dir)
-    data = data_with(trained, for_data)
-    max_batches = _max_batches(trained.plan, options.max_batches)
-    sums = evaluate(trained, data, options.batch_size, max_batches, options.weights, options.quantize)
-    _print_results(trained, sums, {source.name: source.config.tags for source in data.sources()}, options.quantize)
+    opened = open_model(options.checkpoint, others, options.adapter, options.weights, also=_EFFECTIVE)
+    enable_compilation_cache(opened.plan.config.trainer.compilation_cache_dir)
+    data = data_with(opened, for_data)
+    max_batches = _max_batches(opened.plan, options.max_batches)
+    if opened.step is None and _SEQ_LEN not in others:
+        length = opened.plan.config.model.seq_len
+        _to_stderr(
+            f"note: sequences of {length} tokens, the model's longest. Compare losses with the same --{_SEQ_LEN}"
+        )
+    sums = evaluate(opened, data, options.batch_size, max_batches, options.quantize)
+    _print_results(opened, sums, {source.name: source.config.tags for source in data.sources()}, options.quantize)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "evaluate",
-        "Computes validation loss and bits per byte of a checkpoint, by source. You can override keys of the saved"
+        "Computes validation loss and bits per byte of a model, by source. You can override keys of the saved"
         " configuration: --data.validation_urls '[other/*.txt]' evaluates on other text.",
-        or_else="; with --tasks also a Hugging Face folder, or a hub repository name or name@revision",
+        or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
     parser.add_argument(
         "--batch_size",
@@ -113,26 +114,26 @@ def _max_batches(plan: Plan, text: str | None) -> int | None:
     return int(text)
 
 
-def data_with(trained: LoadedCheckpoint, options: Mapping[str, Any]) -> DataConfig:
-    """The data section of the checkpoint's phase, overridden by options (`data.validation_urls`, ...)."""
-    changed = override(ConfigSource({"data": encode(trained.data)}), dict(options))
+def data_with(opened: LoadedModel, options: Mapping[str, Any]) -> DataConfig:
+    """The model's data section, overridden by options (`data.validation_urls`, ...)."""
+    changed = override(ConfigSource({"data": encode(opened.data)}), dict(options))
     data = decode(DataConfig, ConfigSource(changed.tree["data"]))
     for name, reason in _NO_EFFECT.items():
         if name in options:
             raise ConfigError(f"command line: --{name} has no effect here: {reason}. Remove it")
     if not data.has_validation:
+        whose = "the run has" if opened.step is not None else f"{opened.location} is a Hugging Face model, which has"
         raise ConfigError(
-            "data.validation_urls: the run has no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
+            f"data.validation_urls: {whose} no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
         )
     return data
 
 
 def evaluate(
-    trained: LoadedCheckpoint,
+    opened: LoadedModel,
     data: DataConfig,
     batch_size: int | None = None,
     max_batches: int | None = None,
-    weights: str = AS_TRAINED,
     quantize: str | None = None,
 ) -> dict[str, EvalLoss]:
     """Measures losses over one pass of the data: by source, or by `data.validation_urls` if there is only one source.
@@ -140,10 +141,9 @@ def evaluate(
     Args:
         batch_size: sequences per batch; None uses the run's.
         max_batches: maximum number of batches per source; None means all.
-        weights: which of the checkpoint's weights to use, as in `LoadedCheckpoint.load_model`.
-        quantize: how to store them, as in `LoadedModel.for_inference`.
+        quantize: how to store the weights, as in `LoadedModel.for_inference`.
     """
-    plan = trained.plan
+    plan = opened.plan
     size = plan.batches.eval if batch_size is None else batch_size
     num_shards = plan.layout.num_shards(BATCH)
     if size < 1 or size % num_shards:
@@ -151,20 +151,24 @@ def evaluate(
             f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
             " batch"
         )
-    differs = dataclasses.replace(data, cache_dir=trained.data.cache_dir) != trained.data
-    log = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    differs = dataclasses.replace(data, cache_dir=opened.data.cache_dir) != opened.data
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
-        model, token_bytes = trained.load_model(weights), trained.tokenizer.token_bytes()
-        dummy_prefix = trained.tokenizer.dummy_prefix()
-        model = model if quantize is None else inference_form(model, trained.surgeries, plan, quantize)
-        for data_set in data.open_validation(trained.tokenizer, plan.config.model.seq_len, log, separate_cache=differs):
+        model, token_bytes = opened.load(), opened.tokenizer.token_bytes()
+        dummy_prefix = opened.tokenizer.dummy_prefix()
+        model = model if quantize is None else inference_form(model, opened.surgeries, plan, quantize)
+        seq_len = plan.config.model.seq_len
+        for data_set in data.open_validation(opened.tokenizer, seq_len, _to_stderr, separate_cache=differs):
             groups = _groups(data_set)
             options = {"batch_size": size, "layout": plan.layout, "max_batches": max_batches}
             meter = LossMeter(plan.precision, score_batch, token_bytes, len(groups.urls), dummy_prefix=dummy_prefix)
             losses = meter.measure(model, data_set.batches_by_group(groups, **options))
             sums |= dict(zip(groups.urls, losses, strict=True))
     return sums
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _groups(data_set: ValidationData) -> Provenance:
@@ -176,7 +180,7 @@ def _groups(data_set: ValidationData) -> Provenance:
 
 
 def _print_results(
-    trained: LoadedCheckpoint, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]], quantize: str | None
+    opened: LoadedModel, sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]], quantize: str | None
 ) -> None:
     total = sum(sums.values(), NOTHING)
     tagged = {name: part for name, part in by_group(sums, tags).items() if name not in sums}
@@ -186,8 +190,7 @@ def _print_results(
     for name, part in rows.items():
         numbers = f"{part.loss:>8.4f}  {part.bits_per_byte:>11.4f}"
         print(f"{name:<{width}}  {part.tokens:>12,.0f}  {part.text_bytes:>12,.0f}  {numbers}")
-    checkpoint = trained.checkpoint
-    about = {"checkpoint": str(checkpoint.location), "step": checkpoint.cursor.step, **_numbers(total)}
+    about = {"checkpoint": str(opened.location), "step": opened.step, **_numbers(total)}
     about |= {} if quantize is None else {"quantize": quantize}
     parts = {"sources": sums, "tags": tagged}
     by_name = {kind: {name: _numbers(part) for name, part in group.items()} for kind, group in parts.items()}

@@ -242,7 +242,8 @@ def _open_phase(
             saver,
             skipped=int(state.guard.skipped),
         )
-        evaluations, exports = run.eval_hook(phase, data), run.export_hooks(phase)
+        evaluations = run.eval_hook(phase, data)
+        exports = run.export_hooks(phase, evaluations)
         run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")

@@ -130,11 +130,18 @@ def test_import_and_export_round_trip(imported, workplace):
         np.testing.assert_array_equal(ours, theirs[: len(ours)].astype(ours.dtype), err_msg=name)
     assert open_folder(exports / "step-2").vocab_size == open_folder(imported).vocab_size - 20
     assert (exports / "step-2" / "chat_template.jinja").read_text() == "{{ messages }}"
+    (metrics,) = (place.folder / "logs").glob("*/metrics.jsonl")
+    losses = [record["eval/loss"] for record in map(json.loads, metrics.open()) if "eval/loss" in record]
+    card = (exports / "step-2" / "README.md").read_text()
+    for row in ("steps | 2 of 2", "hardware | 1 x cpu", f"eval/loss | {losses[-1]:.4f}"):
+        assert f"| {row} |" in card
 
     arguments = ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "out", "--verify", "true")
     result = place.run(*arguments, module="jaxlm.convert")
     assert result.code == 0, result.err
     assert "verified with" in result.out
+    converted = (place.folder / "out" / "README.md").read_text()
+    assert converted == card.replace("| hardware | 1 x cpu |\n", ""), "the same run, on other hardware"
     assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 32
     again = place.run(*arguments, module="jaxlm.convert")
     assert (again.code, "already exists. Choose another folder" in again.err) == (2, True)

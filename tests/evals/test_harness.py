@@ -217,6 +217,7 @@ def harness_with(monkeypatch, **tasks):
         ({"num_fewshot": -1}, "num_fewshot: -1 given, must be at least 0"),
         ({"tasks": ["written", "writen"]}, "no tasks named writen. Did you mean written? Do you need task_folder?"),
         ({"tasks": ["writen"], "task_folder": "mine"}, "Did you mean written? They are not in mine either"),
+        ({"tasks": ["WRITTEN", "Choice"]}, "no tasks named WRITTEN, Choice. Did you mean written, choice?"),
         ({"tasks": ["no/such.yaml"]}, "has no tasks named no/such.yaml. Do you need task_folder?"),
         ({"seq_len": 12}, "tasks: written generates up to 12 tokens, but the model's maximum sequence length is 12"),
         ({"tasks": ["long"]}, "tasks: long generates up to 256 tokens, but the model's maximum sequence length is 48"),
@@ -241,6 +242,41 @@ def test_a_zero_on_the_command_line_overrides_the_default(monkeypatch, capsys, n
     monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
     assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
     assert f"{name}: 0 given, must be at least 1" in capsys.readouterr().err
+
+
+def test_standard_errors_are_in_the_table_and_in_the_json(monkeypatch, capsys):
+    """The harness computes them if it may resample; what it cannot compute is left out."""
+    asked = []
+    found = {
+        "alias": "choice",
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.125,
+        "perplexity,none": 3.0,
+        "perplexity_stderr,none": "N/A",
+    }
+
+    def simple_evaluate(**options):
+        asked.append(options["bootstrap_iters"])
+        return {"results": {"choice": found}}
+
+    tasks = harness.OpenTasks(HarnessEvalConfig(tasks=["choice"]), simple_evaluate, None)
+    monkeypatch.setattr(harness, "_backend", lambda *options: None)
+    monkeypatch.setattr("jaxlm.run.harness_tasks.open_tasks", lambda *options: tasks)
+    plan = SimpleNamespace(config=SimpleNamespace(model=MODEL), layout=layout())
+    named = SimpleNamespace(plan=plan, location="hf", tokenizer=None, for_inference=lambda quantize: None)
+    monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
+    assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice"]) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert [row.split() for row in table] == [
+        ["task", "metric", "value", "stderr"],
+        ["choice", "acc,none", "0.5000", "0.1250"],
+        ["choice", "perplexity,none", "3.0000"],
+    ]
+    assert json.loads(line)["tasks"]["choice"] == {k: v for k, v in found.items() if isinstance(v, float)}
+    context = SimpleNamespace(tokenizer=None, precision=parse_precision("f32"))
+    assert harness.HarnessEval(tasks, context).run({}) == {"choice/acc": 0.5, "choice/perplexity": 3.0}
+    assert asked[0] >= 1000
+    assert asked[1:] == [0], "during training they would cost time and are not logged"
 
 
 @pytest.mark.slow

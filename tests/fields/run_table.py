@@ -51,6 +51,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_dtype": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
+    "hf_upload": ShownIn("tests/interop/test_model_card.py::test_exports_are_pushed_and_a_failed_push_ends_nothing"),
     "data_seed": ShownIn("tests/run/test_num_steps.py::test_the_seed_of_the_data_order_alone"),
     "epoch": ShownIn("tests/run/test_num_steps.py::test_epochs_set_the_number_of_steps"),
     "dry_run": ShownIn("tests/end_to_end/test_command.py::test_a_dry_run_needs_no_data"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -149,3 +150,54 @@ def test_importing_jaxlm_does_not_import_jax():
 def test_a_model_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint found"):
         jaxlm.load(tmp_path / "missing")
+
+
+MESHES = {
+    "tensor parallelism": {"trainer.model_axis_size": 2, "trainer.tensor_parallel_axes": ["heads", "mlp"]},
+    "all parameters everywhere": {"trainer.fsdp_axis": None},
+    "a mesh of its own": {
+        "trainer.mesh": {"axes": {"data": 2, "model": 4}},
+        "trainer.axis_resources": {"mlp": "model"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "tensor parallelism" else name for name in MESHES]
+)
+def test_a_model_lies_on_the_mesh_that_is_asked_for(name, tmp_path):
+    """On eight devices: the parameters are sharded as asked, and the numbers are those of the usual layout."""
+    assert jax.device_count() == 8
+    usual = jaxlm.load(write_model(tmp_path / "model", num_key_value_heads=4))
+    asked = jaxlm.load(tmp_path / "model", keys=MESHES[name])
+    up, usual_up = (m.model.body.layers.stacked.mlp.up_proj.weight for m in (asked, usual))
+    size = dict(zip((axis.name for axis in up.axes), up.array.sharding.shard_shape(up.array.shape), strict=True))
+    expected = {
+        "tensor parallelism": {"embed": 32 // 4, "mlp": 48 // 2},
+        "all parameters everywhere": {"embed": 32, "mlp": 48},
+        "a mesh of its own": {"embed": 32 // 2, "mlp": 48 // 4},
+    }
+    assert {axis: size[axis] for axis in ("embed", "mlp")} == expected[name]
+    assert usual_up.array.sharding != up.array.sharding
+    texts = ["The capital of France is", "Rome", "The"]
+    for ours, theirs in zip(asked.logits(texts), usual.logits(texts), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    options = {"max_new_tokens": 6, "temperature": 0.0}
+    assert asked.generate(texts, **options) == usual.generate(texts, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_lies_on_the_devices_that_are_asked_for(count, tmp_path):
+    devices = jax.devices()[8 - count :]
+    model = jaxlm.load(write_model(tmp_path / "model"), devices=devices)
+    arrays = [leaf for leaf in jax.tree.leaves(model.model) if isinstance(leaf, jax.Array)]
+    assert all(array.devices() == set(devices) for array in arrays)
+    texts = ["The capital of France is", "Rome"]
+    (ours, _), ids = model.logits(texts), model.tokenizer.encode(texts[0])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(ours, theirs(torch.tensor([ids])).logits[0].numpy(), rtol=1e-4, atol=1e-4)
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :]
+    assert model.generate(texts, max_new_tokens=6, temperature=0.0)[0] == model.tokenizer.decode(expected.tolist())
+    with pytest.raises(ConfigError, match="devices: an empty list given"):
+        jaxlm.load(tmp_path / "model", devices=[])

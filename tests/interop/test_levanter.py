@@ -129,11 +129,13 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "model": {"type": "gpt2"},
             "lora": {"r": 32, "alpha": 16.0, "target_modules": ["c_attn", "up_proj"], "zero_init_b": True},
             "merged_hf_save_path": "merged",
+            "merged_hf_upload": "me/merged",
             "trust_remote_code": False,
         },
         {
             "model": {"type": "gpt2"},
             "hf_save_path": "merged",
+            "hf_upload": "me/merged",
             "phases": [
                 {
                     "name": "lora",
@@ -144,7 +146,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
                 }
             ],
         },
-        ["lora is read as phases with a surgery of type lora", "merged_hf_save_path"],
+        [
+            "lora is read as phases with a surgery of type lora",
+            "merged_hf_save_path",
+            "merged_hf_upload is read as hf_upload",
+        ],
     ),
     "supervised fine-tuning": (
         {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm import sample
+from jaxlm import evaluate, sample
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
@@ -17,7 +17,7 @@ from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.run.export import export_model
+from jaxlm.run.export import export_model, model_card
 from jaxlm.run.inference_model import load
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.load_model import open_model
@@ -78,7 +78,8 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     opened.tokenizer.save(tmp_path / "run")  # as in a checkpoint
     tokenizer = load_tokenizer(str(tmp_path / "run"))
     with opened.plan.layout.use():
-        export_model(tmp_path / "out", opened.load(), opened.plan, tokenizer, np.float32)
+        card = model_card(opened.plan, None, {})
+        export_model(tmp_path / "out", opened.load(), opened.plan, tokenizer, np.float32, card)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS
@@ -151,3 +152,59 @@ def test_a_training_run_logs_the_notes(folder):
     assert lines[0] == f"weights: {folder}"
     assert lines[1].startswith("note: ")
     assert "use_mrope: False" in lines[1]
+
+
+TEXTS = ("The capital of France is Paris.", "What is the capital of Italy?")
+
+
+def evaluated(capsys, *arguments):
+    """The numbers that `jaxlm evaluate` prints, and its notes."""
+    assert evaluate.main([*arguments, "--trainer.compilation_cache_dir", "null"]) == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out.splitlines()[-1]), shown.err
+
+
+def test_the_loss_of_a_folder_is_that_of_transformers(folder, tmp_path, monkeypatch, capsys):
+    """On given text, in nats per token and bits per byte, for comparison with a run's losses."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    given = ("--checkpoint", str(folder), "--data.validation_urls", "[text.jsonl]")
+    found, notes = evaluated(capsys, *given)
+    assert "note: sequences of 64 tokens, the model's longest. Compare losses with the same --model.seq_len" in notes
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    nats, num_tokens, text_nats = 0.0, 0, 0.0
+    for text in TEXTS:
+        ids = torch.tensor([[0, *tokenizer(text, add_special_tokens=False)["input_ids"], 0]])
+        with torch.no_grad():
+            logits = theirs(ids).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").double().numpy()
+        nats, num_tokens, text_nats = nats + each.sum(), num_tokens + len(each), text_nats + each[:-1].sum()
+    assert found["tokens"] == num_tokens
+    assert (found["step"], found["checkpoint"]) == (None, str(folder))
+    np.testing.assert_allclose(found["loss"], nats / num_tokens, rtol=1e-5)
+    num_bytes = sum(map(len, TEXTS))
+    np.testing.assert_allclose(found["bpb"], text_nats / np.log(2) / num_bytes, rtol=1e-5)
+    short, notes = evaluated(capsys, *given, "--model.seq_len", "32", "--batch_size", "16")
+    assert "note: sequences" not in notes
+    np.testing.assert_allclose(short["loss"], found["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "is a Hugging Face model, which has no validation data. Set it: --data.validation_urls"),
+        (("--data.validation_urls", "[nowhere.txt]"), "nowhere.txt"),
+        (("--weights", "ema", "--data.validation_urls", "[x]"), "is a Hugging Face model and has no averages"),
+        (("--data.tokenizer", "x.json"), "--data.tokenizer has no effect here"),
+        (("--trainer.num_train_steps", "1"), "--trainer.num_train_steps has no effect on a trained model"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_to_evaluate_a_folder_is_one_message(folder, arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(folder.parent)
+    assert evaluate.main(["--checkpoint", str(folder), "--trainer.compilation_cache_dir", "null", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

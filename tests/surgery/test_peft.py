@@ -1,5 +1,6 @@
 """LoRA on instructions: merging, and export to and import from PEFT."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -18,9 +19,13 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.state import place_state
-from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.folder import save_folder
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.interop.peft.fused import FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
+from jaxlm.models.families.gpt_neox import GptNeoxConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
@@ -87,7 +92,7 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
         ({"peft_type": "IA3"}, "peft_type: 'IA3' given, 'LORA' expected"),
         ({"bias": "all"}, "bias: 'all' given"),
         ({"use_dora": True}, "use_dora: True given, null expected"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: "),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: .* q_proj must have the rank and scale of all"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base model"),
         ({"r": None}, "r: None given, a positive number expected"),
@@ -113,7 +118,7 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
     ]:
         config = type(plan.config.model)(**{**SIZES, **change})
         with pytest.raises(ConfigError, match=message):
-            read_adapters(folder, config, config.num_layers)
+            read_adapters(folder, config, {"layers": config.num_layers})
     with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found"):
         add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
@@ -137,7 +142,7 @@ def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, 
 def test_adapters_of_a_model_with_experts(tmp_path, config):
     attention = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
     arrays = write_adapter(tmp_path / "attention", attention)
-    read = read_adapters(tmp_path / "attention", config, num_layers=2)
+    read = read_adapters(tmp_path / "attention", config, {"layers": 2})
     path = "body.layers.stacked.attn.q_proj"
     assert list(read.a) == list(read.b) == [path]
     for side, found in (("A", read.a), ("B", read.b)):
@@ -146,7 +151,7 @@ def test_adapters_of_a_model_with_experts(tmp_path, config):
     assert lora_keys(tmp_path / "attention", config) == read.keys
     write_adapter(tmp_path / "experts", [*attention, "model.layers.0.block_sparse_moe.experts.0.w1"])
     with pytest.raises(ConfigError, match=r"experts\.0\.w1\.lora_A\.weight.* belong to no layer"):
-        read_adapters(tmp_path / "experts", config, num_layers=2)
+        read_adapters(tmp_path / "experts", config, {"layers": 2})
 
 
 @pytest.mark.slow
@@ -429,6 +434,102 @@ def test_a_peft_folder_is_merged_into_its_base_on_disk(tmp_path, capsys):
     assert sum(f"base_model.model.{name.removesuffix('weight')}lora_A.weight" in arrays for name in before) == 4
     assert convert.main([*command, "--output_dir", str(tmp_path / "x"), "--adapters", "only"]) == 2
     assert "--adapters only writes no model" in capsys.readouterr().err
+
+
+FUSED = {
+    "gpt2": ({"hidden_dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": 64}, "q_proj|v_proj|o_proj"),
+    "gpt_neox": ({**SIZES, "num_kv_heads": 4}, "q_proj|k_proj|v_proj|up_proj"),
+    "phi3": (SIZES, "k_proj|gate_proj|up_proj|o_proj"),
+    "mpt": (
+        {"hidden_dim": 32, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "seq_len": 64},
+        "q_proj|v_proj|down_proj",
+    ),
+}
+
+
+def of_family(folder: Path, family: str):
+    """A plan, its model with random adapters, and a folder with the base model for transformers."""
+    sizes, target = FUSED[family]
+    lora = {**LORA, "target": target, "dropout": 0.0}
+    phases = [{**PHASE, "surgery": [lora]}]
+    model = {"type": family, **sizes, "initializer_range": 0.2}
+    config = {"model": model, "phases": phases, "trainer": {"train_batch_size": 8}}
+    plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
+    with plan.layout.use():
+        plain = place_state(plan.state_builder.initial_model, plan.state_builder.abstract_initial_model, plan.layout)
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        options = {"dtype": np.float32, "files": {}, "special_ids": ids}
+        save_folder(folder, plain, plan.config.model, plan.layout, **options)
+        change = lambda model: busy(lora_of(plan).apply(model, key=jax.random.key(1)))  # noqa: E731
+        return plan, plain, jax.jit(change)(plain)
+
+
+def with_adapters(torch, base, folder: Path):
+    """What PEFT does: W + alpha / r * B A at each module, transposed for GPT-2's Conv1D."""
+    peft_config = json.loads((folder / "adapter_config.json").read_text())
+    file = SafetensorsFile(folder / "adapter_model.safetensors")
+    tensors = {name: np.array(file.view(name)) for name in file.tensors}
+    names = {name.rpartition(".lora_")[0] for name in tensors}
+    for name in names:
+        module = base.get_submodule(name.removeprefix("base_model.model."))
+        last = name.rpartition(".")[2]
+        rank = peft_config.get("rank_pattern", {}).get(last, peft_config["r"])
+        alpha = peft_config.get("alpha_pattern", {}).get(last, peft_config["lora_alpha"])
+        a, b = (torch.tensor(tensors[f"{name}.lora_{side}.weight"]) for side in "AB")
+        assert (a.shape[0], b.shape[1]) == (rank, rank)
+        delta = alpha / rank * (b @ a)
+        with torch.no_grad():
+            module.weight += delta.T if type(module).__name__ == "Conv1D" else delta
+    assert {name.rpartition(".")[2] for name in names} == set(peft_config["target_modules"])
+    return base
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FUSED)
+def test_adapters_of_parts_of_a_matrix_are_those_of_the_whole_in_peft(tmp_path, family):
+    """The logits of transformers with them, merged by hand and, if it is installed, in peft; and they are read again."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    plan, plain, model = of_family(tmp_path / "base", family)
+    ids = np.random.default_rng(0).integers(0, 61, size=(8, 24))
+    with plan.layout.use():
+        save_adapters_of(model, tmp_path / "adapter", plan)
+        ours = logits_of(model, ids)
+        assert np.abs(ours - logits_of(plain, ids)).max() > 0.1
+        again = add_adapters(plain, tmp_path / "adapter", plan.config.model, plan.layout)
+        np.testing.assert_allclose(logits_of(again, ids), ours, rtol=1e-5, atol=1e-5)
+    found = dict(tree.leaves(again))
+    for path, leaf in tree.leaves(model):
+        if path.endswith((".a", ".b")):
+            np.testing.assert_array_equal(found[path].array, leaf.array, err_msg=path)
+    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)  # noqa: E731
+    models = [with_adapters(torch, load(), tmp_path / "adapter")]
+    if importlib.util.find_spec("peft"):
+        import peft
+
+        models.append(peft.PeftModel.from_pretrained(load(), tmp_path / "adapter"))
+    for theirs in models:
+        with torch.no_grad():
+            expected = theirs.eval()(torch.tensor(ids)).logits.numpy()
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_a_whole_matrix_becomes_one_of_each_part():
+    """As PEFT makes them: every rank changes every part. b_part a = the part's rows of B A, in NumPy."""
+    (qkv,) = (t for t in family_of_config(GptNeoxConfig()).tensors(GptNeoxConfig()) if t.name.endswith("value.weight"))
+    sizes = {"layers": 2, "embed": 6, "heads": 2, "kv_heads": 2, "head_size": 3}
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 4, 6)), rng.normal(size=(2, 18, 4))
+    matrix = FusedMatrix(qkv, sizes)
+    parts = dict(matrix.split(a, b, 4))
+    whole = (b @ a).reshape(2, 2, 3, 3, 6)  # layer, head, query or key or value, feature, input
+    for number, name in enumerate("qkv"):
+        part_a, part_b = parts[f"body.layers.stacked.attn.{name}_proj"]
+        np.testing.assert_allclose(part_b @ part_a, whole[:, :, number].reshape(2, 6, 6), rtol=1e-12)
+    for rank, message in ((2, "4 ranks, but 2 for each of its parameters"), (3, "4 ranks, but 3 for each")):
+        with pytest.raises(ConfigError, match=message):
+            dict(matrix.split(a, b, rank))
+    with pytest.raises(ConfigError, match=r"lora_B \[12, 4\], but .* \[18, 4\] expected"):
+        dict(matrix.split(a, b[:, :12], 4))
 
 
 def plan_base(folder, plan):

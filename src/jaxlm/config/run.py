@@ -76,6 +76,9 @@ class RunConfig:
         hf_save_path: folder or URL (`gs://bucket/exports`) for Hugging Face checkpoints, saved as `step-N`; null saves none.
         hf_save_steps: steps between Hugging Face checkpoints. One more is saved after the last step.
         hf_save_dtype: dtype of the saved weights: float32, bfloat16 or float16; null keeps the training dtype.
+        hf_upload: also push the folders in `hf_save_path` to this repository on the Hugging Face Hub (`owner/name`), one
+            commit each; true names it after `trainer.id`, in your own account; null or false pushes nothing. A push that
+            fails does not end the run.
         dry_run: resolve, trace and compile the run, print the plan and the memory use, plot the learning rate into the
             log folder, then exit.
     """
@@ -97,6 +100,7 @@ class RunConfig:
     hf_save_path: str | None = None
     hf_save_steps: PositiveInt = 10_000
     hf_save_dtype: str | None = None
+    hf_upload: bool | str | None = None
     dry_run: bool = False
 
     @property

@@ -83,8 +83,15 @@ class OpenTasks:
     evaluate: Callable[..., Any]
     manager: Any
 
-    def run(self, model: LanguageModel, tokenizer: Any) -> dict[str, dict[str, Any]]:
-        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`."""
+    def run(self, model: LanguageModel, tokenizer: Any, *, bootstrap_iters: int = 0) -> dict[str, dict[str, Any]]:
+        """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`.
+
+        Args:
+            bootstrap_iters: resamples for standard errors (`acc_stderr,none`) that have no closed form; 0 computes no
+                standard errors.
+        """
+        # The harness would fork a process for each core, which may deadlock after jax has started its threads.
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")
         results = self.evaluate(
             model=_backend(model, tokenizer, self.config.batch_size),
             tasks=list(self.config.tasks),
@@ -92,7 +99,7 @@ class OpenTasks:
             limit=self.config.limit,
             task_manager=self.manager,
             log_samples=False,
-            bootstrap_iters=0,
+            bootstrap_iters=bootstrap_iters,
         )
         return results["results"]
 
@@ -115,7 +122,10 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     is_file = lambda name: name.endswith(".yaml") and Path(os.path.expanduser(name)).is_file()  # noqa: E731
     unknown = [task for task in config.tasks if not (task in manager.all_tasks or is_file(task))]
     if unknown:
-        near = [name for task in unknown for name in difflib.get_close_matches(task, manager.all_tasks, n=1)]
+        written = [
+            task.lower().replace("-", "_") for task in unknown
+        ]  # as the harness writes names: ARC-Easy is arc_easy
+        near = [name for task in written for name in difflib.get_close_matches(task, manager.all_tasks, n=1)]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
         advice = f" They are not in {config.task_folder} either" if config.task_folder else " Do you need task_folder?"
         raise ConfigError(f"{_NAME} has no tasks named {', '.join(unknown)}.{meant}{advice}")

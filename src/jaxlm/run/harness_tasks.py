@@ -10,8 +10,10 @@ from jaxlm.evals.harness import HarnessEvalConfig, open_tasks
 from jaxlm.run.generation_options import add_adapter_option
 from jaxlm.run.load_model import open_model
 
-_ONLY_WITH_TASKS = ("task_folder", "num_fewshot", "limit", "adapter")
+_ONLY_WITH_TASKS = ("task_folder", "num_fewshot", "limit")
 _ONLY_WITHOUT = ("max_batches",)
+_BOOTSTRAP_ITERS = 1000
+_STDERR = "_stderr"
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,7 @@ def check_task_options(options: argparse.Namespace) -> None:
 
 
 def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
-    """Runs the tasks, and prints a table and one JSON line."""
+    """Runs the tasks, and prints a table and one JSON line, both with standard errors."""
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     config = HarnessEvalConfig(
         tasks=options.tasks.split(","),
@@ -49,14 +51,24 @@ def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None
     )
     tasks = open_tasks(config, loaded.plan.config.model.seq_len)
     with loaded.plan.layout.use():
-        results = tasks.run(loaded.for_inference(options.quantize), loaded.tokenizer)
+        model = loaded.for_inference(options.quantize)
+        results = tasks.run(model, loaded.tokenizer, bootstrap_iters=_BOOTSTRAP_ITERS)
     numbers = {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in results.items()
     }
-    width = max(map(len, ["task", *numbers]))
-    print(f"{'task':<{width}}  {'metric':<24}  {'value':>9}")
-    for task, metrics in numbers.items():
-        for name, value in metrics.items():
-            print(f"{task:<{width}}  {name:<24}  {value:>9.4f}")
+    print(_table(numbers))
     print(json.dumps({"model": str(loaded.location), "tasks": numbers}))
+
+
+def _table(numbers: Mapping[str, Mapping[str, float]]) -> str:
+    """A line for each metric, with the standard error that the harness reports beside it as `METRIC_stderr,FILTER`."""
+    width = max(map(len, ["task", *numbers]))
+    lines = [f"{'task':<{width}}  {'metric':<24}  {'value':>9}  {'stderr':>9}"]
+    for task, metrics in numbers.items():
+        for metric in (metric for metric in metrics if _STDERR not in metric):
+            name, comma, filter_name = metric.partition(",")
+            stderr = metrics.get(f"{name}{_STDERR}{comma}{filter_name}")
+            shown = "" if stderr is None else f"{stderr:.4f}"
+            lines.append(f"{task:<{width}}  {metric:<24}  {metrics[metric]:>9.4f}  {shown:>9}".rstrip())
+    return "\n".join(lines)

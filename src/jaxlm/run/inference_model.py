@@ -22,7 +22,7 @@ from jaxlm.models.inference.padding import padded_length, round_up
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.loss import token_losses
-from jaxlm.run.load_model import AS_TRAINED, LoadedModel, open_model
+from jaxlm.run.load_model import AS_TRAINED, Devices, LoadedModel, open_model
 
 Text = str | Sequence[int]
 """A string, or token ids."""
@@ -155,10 +155,17 @@ def _check_list(name: str, given: Sequence[Any]) -> None:
 
 
 def load(
-    name: str | Path, *, weights: str = AS_TRAINED, adapter: str | None = None, keys: Mapping[str, Any] | None = None
+    name: str | Path,
+    *,
+    weights: str = AS_TRAINED,
+    adapter: str | None = None,
+    keys: Mapping[str, Any] | None = None,
+    devices: Devices = None,
 ) -> InferenceModel:
     """See `jaxlm.load`."""
-    loaded = open_model(str(name), keys or {}, adapter, weights)
+    if devices is not None and not len(devices):
+        raise ConfigError("devices: an empty list given, at least one device expected")
+    loaded = open_model(str(name), keys or {}, adapter, weights, devices=devices)
     with loaded.plan.layout.use():
         return InferenceModel(loaded, loaded.for_inference())
 

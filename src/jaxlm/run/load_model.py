@@ -32,13 +32,15 @@ from jaxlm.run.plan import Plan, make_plan
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
 from jaxlm.surgery.lora import add_adapters, lora_for_inference
 
+Devices = Sequence[jax.Device] | None
 AS_TRAINED = "trained"
 # Keys outside the `model` section that control sharding and dtypes. The batch size must divide over the devices.
 _EFFECTIVE = tuple(
     f"trainer.{name}"
     for name in (
-        *("mp", "model_axis_size", "replica_ici_axis_size", "batch_axis", "fsdp_axis", "tensor_parallel_axes"),
-        *("axis_resources", "parameter_axis_resources", "train_batch_size", "per_device_parallelism"),
+        *("mp", "mesh", "model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "batch_axis", "fsdp_axis"),
+        *("tensor_parallel_axes", "axis_resources", "parameter_axis_resources", "compute_axis_resources"),
+        *("train_batch_size", "per_device_parallelism"),
     )
 )
 # Keys outside all sections that have an effect on a Hugging Face folder.
@@ -124,13 +126,18 @@ def parse_with_keys(
 
 
 def open_checkpoint(
-    path: Path | str, options: Mapping[str, Any] | None = None, *, also: Collection[str] = ()
+    path: Path | str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    also: Collection[str] = (),
+    devices: Devices = None,
 ) -> LoadedCheckpoint:
     """Opens a checkpoint, or the newest in a run's folder.
 
     Args:
         options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
         also: additional keys that have an effect for the caller. Options without effect raise `ConfigError`.
+        devices: devices for the model; None means all.
     """
     checkpoint = find_checkpoint(path)
     overrides = dict(options or {})
@@ -138,7 +145,7 @@ def open_checkpoint(
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
         config = decode_run(override(load_yaml(folder / "config.yaml"), overrides), None)
     check_effective(overrides, also=also)
-    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size))
+    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size, devices))
 
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
@@ -186,6 +193,8 @@ class LoadedModel:
     Attributes:
         location: its path or URL.
         surgeries: the surgeries that the model has been through, in order.
+        data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
+        step: the checkpoint's step; None for a Hugging Face model.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
         adds_bos: whether the model was trained with BOS before every text; None if its tokenizer's files tell.
     """
@@ -194,6 +203,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     plan: Plan
     surgeries: tuple[SurgeryConfig, ...]
+    data: DataConfig
+    step: int | None
     load: Callable[[], LanguageModel]
     adds_bos: bool | None
 
@@ -229,7 +240,13 @@ def inference_form(
 
 
 def open_model(
-    name: str, keys: Mapping[str, Any], adapter: str | None = None, weights: str = AS_TRAINED
+    name: str,
+    keys: Mapping[str, Any],
+    adapter: str | None = None,
+    weights: str = AS_TRAINED,
+    *,
+    also: Collection[str] = (),
+    devices: Devices = None,
 ) -> LoadedModel:
     """Opens a checkpoint at a path or URL, a Hugging Face folder, or a hub repository `name` or `name@revision`.
 
@@ -237,8 +254,11 @@ def open_model(
         keys: dotted key -> value, overriding the saved configuration, or the one made from the folder's config.json.
         adapter: a PEFT folder with adapters to add to the model.
         weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
+        also: additional keys that have an effect for the caller, as in `open_checkpoint`.
+        devices: devices for the model; None means all.
     """
-    opened = _open_hf_model(name, keys, weights) if _is_hugging_face(name) else _open_checkpoint(name, keys, weights)
+    open_named = _open_hf_model if _is_hugging_face(name) else _open_checkpoint
+    opened = open_named(name, keys, weights, also, devices)
     if adapter is None:
         return opened
     config, layout, folder = opened.plan.config.model, opened.plan.layout, Path(adapter)
@@ -262,9 +282,11 @@ def _is_hugging_face(name: str) -> bool:
     return not path.exists() and may_be_repository(name) and not in_existing_folder
 
 
-def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
+def _open_checkpoint(
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices
+) -> LoadedModel:
     try:
-        trained = open_checkpoint(name, keys)
+        trained = open_checkpoint(name, keys, also=also, devices=devices)
     except ConfigError as error:
         if Path(name).exists() or not may_be_repository(name):
             raise
@@ -274,12 +296,16 @@ def _open_checkpoint(name: str, keys: Mapping[str, Any], weights: str) -> Loaded
         trained.tokenizer,
         trained.plan,
         trained.surgeries,
+        trained.data,
+        trained.checkpoint.cursor.step,
         load=lambda: trained.load_model(weights),
         adds_bos=trained.data.enforce_bos,
     )
 
 
-def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedModel:
+def _open_hf_model(
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices
+) -> LoadedModel:
     if weights != AS_TRAINED:
         raise ConfigError(
             f"--weights: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
@@ -294,18 +320,18 @@ def _open_hf_model(name: str, keys: Mapping[str, Any], weights: str) -> LoadedMo
         "data": {"tokenizer": str(folder)},
         "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
     }
-    check_effective(keys, also=_TOP_LEVEL)
+    check_effective(keys, also=(*_TOP_LEVEL, *also))
     config = decode_run(override(ConfigSource(defaults), dict(keys)), None)
     opened = open_folder(folder, config.hf_skip_keys)
     tokenizer = load_tokenizer(str(folder))
     # All embedding rows, even those without a token, so that the logits match those of transformers.
-    plan = make_plan(config, "imported", opened.vocab_size)
+    plan = make_plan(config, "imported", opened.vocab_size, devices)
 
     def load() -> LanguageModel:
         options = {"skip_keys": config.hf_skip_keys, "log": _to_stderr}
         return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, **options)
 
-    return LoadedModel(folder, tokenizer, plan, (), load, adds_bos=None)
+    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, adds_bos=None)
 
 
 def _to_stderr(line: str) -> None:

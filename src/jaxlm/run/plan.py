@@ -10,6 +10,7 @@ from jaxlm.core.imports import gc_paused
 import jax
 
 from jaxlm.config.decode import choice_name
+from jaxlm.config.load import run_id_of
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
@@ -20,7 +21,6 @@ from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
 from jaxlm.data.config import TRAIN_BPE, DataConfig
-from jaxlm.data.sources.config import VALIDATION
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
@@ -28,6 +28,7 @@ from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.groups import group_schedules
@@ -178,7 +179,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     spec = data.batch_spec(config.model.seq_len)
     batch = spec.make(**dict.fromkeys(spec.columns))
     scoring = [choice_name(type(each)) for each in config.evals if each.scores_targets]
-    if scoring and not hasattr(batch, "supervised") and any(source.has(VALIDATION) for source in data.sources()):
+    if scoring and not hasattr(batch, "supervised") and data.has_validation:
         raise ConfigError(
             f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
             f" `supervised()` of a batch, which {type(batch).__name__} does not define. Define it (it returns the"
@@ -217,6 +218,13 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
         if is_url(config.hf_save_path):
             open_store(config.hf_save_path, "hf_save_path")
         config_to_json(family_of_config(config.model), config.model)  # raises for what a config.json cannot say
+    if config.hf_upload and (config.hf_save_path is None or is_url(config.hf_save_path)):
+        raise ConfigError(
+            f"hf_upload: {config.hf_upload} given, but hf_save_path is {config.hf_save_path}. It pushes the folders in"
+            " hf_save_path: set that to a local folder"
+        )
+    if repository := upload_repository(config):
+        check_upload_name(repository, "hf_upload")
     name = hf_name(config.initialize_from_hf, tokenizer)
     for key in ("hf_weight_names", "hf_skip_keys"):
         if name is None and getattr(config, key):
@@ -226,6 +234,11 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
             "initialize_from_hf: the weights belong to an existing tokenizer, but data.tokenizer trains a new one. Set"
             " data.tokenizer to the folder of the weights"
         )
+
+
+def upload_repository(config: RunConfig) -> str | None:
+    """The repository that `hf_upload` names; None if nothing is pushed."""
+    return run_id_of(config) if config.hf_upload is True else config.hf_upload or None
 
 
 def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:

@@ -33,6 +33,7 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import FlagSync
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.interop.hf.hub import check_upload
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
@@ -44,7 +45,7 @@ from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import small_sources
-from jaxlm.run.plan import Plan
+from jaxlm.run.plan import Plan, upload_repository
 from jaxlm.run.references import flops_per_token, references_identity
 from jaxlm.run.resume_checks import DATA_IDENTITY, REFERENCES_IDENTITY, data_identity
 
@@ -185,7 +186,7 @@ class Run:
         for name in sorted(set(names) & set(folder.names())):
             self.console.log(f"checkpoint {name} was set aside as {folder.abandon(name)}")
 
-    def export_hooks(self, phase: Phase) -> list[ExportHook]:
+    def export_hooks(self, phase: Phase, evaluations: EvalHook) -> list[ExportHook]:
         """The hook that exports models for transformers, if configured."""
         config, dtype = self.plan.config, self.plan.precision.params
         if config.hf_save_path is None:
@@ -193,7 +194,8 @@ class Run:
         if config.hf_save_dtype is not None:
             dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
         folder, tokenizer = location_of(config.hf_save_path), _with_templates(self.tokenizer, self.plan)
-        return [ExportHook(folder, config.hf_save_steps, phase, self.plan, tokenizer, dtype, self.console.log)]
+        target = (folder, config.hf_save_steps, phase, self.plan, tokenizer, dtype, self.console.log)
+        return [ExportHook(*target, latest=lambda: evaluations.latest, upload=upload_repository(config))]
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
@@ -234,6 +236,8 @@ def open_run(
         plan.checkpoints.prepare()
         if is_url(exports := plan.config.hf_save_path or ""):
             main_only(lambda: check_writable(exports, "hf_save_path"))
+        if plan.config.hf_upload:
+            main_only(lambda: check_upload("hf_upload"))
         main_only(lambda: _write_config(plan.log_folder, config_text))
         trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
         for tracker in trackers:

@@ -67,7 +67,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
         ("layers", _layers(plan)),
-        *[(f"phase {phase.name}", _phase(phase)) for phase in plan.phases],
+        *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _configured_start(plan) if start is None else start),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
@@ -184,7 +184,8 @@ def check_performance(plan: Plan) -> None:
         raise ConfigError(f"trainer.strict_performance: {'; '.join(slow)}")
 
 
-def _phase(phase: Phase) -> str:
+def describe_phase(phase: Phase) -> str:
+    """Steps, surgeries, objective, optimizer and schedule."""
     optimizer = phase.optimizer
     surgeries = [type(surgery).__name__.removesuffix("Config") for surgery in phase.surgeries]
     after_surgery = f", after {', '.join(surgeries)}" if surgeries else ""

@@ -201,7 +201,7 @@ def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapte
             f"surgery lora: from_peft: the adapters in {folder} are for all layers, but these have been cut into stacks. Put"
             " the lora surgery before split_at"
         )
-    return read_adapters(folder, config, axis_sizes(tree.leaves(model)).get(LAYERS, 0))
+    return read_adapters(folder, config, axis_sizes(tree.leaves(model)))
 
 
 def lora_for_inference(folder: Path, config: ModelConfig) -> LoraConfig:
@@ -234,12 +234,20 @@ def round_adapters(model: LanguageModel, dtype: Any) -> LanguageModel:
 
 
 def save_peft(
-    folder: Location, model: LanguageModel, config: ModelConfig, layout: Layout, *, dtype: Any, base: str
+    folder: Location,
+    model: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    dtype: Any,
+    base: str,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes only the adapters of a model, in PEFT's format. Every process must call this.
 
     Args:
         base: name of the base model, for adapter_config.json.
+        files: additional files to write, such as the model card.
     """
     adapters = [
         Adapter(*path_in_one_stack(path, model), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
@@ -248,4 +256,5 @@ def save_peft(
     if not adapters:
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
     (body,) = tree.modules(model, Body)
-    save_adapters(folder, adapters, config, body.num_layers, layout, dtype=dtype, base=base)
+    sizes = axis_sizes(tree.leaves(model))
+    save_adapters(folder, adapters, config, body.num_layers, sizes, layout, dtype=dtype, base=base, files=files or {})

@@ -30,9 +30,9 @@ _CHAT_TEMPLATE = "chat_template.jinja"
 # In a checkpoint: `chat_template` in the configuration -> the template in that file.
 _GIVEN_TEMPLATES = "given_chat_templates.json"
 _GENERATION, _MODEL = "generation_config.json", "config.json"
-# Further files of a Hugging Face folder that speak of its tokens, copied for other programs.
+# Further files of a Hugging Face folder that speak of its tokens, copied for other programs, and its model card.
 _EXTRA_FILES = (
-    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "README.md"),
     *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES, _GENERATION),
 )
 _MODEL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the keys of config.json that speak of tokens

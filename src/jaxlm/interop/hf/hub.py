@@ -1,10 +1,11 @@
-"""Model folders in Hugging Face format: a local folder, or a download from the Hugging Face Hub."""
+"""Model folders in Hugging Face format: a local folder, a download from the Hugging Face Hub, or an upload to it."""
 
 import os
 import re
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import PublishError
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -15,6 +16,50 @@ _SAFETENSORS, _TORCH = "*.safetensors", "pytorch_model*.bin"
 def may_be_repository(name: str) -> bool:
     """Whether a name has the format of a Hub repository: `name` or `owner/name`, optionally with `@revision`."""
     return _REPOSITORY.fullmatch(name) is not None
+
+
+def repository_of(name: str) -> str | None:
+    """The Hub repository that a name without its revision stands for; None for a local path."""
+    repository = name.partition("@")[0]
+    return repository if may_be_repository(repository) and not Path(name).exists() else None
+
+
+def check_upload_name(repository: str, key: str) -> None:
+    """Raises `ConfigError` if it is not a repository's name. Args: key: the option that has this value, for messages."""
+    if not may_be_repository(repository) or "@" in repository:
+        raise ConfigError(f"{key}: '{repository}' given, but owner/name expected, a repository on the Hugging Face Hub")
+
+
+def check_upload(key: str) -> None:
+    """Raises `ConfigError` if huggingface_hub is not installed, or nobody is logged in. Args: key: as above."""
+    try:
+        from huggingface_hub import get_token
+    except ImportError as error:
+        raise ConfigError(f"{key}: needs huggingface_hub. Install it with pip install 'jaxlm[hf]'") from error
+    if get_token() is None:
+        raise ConfigError(f"{key}: not logged in to the Hugging Face Hub. Run hf auth login, or set HF_TOKEN")
+
+
+def upload_folder(folder: Path, repository: str, message: str) -> str:
+    """Pushes the files of a folder to a model repository, which is created if it does not exist. Returns its URL.
+
+    Args:
+        message: of the commit.
+
+    Raises:
+        PublishError: the upload failed.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="jaxlm")
+    try:
+        created = api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=message)
+    except Exception as error:  # of the HTTP client, of storage backends, ValueError and OSError
+        raise PublishError(
+            f"cannot push to {repository} on the Hugging Face Hub ({type(error).__name__}: {error})"
+        ) from error
+    return str(created)
 
 
 def local_folder(name: str, key: str, *, weights: bool) -> Path:

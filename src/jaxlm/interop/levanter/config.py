@@ -33,6 +33,7 @@ _RENAMED = {
     "trainer.jax_compilation_cache_dir": "trainer.compilation_cache_dir",
     "trainer.mesh.batch_axis_name": "trainer.batch_axis",
     "merged_hf_save_path": "hf_save_path",
+    "merged_hf_upload": "hf_upload",
 }
 # Path in Levanter -> why jaxlm ignores it; reported in a note.
 _IGNORED = {
@@ -43,9 +44,7 @@ _IGNORED = {
 }
 # Path in Levanter -> what to do instead; reported in an error.
 _UNSUPPORTED = {
-    "hf_upload": "upload the folders in hf_save_path with the Hugging Face Hub's own tools",
-    "merged_hf_upload": "upload the folders in hf_save_path with the Hugging Face Hub's own tools",
-    "peft_hf_upload": "upload the converted adapters with the Hugging Face Hub's own tools",
+    "peft_hf_upload": "push the adapters of the last checkpoint with jaxlm convert to-hf --adapters only --upload NAME",
     "peft_save_path": "convert the last checkpoint with jaxlm convert to-hf --adapters only",
     "trust_remote_code": "models are jaxlm's own classes; no code is loaded with weights",
     "trainer.quantization": "set mp: p=f32,c=bfloat16; training has no quantized matrix products",

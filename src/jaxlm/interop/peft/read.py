@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EXPERTS
+from jaxlm.core.axes import EXPERTS, LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
-from jaxlm.interop.hf.weights import Tensor
+from jaxlm.interop.hf.weights import Sizes, Tensor
 from jaxlm.interop.json_object import read_json_object
+from jaxlm.interop.peft.fused import FusedMatrix, Pair, module_path
 from jaxlm.interop.peft.write import PREFIX
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -26,7 +27,7 @@ _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MUST_BE = {"peft_type": "LORA", "bias": "none"}
 _MUST_BE_UNSET = (
     *("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora", "arrow_config", "use_bdlora", "velora_config"),
-    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "modules_to_save"),
+    *("layers_to_transform", "layer_replication", "modules_to_save"),
     *("target_parameters", "trainable_token_indices", "megatron_config"),
 )
 # These initializations modify the base weights, and save the adapter relative to the modified weights.
@@ -75,16 +76,22 @@ def peft_folder(name: str) -> Path:
     return local_folder(name, "surgery lora: from_peft", weights=True)
 
 
-def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAdapters:
+def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapters:
     """Reads the adapters that PEFT or `save_adapters` wrote for a model of this configuration.
+
+    An adapter of a matrix that is several parameters in jaxlm becomes one for each of them.
+
+    Args:
+        sizes: axis sizes of the model.
 
     Raises:
         ConfigError: there are no adapters, they are not plain LoRA, or they do not belong to this model.
     """
-    settings = _settings(folder)
+    settings = _settings(folder, config)
+    num_layers = sizes.get(LAYERS, 0)
     file = SafetensorsFile(folder / _WEIGHTS)
     unread = set(file.tensors)
-    adapters: dict[str, dict[str, np.ndarray]] = {"A": {}, "B": {}}
+    pairs: dict[str, Pair] = {}
     for tensor in family_of_config(config).tensors(config):
         names = _names_of(tensor, num_layers)
         adapted = [name for name in names if f"{name}.lora_A.weight" in unread]
@@ -95,19 +102,22 @@ def read_adapters(folder: Path, config: ModelConfig, num_layers: int) -> ReadAda
                 f"{folder}: adapters at {len(adapted)} of {len(names)} layers ({', '.join(adapted[:_MAX_LISTED])})."
                 " jaxlm stacks all layers in one array, so either all layers or none must have an adapter"
             )
-        path = _module(tensor, adapted[0], folder)
-        for side, arrays in adapters.items():
-            keys = [f"{name}.lora_{side}.weight" for name in names]
-            missing = [key for key in keys if key not in unread]
-            if missing:
-                raise ConfigError(f"{folder / _WEIGHTS}: missing: {', '.join(missing[:_MAX_LISTED])}")
-            each = [file.view(key) for key in keys]
-            arrays[path] = np.stack(each) if tensor.is_stacked else each[0]
-            unread -= set(keys)
-    if unread or not adapters["A"]:
+        keys = {side: [f"{name}.lora_{side}.weight" for name in names] for side in "AB"}
+        missing = [key for key in (*keys["A"], *keys["B"]) if key not in unread]
+        if missing:
+            raise ConfigError(f"{folder / _WEIGHTS}: missing: {', '.join(missing[:_MAX_LISTED])}")
+        unread -= {*keys["A"], *keys["B"]}
+        a, b = (np.stack([file.view(key) for key in keys[side]]) for side in "AB")
+        part, *others = tensor.parts
+        if others:
+            pairs |= dict(FusedMatrix(tensor, sizes).split(a, b, int(settings["r"])))
+        else:
+            pairs[module_path(part)] = (a, b) if tensor.is_stacked else (a[0], b[0])
+    if unread or not pairs:
         listed = ", ".join(sorted(unread)[:_MAX_LISTED])
         raise _wrong_model(folder, f"{listed} belong to no layer of this model" if unread else "no adapters")
-    return ReadAdapters(folder, _lora_keys(settings, adapters["A"]), a=adapters["A"], b=adapters["B"])
+    a, b = ({path: pair[side] for path, pair in pairs.items()} for side in (0, 1))
+    return ReadAdapters(folder, _lora_keys(settings, pairs), a=a, b=b)
 
 
 def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
@@ -116,12 +126,13 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: as `read_adapters`, but only the first layer is checked.
     """
-    settings, names = _settings(folder), SafetensorsFile(folder / _WEIGHTS).tensors
+    settings, names = _settings(folder, config), SafetensorsFile(folder / _WEIGHTS).tensors
     modules = [
-        _module(tensor, name, folder)
+        module_path(part)
         for tensor in family_of_config(config).tensors(config)
         for name in _names_of(tensor, num_layers=1)
         if f"{name}.lora_A.weight" in names
+        for part in tensor.parts
     ]
     if not modules:
         raise _wrong_model(folder, "no adapters at the first layer")
@@ -138,29 +149,13 @@ def _lora_keys(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
     }
 
 
-def _module(tensor: Tensor, name: str, folder: Path) -> str:
-    """The path in jaxlm of the module whose weight is `tensor`.
-
-    Args:
-        name: name of the module in the file.
-    """
-    part, *others = tensor.parts
-    if others:
-        raise ConfigError(
-            f"{folder}: the adapter at {name} adapts several parameters together ("
-            f"{', '.join(p.path for p in tensor.parts)}), which are separate in jaxlm. Merge it in PEFT and import the"
-            " merged model"
-        )
-    return part.path.removesuffix(".weight")
-
-
 def _wrong_model(folder: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"{folder / _WEIGHTS}: {problem}. Check that the adapter belongs to a model of this configuration"
     )
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     for name in (_SETTINGS, _WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
@@ -178,6 +173,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         value = settings.get(key)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             problems.append(f"{key}: {value!r} given, a positive number expected")
+    problems += [] if problems else _pattern_problems(settings, config)
     if problems:
         raise ConfigError(
             f"{folder / _SETTINGS}: only plain LoRA is supported:\n"
@@ -185,6 +181,24 @@ def _settings(folder: Path) -> dict[str, Any]:
             + "\nMerge the adapter in PEFT and import the merged model"
         )
     return settings
+
+
+def _pattern_problems(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
+    """Problems of `rank_pattern` and `alpha_pattern`: only matrices of several parameters may have more ranks."""
+    ranks, alphas = (settings.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+    tensors = family_of_config(config).tensors(config)
+    fused = {tensor.name.removesuffix(".weight").rpartition(".")[2] for tensor in tensors if len(tensor.parts) > 1}
+    power = 0.5 if settings.get("use_rslora") else 1.0
+
+    def scale(module: str) -> float:
+        return alphas.get(module, settings["lora_alpha"]) / ranks.get(module, settings["r"]) ** power
+
+    usual = settings["lora_alpha"] / settings["r"] ** power
+    wrong = [m for m in {**ranks, **alphas} if m not in fused or not math.isclose(scale(m), usual, rel_tol=1e-6)]
+    if not wrong:
+        return []
+    given = f"rank_pattern: {ranks}, alpha_pattern: {alphas} given"
+    return [f"{given}, but {', '.join(sorted(wrong))} must have the rank and scale of all"]
 
 
 def _names_of(tensor: Tensor, num_layers: int) -> list[str]:

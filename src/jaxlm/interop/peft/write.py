@@ -5,7 +5,7 @@ Source: PEFT's checkpoint format (github.com/huggingface/peft, docs/source/devel
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
-from jaxlm.interop.hf.weights import Tensor
+from jaxlm.interop.hf.weights import Sizes, Tensor
+from jaxlm.interop.peft.fused import FusedMatrix
 from jaxlm.models.base import ModelConfig
 
 PREFIX = "base_model.model."
@@ -56,40 +57,47 @@ def save_adapters(
     adapters: Sequence[Adapter],
     config: ModelConfig,
     num_layers: int,
+    sizes: Sizes,
     layout: Layout,
     *,
     dtype: Any,
     base: str,
+    files: Mapping[str, bytes],
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
     Args:
         num_layers: number of layers of the model.
+        sizes: axis sizes of the model.
         base: name of the base model, for adapter_config.json.
+        files: additional files to write, such as the model card.
 
     Raises:
-        ConfigError: the weight of an adapted layer is part of a larger matrix in Hugging Face format, or the adapters have
-            different ranks, scales or dropouts, or are in different layers.
+        ConfigError: the adapters have different ranks, scales or dropouts, or are in different layers.
     """
     check_unused(folder, "adapter_config.json")
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
     settings = _common_settings(adapters)
-    tensors: dict[str, np.ndarray] = {}
-    modules: set[str] = set()
     layers: dict[str, list[int]] = {}
+    groups: dict[tuple[str, int], list[Adapter]] = {}
     for adapter in adapters:
-        owner = _owner(adapter, owners)
-        modules.add(owner.name.removesuffix(".weight").rpartition(".")[2])
-        tensors |= dict(_tensors(adapter, owner, layout, dtype))
+        owner = owners[f"{adapter.path}.weight"]
+        groups.setdefault((owner.name, adapter.first_layer), []).append(adapter)
         if owner.is_stacked:
             numbers = range(adapter.first_layer, adapter.first_layer + adapter.a.axis_size(LAYERS))
-            layers.setdefault(owner.name, []).extend(numbers)
+            layers.setdefault(adapter.path, []).extend(numbers)
     adapted = next(iter(layers.values()), [])
     if any(numbers != adapted for numbers in layers.values()):
         raise ConfigError(
             "the adapters of different modules are in different layers, so that they cannot be exported as one PEFT adapter."
             " Export the merged model: --adapters merge"
         )
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    for group in groups.values():
+        owner = owners[f"{group[0].path}.weight"]
+        ranks[owner.name.removesuffix(".weight").rpartition(".")[2]] = settings["r"] * len(group)
+        tensors |= dict(_tensors(group, owner, sizes, layout, dtype))
     if not is_main_process():
         return
     described = {
@@ -100,16 +108,19 @@ def save_adapters(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(ranks),
+        **_patterns(ranks, settings),
         **({} if len(adapted) in (0, num_layers) else {"layers_to_transform": adapted}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
     with publish_folder(folder, "adapter_config.json") as unfinished:
+        for name, content in files.items():
+            (unfinished / name).write_bytes(content)
         (unfinished / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
         write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
 
 
-def _common_settings(adapters: Sequence[Adapter]) -> dict[str, float]:
+def _common_settings(adapters: Sequence[Adapter]) -> dict[str, Any]:
     """The keys of adapter_config.json that all adapters share. Raises `ConfigError` if they differ."""
     ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
     scales = {adapter.scale for adapter in adapters}
@@ -123,27 +134,34 @@ def _common_settings(adapters: Sequence[Adapter]) -> dict[str, float]:
     return {"r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout}
 
 
-def _owner(adapter: Adapter, owners: dict[str, Tensor]) -> Tensor:
-    owner = owners[f"{adapter.path}.weight"]
-    if len(owner.parts) > 1:
-        raise ConfigError(
-            f"the adapter at {adapter.path} adapts a part of '{owner.name}', but a PEFT adapter would adapt all of it."
-            " Export the merged model: --adapters merge"
-        )
-    return owner
+def _patterns(ranks: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of adapter_config.json for modules with other ranks than most. All have the same scale."""
+    others = {module: rank for module, rank in sorted(ranks.items()) if rank != settings["r"]}
+    alphas = {module: settings["lora_alpha"] * rank / settings["r"] for module, rank in others.items()}
+    return {"rank_pattern": others, "alpha_pattern": alphas} if others else {}
 
 
-def _tensors(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    group: Sequence[Adapter], owner: Tensor, sizes: Sizes, layout: Layout, dtype: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of all adapters at one matrix. Args: sizes: axis sizes of the model."""
+    stacked = {adapter.path: _stacked(adapter, owner, layout, dtype) for adapter in group}
+    name = PREFIX + owner.name.removesuffix(".weight")
+    num_layers = len(next(iter(stacked.values()))[0])
+    for number in range(num_layers):
+        pairs = {path: (a[number], b[number]) for path, (a, b) in stacked.items()}
+        a, b = FusedMatrix(owner, sizes).fuse(pairs) if len(owner.parts) > 1 else pairs[group[0].path]
+        module = name.format(layer=group[0].first_layer + number)
+        yield f"{module}.lora_A.weight", np.ascontiguousarray(a)
+        yield f"{module}.lora_B.weight", np.ascontiguousarray(b)
+
+
+def _stacked(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """a [layers, rank, in] and b [layers, out, rank] on the host; with one layer if the matrix is not in a layer."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
     inputs, outputs = (tuple(axis.name for axis in axes_of(spec)) for spec in (adapter.In, adapter.Out))
     layers = (LAYERS,) if owner.is_stacked else ()
     a, b = adapter.a.rearrange((*layers, LORA, *inputs)), adapter.b.rearrange((*layers, *outputs, LORA))
-    rank = a.axis_size(LORA)
+    rank, num_layers = a.axis_size(LORA), a.axis_size(LAYERS) if layers else 1
     a_np, b_np = (np.asarray(whole(x.array)).astype(dtype) for x in (a, b))
-    name = PREFIX + owner.name.removesuffix(".weight")
-    if not owner.is_stacked:
-        a_np, b_np = a_np[None], b_np[None]
-    for layer, (a_layer, b_layer) in enumerate(zip(a_np, b_np, strict=True), adapter.first_layer):
-        module = name.format(layer=layer)
-        yield f"{module}.lora_A.weight", a_layer.reshape(rank, -1)
-        yield f"{module}.lora_B.weight", b_layer.reshape(-1, rank)
+    return a_np.reshape(num_layers, rank, -1), b_np.reshape(num_layers, -1, rank)

@@ -1,0 +1,68 @@
+"""The model card of an exported folder: README.md, with the header in YAML that the Hugging Face Hub reads.
+
+Source: huggingface.co/docs/hub/model-cards.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+README = "README.md"
+# Keys in the header of the base model's card that also hold for a model made from it.
+_INHERITED = ("license", "license_name", "license_link", "language")
+_HEADER = re.compile(r"---\s*\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)
+_TASK = "text-generation"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a model card says.
+
+    Attributes:
+        title: name of the model.
+        library: the library that loads the folder, `transformers` or `peft`.
+        summary: what the model is, in a sentence or two.
+        sections: heading -> rows of name and value. Empty sections are left out.
+        base_model: the Hub name of the model that it was made from; None if there is none.
+        datasets: Hub names of the datasets that it was trained on.
+        of_base: README.md of the model that it was made from, which stays part of the card.
+    """
+
+    title: str
+    library: str
+    summary: str
+    sections: Mapping[str, Sequence[tuple[str, str]]]
+    base_model: str | None = None
+    datasets: Sequence[str] = ()
+    of_base: str | None = None
+
+    def text(self) -> str:
+        """The content of README.md."""
+        inherited, of_base = _split(self.of_base or "")
+        header = {key: inherited[key] for key in _INHERITED if key in inherited}
+        header |= {"library_name": self.library, "pipeline_tag": _TASK}
+        header |= {"base_model": self.base_model} if self.base_model else {}
+        header |= {"datasets": list(self.datasets)} if self.datasets else {}
+        parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---", f"# {self.title}", self.summary]
+        for heading, rows in self.sections.items():
+            parts += [f"## {heading}", _table(rows)] if rows else []
+        parts += ["## Card of the base model", of_base.strip()] if of_base.strip() else []
+        return "\n\n".join(parts) + "\n"
+
+
+def _split(card: str) -> tuple[Mapping[str, Any], str]:
+    """The header and the text below it. A header that is not a mapping in YAML stays part of the text."""
+    found = _HEADER.match(card)
+    try:
+        header = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        header = None
+    return (header, card[found.end() :]) if found and isinstance(header, dict) else ({}, card)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
