@@ -50,6 +50,23 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
 
 
 @pytest.mark.slow
+def test_sequences_that_are_held_out_of_training_are_evaluated(workplace):
+    place = workplace()
+    text = place.write().read_text()
+    without = "\n".join(line for line in text.splitlines() if "validation_urls" not in line)
+    (place.folder / "run.yaml").write_text(without)
+    options = ("--data.num_validation_sequences", "20", "--trainer.num_train_steps", "4")
+    result = place.run("--config_path", "run.yaml", *options, "--evals", "[{type: loss}, {type: entropy}]")
+    assert result.code == 0, result.err
+    records = map(json.loads, (place.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines())
+    logged = {name: value for record in records for name, value in record.items()}
+    assert 0 < logged["eval/entropy"] < math.log(300)
+    found = numbers(evaluate(place, "--max_batches", "2"))  # as in training
+    np.testing.assert_allclose(found["loss"], logged["eval/loss"], rtol=1e-6)
+    assert list(found["sources"]) == ["held out"]
+
+
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_batch_size_and_skipped_batches_are_reported(finished):
     found = numbers(evaluate(finished))
     other = numbers(evaluate(finished, "--batch_size", "5"))

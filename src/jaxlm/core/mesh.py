@@ -259,9 +259,8 @@ def indivisible_vocabulary(layout: Layout, vocab_size: int | None) -> list[str]:
     num_shards = layout.num_shards(VOCAB)
     if vocab_size is None or vocab_size % num_shards == 0:
         return []
-    padded = -(-vocab_size // num_shards) * num_shards
     shared = f"the {vocab_size:,} tokens of the vocabulary do not divide by the {num_shards} devices that share it"
-    return [f"{shared}: the loss pads them to {padded:,}, and stored weights are sharded along another axis"]
+    return [f"{shared}: the loss pads them, and stored weights are sharded along another axis"]
 
 
 def check_arrays(layout: Layout, arrays: Mapping[str, Sequence[str]]) -> None:

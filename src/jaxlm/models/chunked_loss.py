@@ -136,7 +136,7 @@ def local_logits(logits_CV: jax.Array, num_local: int, sharding: TokenSharding) 
         return logits_CV
     padding = sharding.padded_vocab_size - logits_CV.shape[1]
     padded = jnp.pad(logits_CV, ((0, 0), (0, padding)), constant_values=_NEVER)
-    return jax.lax.dynamic_slice_in_dim(padded, -sharding.local_ids(0, num_local), num_local, axis=1)
+    return jax.lax.dynamic_slice_in_dim(padded, sharding.first_id(num_local), num_local, axis=1)
 
 
 class LogitSummary(NamedTuple):

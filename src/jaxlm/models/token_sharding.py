@@ -84,11 +84,16 @@ class TokenSharding:
         """Replaces the columns of tokens that are not in the vocabulary. Args: x_CV: this device's shard of the columns."""
         if self.padded_vocab_size == self.vocab_size:
             return x_CV
-        return jnp.where(self.local_ids(self.vocab_size, x_CV.shape[1]) > jnp.arange(x_CV.shape[1]), x_CV, value)
+        ids = self.first_id(x_CV.shape[1]) + jnp.arange(x_CV.shape[1])
+        return jnp.where(ids < self.vocab_size, x_CV, value)
 
-    def local_ids(self, ids: jax.Array | int, num_local: int) -> jax.Array | int:
+    def local_ids(self, ids: jax.Array, num_local: int) -> jax.Array:
         """Token ids as indices into this device's shard of the vocabulary; outside [0, num_local) for other shards."""
-        return ids - jax.lax.axis_index(self.vocab_axes) * num_local if self.vocab_axes else ids
+        return ids - self.first_id(num_local) if self.vocab_axes else ids
+
+    def first_id(self, num_local: int) -> jax.Array | int:
+        """The id of the first of the `num_local` tokens in this device's shard of the vocabulary."""
+        return jax.lax.axis_index(self.vocab_axes) * num_local if self.vocab_axes else 0
 
     def tokens(self, num_trailing: int = 0) -> PartitionSpec:
         """The partition spec of a {batch, position, ...} array."""

@@ -73,11 +73,11 @@ class AdamMiniConfig(OptimizerConfig):
         )
 
     def _direction(self) -> optax.GradientTransformation:
-        def init_fn(params: Any) -> AdamMiniState:
+        def init_fn(params: Any) -> Any:
             squares = {path: hax.zeros(blocks, jnp.float32) for path, (_, blocks) in _blocks_by_path(params).items()}
             return AdamMiniState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), squares)
 
-        def update_fn(updates: Any, state: AdamMiniState, params: Any = None) -> tuple[Any, AdamMiniState]:
+        def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             count, squares, sizes = state.count + 1, {}, {}
             for path, (gradient, blocks) in _blocks_by_path(updates).items():
                 within = tuple(axis for axis in gradient.axes if axis not in blocks)
