@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import jax
-
     from jaxlm.run.inference_model import InferenceModel
 
 __version__ = "0.1.0"
@@ -18,7 +16,7 @@ def load(
     weights: str = "trained",
     adapter: str | None = None,
     keys: Mapping[str, Any] | None = None,
-    devices: "Sequence[jax.Device] | None" = None,
+    devices: Sequence[Any] | None = None,
 ) -> "InferenceModel":
     """Loads a model onto this process's devices, for use in Python.
 

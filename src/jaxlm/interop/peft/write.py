@@ -77,21 +77,10 @@ def save_adapters(
     """
     check_unused(folder, "adapter_config.json")
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
-    settings = _common_settings(adapters)
-    layers: dict[str, list[int]] = {}
+    settings, adapted = _common_settings(adapters), _common_layers(adapters, owners)
     groups: dict[tuple[str, int], list[Adapter]] = {}
     for adapter in adapters:
-        owner = owners[f"{adapter.path}.weight"]
-        groups.setdefault((owner.name, adapter.first_layer), []).append(adapter)
-        if owner.is_stacked:
-            numbers = range(adapter.first_layer, adapter.first_layer + adapter.a.axis_size(LAYERS))
-            layers.setdefault(adapter.path, []).extend(numbers)
-    adapted = next(iter(layers.values()), [])
-    if any(numbers != adapted for numbers in layers.values()):
-        raise ConfigError(
-            "the adapters of different modules are in different layers, so that they cannot be exported as one PEFT adapter."
-            " Export the merged model: --adapters merge"
-        )
+        groups.setdefault((owners[f"{adapter.path}.weight"].name, adapter.first_layer), []).append(adapter)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for group in groups.values():
@@ -132,6 +121,22 @@ def _common_settings(adapters: Sequence[Adapter]) -> dict[str, Any]:
         )
     (rank,), (scale,), (dropout,) = ranks, scales, dropouts
     return {"r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout}
+
+
+def _common_layers(adapters: Sequence[Adapter], owners: Mapping[str, Tensor]) -> list[int]:
+    """The numbers of the layers that have adapters. Raises `ConfigError` if they differ between modules."""
+    layers: dict[str, list[int]] = {}
+    for adapter in adapters:
+        if owners[f"{adapter.path}.weight"].is_stacked:
+            numbers = range(adapter.first_layer, adapter.first_layer + adapter.a.axis_size(LAYERS))
+            layers.setdefault(adapter.path, []).extend(numbers)
+    adapted = next(iter(layers.values()), [])
+    if any(numbers != adapted for numbers in layers.values()):
+        raise ConfigError(
+            "the adapters of different modules are in different layers, so that they cannot be exported as one PEFT adapter."
+            " Export the merged model: --adapters merge"
+        )
+    return adapted
 
 
 def _patterns(ranks: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, Any]:
