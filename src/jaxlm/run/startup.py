@@ -85,8 +85,8 @@ def repeatability(platform: str, xla_flags: str) -> list[tuple[str, str]]:
     """Whether a resumed run is the same bit for bit, as rows of name and value. Only on GPUs is that a choice."""
     if platform != "gpu":
         return []
-    flags = dict(flag.lstrip("-").partition("=")[::2] for flag in xla_flags.split())
-    if flags.get(_DETERMINISTIC, "false").lower() in ("true", "1", ""):
+    given = [flag.lstrip("-").partition("=")[2] for flag in xla_flags.split() if _DETERMINISTIC in flag]
+    if given and given[-1].lower() in ("true", "1", ""):
         return [("repeatable", f"bit for bit (--{_DETERMINISTIC})")]
     hint = f"for bitwise resumption, start with XLA_FLAGS=--{_DETERMINISTIC}=true, which is slower"
     return [("repeatable", f"within rounding, because some GPU kernels add in no fixed order; {hint}")]
