@@ -60,6 +60,7 @@ VOCABULARY = ("--trainer.tensor_parallel_axes", "[vocab]", "--trainer.model_axis
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_resuming_where_the_vocabulary_is_padded_differently(workplace):
     """301 tokens are 304 on eight devices and 302 on two."""
     reference, place = workplace(1), workplace()

@@ -42,7 +42,13 @@ def test_a_published_config_opens(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(OPENED.keys() - NOT_OPENED_BY_TRANSFORMERS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if number % 4 == 0 else pytest.mark.soak)  # the families' own tests are slow tests
+        for number, name in enumerate(sorted(OPENED.keys() - NOT_OPENED_BY_TRANSFORMERS))
+    ],
+)
 def test_logits_of_a_scaled_down_published_model(name, tmp_path):
     """Random weights; transformers and jaxlm read the same config.json."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
