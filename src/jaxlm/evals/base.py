@@ -67,8 +67,8 @@ class EvalContext:
 class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals"):
     """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase."""
 
-    scores_targets: ClassVar[bool] = False
-    """Whether it scores whole validation batches with `EvalContext.score`, which reads their `supervised()`."""
+    reads_supervised: ClassVar[bool] = False
+    """Whether it reads the `supervised()` of validation batches, as `EvalContext.score` does."""
 
     @abc.abstractmethod
     def open(self, ctx: EvalContext) -> "Eval":

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import haliax as hax
 import jax
@@ -23,6 +23,8 @@ class EntropyEvalConfig(EvalConfig):
     """Mean entropy in nats of the distributions that predict the targets of the validation data, over one pass of it. It logs
     `entropy`, and with several sources `<source>/entropy`. Of pairs, it reads the chosen completions.
     """
+
+    reads_supervised: ClassVar[bool] = True
 
     def open(self, ctx: EvalContext) -> Eval:
         return EntropyEval(ctx)

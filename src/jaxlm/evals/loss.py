@@ -29,7 +29,7 @@ class LossEvalConfig(EvalConfig):
     tokens have no bytes and are excluded from both. Models with different tokenizers can be compared by it.
     """
 
-    scores_targets: ClassVar[bool] = True
+    reads_supervised: ClassVar[bool] = True
 
     def open(self, ctx: EvalContext) -> Eval:
         return LossEval(ctx)

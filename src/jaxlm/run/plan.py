@@ -178,7 +178,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
     spec = data.batch_spec(config.model.seq_len)
     batch = spec.make(**dict.fromkeys(spec.columns))
-    scoring = [choice_name(type(each)) for each in config.evals if each.scores_targets]
+    scoring = [choice_name(type(each)) for each in config.evals if each.reads_supervised]
     if scoring and not hasattr(batch, "supervised") and data.has_validation:
         raise ConfigError(
             f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
