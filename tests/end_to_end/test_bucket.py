@@ -174,4 +174,5 @@ def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(g
     }
     assert {"step-12/config.json", "step-24/config.json", "step-24/model.safetensors"} <= exported.keys()
     for name, content in exported.items():
-        assert content == fs.cat_file(f"{EVERYTHING}/hf/whole/{name}"), name
+        ours = content.replace(b"\n# x\n", b"\n# whole\n") if name.endswith("README.md") else content
+        assert ours == fs.cat_file(f"{EVERYTHING}/hf/whole/{name}"), name
