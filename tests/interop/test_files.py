@@ -17,11 +17,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
-from jaxlm.interop.peft.write import Adapter, save_adapters
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.surgery.lora import LoraConfig, LoraLinear
+from jaxlm.surgery.lora import LoraConfig, save_peft
 from tests.engine.helpers import layout, one_device
 from tests.interop.cases import inputs_of, logits_of
 
@@ -317,11 +316,7 @@ def adapted():
 
 
 def saved_adapters(folder, model):
-    adapters = [
-        Adapter(path, 0, m.a, m.b, m.base.In, m.base.Out, m.scale)
-        for path, m in tree.modules_by_path(model, LoraLinear)
-    ]
-    save_adapters(folder, adapters, CONFIG, CONFIG.num_layers, one_device(), dtype=np.float32, base="x")
+    save_peft(folder, model, CONFIG, one_device(), dtype=np.float32, base="x")
     return folder
 
 
