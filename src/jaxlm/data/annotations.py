@@ -28,7 +28,7 @@ from jaxlm.data.base import Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.data import Data
-from jaxlm.data.examples import Examples
+from jaxlm.data.examples import Examples, WrappedExamples
 
 _METADATA, _PLAN = "cache.json", "plan.json"
 _PREFIX = "annotations."  # of the names of the columns in a batch
@@ -154,33 +154,16 @@ class AnnotationCache:
         return self._blocks[number]
 
 
-class AnnotatedExamples(Examples):
+class AnnotatedExamples(WrappedExamples):
     """Examples with their annotations. Args: cache: annotations by index of the example."""
 
     def __init__(self, examples: Examples, cache: "AnnotationCache"):
-        self._examples, self._annotations = examples, cache
-        self.cache, self.seq_len = examples.cache, examples.seq_len
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    @property
-    def padding(self) -> float:
-        return self._examples.padding
-
-    @property
-    def summary(self) -> str | None:
-        return self._examples.summary
-
-    def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._examples.starts(indices)
+        super().__init__(examples)
+        self._annotations = cache
 
     def read(self, indices: np.ndarray) -> Columns:
         records = self._annotations.read(indices)
         return self._examples.read(indices) | {_PREFIX + name: records[name] for name in records.dtype.names or ()}
-
-    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
-        return self._examples.show(index, tokenizer)
 
 
 def with_annotations(data: Data, folders: Mapping[str, AnnotationFolder], template: Any) -> Data:

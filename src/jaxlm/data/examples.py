@@ -61,15 +61,15 @@ class Examples(abc.ABC):
         """
 
 
-class ExampleRange(Examples):
-    """Some consecutive examples of others."""
+class WrappedExamples(Examples):
+    """Other examples, of which subclasses change something."""
 
-    def __init__(self, examples: Examples, start: int, stop: int):
+    def __init__(self, examples: Examples):
         self.cache, self.seq_len = examples.cache, examples.seq_len
-        self._examples, self._range = examples, range(start, stop)
+        self._examples = examples
 
     def __len__(self) -> int:
-        return len(self._range)
+        return len(self._examples)
 
     @property
     def padding(self) -> float:
@@ -80,13 +80,33 @@ class ExampleRange(Examples):
         return self._examples.summary
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._examples.starts(indices + self._range.start)
+        return self._examples.starts(indices)
 
     def read(self, indices: np.ndarray) -> Columns:
-        return self._examples.read(indices + self._range.start)
+        return self._examples.read(indices)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
-        return self._examples.show(index + self._range.start, tokenizer)
+        return self._examples.show(index, tokenizer)
+
+
+class ExampleRange(WrappedExamples):
+    """Some consecutive examples of others."""
+
+    def __init__(self, examples: Examples, start: int, stop: int):
+        super().__init__(examples)
+        self._range = range(start, stop)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return super().starts(indices + self._range.start)
+
+    def read(self, indices: np.ndarray) -> Columns:
+        return super().read(indices + self._range.start)
+
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        return super().show(index + self._range.start, tokenizer)
 
 
 def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]:

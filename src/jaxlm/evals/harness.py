@@ -122,9 +122,8 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     is_file = lambda name: name.endswith(".yaml") and Path(os.path.expanduser(name)).is_file()  # noqa: E731
     unknown = [task for task in config.tasks if not (task in manager.all_tasks or is_file(task))]
     if unknown:
-        written = [
-            task.lower().replace("-", "_") for task in unknown
-        ]  # as the harness writes names: ARC-Easy is arc_easy
+        # As the harness writes names: ARC-Easy is arc_easy.
+        written = [task.lower().replace("-", "_") for task in unknown]
         near = [name for task in written for name in difflib.get_close_matches(task, manager.all_tasks, n=1)]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
         advice = f" They are not in {config.task_folder} either" if config.task_folder else " Do you need task_folder?"

@@ -81,7 +81,8 @@ def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
 
 def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     """FLOPs per training token: the model's, forward and backward, and the forward pass of each reference in the step."""
-    vocab_size, flops = plan.state_builder.Vocab.size, plan.config.model.flops_per_token(plan.state_builder.Vocab.size)
+    vocab_size = plan.state_builder.Vocab.size
+    flops = plan.config.model.flops_per_token(vocab_size)
     for name in asked_in(plan, phase):
         config = replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len)
         flops = flops.with_forward(config.flops_per_token(vocab_size))
