@@ -157,3 +157,11 @@ def test_the_keys_are_read_from_yaml():
     assert (data.max_train_batches, data.num_validation_sequences, data.ignore_token_id) == ({"a": 3}, 7, 0)
     with pytest.raises(ConfigError, match="ignore_token_id"):
         decode(DataConfig, ConfigSource({"type": "pairs", "ignore_token_id": 0}))
+
+
+def test_a_token_that_cannot_be_is_refused_before_the_tokenizer_is_trained(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    section = {"train_urls": [str(tmp_path / "text.txt")], "cache_dir": str(tmp_path / "cache"), "vocab_size": 300}
+    decode(DataConfig, ConfigSource({**section, "ignore_token_id": 299})).check()
+    with pytest.raises(ConfigError, match=r"data\.ignore_token_id: 300 given, but the tokenizer has 300 tokens"):
+        decode(DataConfig, ConfigSource({**section, "ignore_token_id": 300})).check()

@@ -11,9 +11,10 @@ from jaxlm.core.field_types import NonNegativeInt
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.config import DataConfig, given
+from jaxlm.data.config import TRAIN_BPE, DataConfig, given
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.packing import PackedSequences, pack_documents
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 
 
 @DataConfig.register_subclass("tokens")
@@ -32,13 +33,22 @@ class TokensConfig(DataConfig):
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> PackedSequences:
         max_documents = record_format.documents_per_sequence
-        if self.ignore_token_id is not None and self.ignore_token_id >= cache.vocab_size:
-            raise ConfigError(
-                f"data.ignore_token_id: {self.ignore_token_id} given, but the tokenizer has {cache.vocab_size} tokens. Give"
-                " the id of one of them, or remove it"
-            )
+        self._check_ignored(cache.vocab_size)
         packed = None if max_documents is None else pack_documents(cache, seq_len, max_documents=max_documents)
         return PackedSequences(cache, seq_len, packed, ignored_id=self.ignore_token_id)
+
+    def check(self) -> None:
+        super().check()
+        if self.ignore_token_id is not None:
+            trained = self.tokenizer == TRAIN_BPE  # its vocabulary may turn out smaller, which `arrange` checks
+            self._check_ignored(self.bpe_size if trained else load_tokenizer(self.tokenizer).vocab_size)
+
+    def _check_ignored(self, vocab_size: int) -> None:
+        if self.ignore_token_id is not None and self.ignore_token_id >= vocab_size:
+            raise ConfigError(
+                f"data.ignore_token_id: {self.ignore_token_id} given, but the tokenizer has {vocab_size} tokens. Give the id"
+                " of one of them, or remove it"
+            )
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | given(ignore_token_id=self.ignore_token_id)
