@@ -122,11 +122,6 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return [template for template in given if template is not None][::-1]
 
     @property
-    def bpe_size(self) -> int:
-        """The most tokens that a tokenizer trained here has."""
-        return self.vocab_size or _DEFAULT_VOCABULARY
-
-    @property
     def has_validation(self) -> bool:
         """Whether there is any validation data."""
         return self.num_validation_sequences is not None or any(source.has(VALIDATION) for source in self.sources())
@@ -158,7 +153,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         Excludes `cache_dir`, the validation text (nothing is trained on it), and `train_weights` (they may change during a
         run).
         """
-        trained = {"bpe": self.bpe_size}
+        trained = {"bpe": self.vocab_size or _DEFAULT_VOCABULARY}
         by_name = {source.name: source.content() for source in self.sources() if source.has(TRAIN)}
         return {
             **(by_name.get("") or {"sources": by_name}),
@@ -176,7 +171,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             ConfigError: the tokenizer does not exist, or its vocabulary size is not `vocab_size`.
         """
         if self.tokenizer == TRAIN_BPE:
-            size = self.bpe_size
+            size = self.vocab_size or _DEFAULT_VOCABULARY
             formats = {source.name: source.config.format.cache_key() for source in self.sources()}
             folder = self.cache_store.folder / "tokenizer"
             with self.cache_store.shared(folder, MADE_FROM, log):

@@ -40,8 +40,10 @@ class TokensConfig(DataConfig):
     def check(self) -> None:
         super().check()
         if self.ignore_token_id is not None:
-            trained = self.tokenizer == TRAIN_BPE  # its vocabulary may turn out smaller, which `arrange` checks
-            self._check_ignored(self.bpe_size if trained else load_tokenizer(self.tokenizer).vocab_size)
+            # A tokenizer that is trained here may get fewer tokens, which `arrange` checks.
+            size = self.vocab_size if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).vocab_size
+            if size is not None:
+                self._check_ignored(size)
 
     def _check_ignored(self, vocab_size: int) -> None:
         if self.ignore_token_id is not None and self.ignore_token_id >= vocab_size:
