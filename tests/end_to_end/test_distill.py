@@ -76,14 +76,14 @@ def close(found: dict[int, str], expected: dict[int, str], tolerance: float) -> 
         assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=tolerance), step
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "live", devices)
     kill(place, devices, "second phase")
     finish(place, devices, whole("live", devices))
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.soak)])
 def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "cached", devices)
     kill(place, devices, "annotating")

@@ -90,7 +90,7 @@ def test_killed(workplace, whole, case, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["rewind", pytest.param("until", marks=pytest.mark.soak)])
 def test_two_processes_agree(workplace, whole, case):
-    place = workplace(4)
+    place = workplace(2)
     place.write()
     ends = finish(place, case, processes=2)
     assert [code for code, _, _ in ends] == [0, 0], ends
@@ -105,7 +105,7 @@ def test_two_processes_agree(workplace, whole, case):
 @pytest.mark.slow
 @pytest.mark.soak
 def test_too_many_rewinds_end_the_command_with_a_message(workplace):
-    place = workplace(4)
+    place = workplace(2)
     place.write()
     keys = ("--config_path", "run.yaml", "--optimizer.skip_bad_steps", "{rewind_after: 3, max_rewinds: 1}")
     running = place.start_all(2, *keys, module=MODULE, JAXLM_TEST_POISON="144:100000")

@@ -152,7 +152,7 @@ def test_import_and_export_round_trip(imported, workplace):
 @pytest.mark.slow
 def test_two_processes_write_the_same_files_as_one(workplace):
     """The weights are sharded over both; process 0 writes all of them, and nothing else differs."""
-    whole, halves = workplace(8), workplace(4)
+    whole, halves = workplace(4), workplace(2)
     options = ("--hf_save_path", "exports", "--trainer.num_train_steps", "1", "--trainer.fsdp_axis", "[embed, mlp]")
     for place, processes in ((whole, 1), (halves, 2)):
         place.write()

@@ -13,12 +13,12 @@ RUN = ("--config_path", "run.yaml")
 
 @pytest.fixture(scope="session")
 def whole(workplace, uninterrupted):
-    """Number of processes -> losses and last hashes: one device, or two processes with four devices each."""
+    """Number of processes -> losses and last hashes: one device, or two processes with two devices each."""
 
     def run(processes: int):
         if processes == 1:
             return uninterrupted.losses, uninterrupted.digest
-        place = workplace(4)
+        place = workplace(2)
         place.write()
         results = [process_end(p) for p in place.start_all(processes, *RUN)]
         assert [r[0] for r in results] == [0] * processes, results
@@ -42,7 +42,7 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
     ],
 )
 def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
-    place = workplace(4 if processes == 2 else 1)
+    place = workplace(processes)
     place.write()
     running = place.start_all(
         processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"

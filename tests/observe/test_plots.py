@@ -117,6 +117,7 @@ def test_step_times_exclude_first_steps_and_records_without_a_time(drawn, tmp_pa
     (axes,) = drawn
     assert sum(bar.get_height() for bar in axes.patches) == 197  # the outlier of 9 s is in the legend
     assert any("1 above" in text.get_text() for text in axes.get_legend().get_texts())
+    assert "None" not in [text.get_text() for text in axes.get_legend().get_texts()]  # of batches of one size
     assert step_times([{"step": 1, "throughput/duration": 1.0}], exclude={1}) is None
     assert step_times([], exclude={1}) is None
 
