@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.xla_flags import flags_for
+
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 
 def run(*arguments):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
-    environment.pop("XLA_FLAGS", None)  # one device, as the benchmark expects
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags_for(1)}
     command = [sys.executable, ROOT / "benchmarks" / "gpu.py", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 

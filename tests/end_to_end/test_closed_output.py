@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.run.exit_codes import command
 from tests.end_to_end.commands import REPOSITORY
+from tests.xla_flags import flags_for
 
 CLOSED = 128 + signal.SIGPIPE
 
@@ -40,7 +41,7 @@ def test_the_help_of_a_command_ends_quietly(tmp_path):
 @pytest.mark.slow
 def test_sampling_ends_quietly(finished):
     arguments = ("jaxlm", "sample", "--checkpoint", "checkpoints/run", "--prompt", "def ", "--max_new_tokens", "4")
-    code, errors = run_without_reader(*arguments, folder=finished.folder, XLA_FLAGS="")
+    code, errors = run_without_reader(*arguments, folder=finished.folder, XLA_FLAGS=flags_for(1))
     assert code == CLOSED
     assert "Traceback" not in errors
     assert "Exception ignored" not in errors
@@ -54,7 +55,7 @@ def test_training_goes_on_and_its_log_is_complete(workplace):
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxlm", "train", "--config_path", "run.yaml"],
         cwd=place.folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "XLA_FLAGS": ""},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "XLA_FLAGS": flags_for(1)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

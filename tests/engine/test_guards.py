@@ -290,20 +290,19 @@ def test_averages_cover_only_trainable_leaves():
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
 # Each with a learning rate at which it makes progress.
 OPTIMIZERS = {
-    "lion": 3e-3,
     "adam-mini": 3e-3,
-    "mars": 3e-3,
-    "adagrad": 0.1,
     "muon": 3e-3,
     "kron": 3e-3,
     "sophia-h": 3e-3,
 }
+ELEMENTWISE = {"lion": 3e-3, "mars": 3e-3, "adagrad": 0.1}  # a mesh that splits both axes covers the other
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, *ELEMENTWISE])
 def test_every_optimizer_trains_the_same_on_every_mesh(kind):
-    config = decode(OptimizerConfig, ConfigSource({"type": kind, "learning_rate": OPTIMIZERS[kind], "warmup": 0}))
+    rate = (OPTIMIZERS | ELEMENTWISE)[kind]
+    config = decode(OptimizerConfig, ConfigSource({"type": kind, "learning_rate": rate, "warmup": 0}))
 
     def losses(where) -> list[float]:
         run = TinyRun(where, phase(optimizer=config))
@@ -320,8 +319,8 @@ def test_every_optimizer_trains_the_same_on_every_mesh(kind):
 
     expected = losses(one_device())
     assert expected[-1] < expected[0] - 0.1
-    for sizes in MESHES.values():
-        np.testing.assert_allclose(losses(layout(**sizes)), expected, rtol=1e-5)
+    for mesh in MESHES if kind in OPTIMIZERS else ["tp 2 x fsdp 4"]:
+        np.testing.assert_allclose(losses(layout(**MESHES[mesh])), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [lambda: Ema(1.0), lambda: Ema(-0.1), lambda: EmaDecaySqrt(decay_steps=0)])
