@@ -4,10 +4,12 @@ import gzip
 import itertools
 import lzma
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
 from jaxlm.observe.console import Console, table
+from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.trackers import SAMPLES, read_jsonl
 from jaxlm.run.plan import Plan
@@ -31,6 +33,7 @@ def final_report(plan: Plan, console: Console) -> None:
         rows += compressors(plan.data[-1].validation_documents())
     rows += [
         ("checkpoint", str(checkpoint)),
+        *time_spent(plan.log_folder),
         *write_plots(plan, records),
         *outputs(plan),
         ("to sample", f'jaxlm sample --checkpoint {plan.checkpoints.location} --prompt "..."'),
@@ -38,6 +41,12 @@ def final_report(plan: Plan, console: Console) -> None:
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows.append(("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"))
     console.log(table("report", rows))
+
+
+def time_spent(log_folder: Path) -> list[tuple[str, str]]:
+    """A row with what the wall time of the run was spent on, over all of its starts."""
+    goodput = account(read_lines(log_folder))
+    return [] if goodput is None else goodput.rows()
 
 
 def outputs(plan: Plan) -> list[tuple[str, str]]:

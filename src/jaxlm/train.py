@@ -19,6 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
 from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
@@ -28,6 +29,7 @@ from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
+from jaxlm.engine.watchdog import Watchdog
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.trackers import check_trackers
@@ -66,17 +68,20 @@ class TrainResult:
 @command
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    outcome = train(load_config(arguments, "jaxlm.train")).outcome
+    outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(process_age_s())).outcome
     return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
 
 
-def train(config: RunConfig, console: Console | None = None) -> TrainResult:
+def train(config: RunConfig, console: Console | None = None, clock: ActivityClock | None = None) -> TrainResult:
     """Runs a configuration to its end, from its newest checkpoint if it has one.
+
+    Args:
+        clock: counts what the time is spent on; by default, one that begins now.
 
     Raises:
         ConfigError: the configuration cannot be run. Nothing has been compiled or written then.
     """
-    console = console or Console()
+    console, clock = console or Console(), clock or ActivityClock()
     plan = _make_checked_plan(config)
     if config.dry_run:
         dry_run(plan, console)
@@ -86,15 +91,19 @@ def train(config: RunConfig, console: Console | None = None) -> TrainResult:
         _prepared(plan, console) as (plan, tokenizer, init_from, logs),
         plan.layout.use(),
         stop_on_signals() as stop,
-        open_run(plan, tokenizer, console, stop, init_from, logs) as run,
+        open_run(plan, tokenizer, console, stop, init_from, logs, clock) as run,
+        Watchdog(config.trainer.watchdog, clock, plan.log_folder, console.log),
     ):
         if init_from.state is not None:
-            state = _restore(run, init_from)
+            with clock.during(Activity.RESTORE):
+                state = _restore(run, init_from)
         conductor = run.conductor(init_from)
         while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
             with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
-                state, outcome = run_phase(state, opened)
-                state = conductor.act(outcome, state, opened)
+                with clock.during(Activity.STEP):
+                    state, outcome = run_phase(state, opened)
+                with clock.during(Activity.RESTORE):
+                    state = conductor.act(outcome, state, opened)
             run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
     plan = run.plan
     newest = plan.checkpoints.checkpoints()[-1].location
@@ -219,14 +228,16 @@ def _open_phase(
     if resumed is None:
         enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)
     # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
-    steps = compile_steps(plan, phase, first_step, run.console.log)
+    with run.clock.during(Activity.COMPILE):
+        steps = compile_steps(plan, phase, first_step, run.console.log)
     steps.check_fits_memory()
     refs = load_references(plan, phase, run.console.log)
     with contextlib.ExitStack() as closing:
         closing.enter_context(contextlib.closing(batches))
         if enter is not None:
             state = enter()
-            saver.save_entry(state, batches.state())
+            with run.clock.during(Activity.SAVE):
+                saver.save_entry(state, batches.state())
         if resumed is not None:
             batches.restore(resumed.position())
         assert state is not None
@@ -263,6 +274,7 @@ def _open_phase(
                 saver=saver,
                 flag_sync=run.flag_sync,
                 stop=run.stop,
+                clock=run.clock,
             ),
         )
 

@@ -13,6 +13,7 @@ import pytest
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
 from jaxlm.engine.outcome import Done
@@ -71,6 +72,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
                 saver=NoSaver(),  # type: ignore[arg-type]
                 flag_sync=flag_sync,
                 stop=StopRequest(),
+                clock=ActivityClock(),
             ),
         )
     assert isinstance(outcome, Done)
@@ -164,6 +166,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
             saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
             flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),
             stop=SimpleNamespace(signal=0),
+            clock=ActivityClock(),
         ),
     )
     batches.ahead.close()

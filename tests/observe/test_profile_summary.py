@@ -12,6 +12,7 @@ import pytest
 
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
+from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.loop import pause
 from jaxlm.forecast.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
 from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize
@@ -96,7 +97,7 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
 
     monkeypatch.setattr(loop, "pause", marked)
     note = lambda text, value=None: lambda *_, **__: order.append(text) or value  # noqa: E731
-    hook = SimpleNamespace(due=lambda step: step == 2, run=note("hook"))
+    hook = SimpleNamespace(activity=Activity.EVAL, due=lambda step: step == 2, run=note("hook"))
     flags = SimpleNamespace(save=False, stop=0)
     loop.run_phase(
         SimpleNamespace(step=0),
@@ -114,6 +115,7 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
             saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
             flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),
             stop=SimpleNamespace(signal=0),
+            clock=ActivityClock(),
         ),
     )
     assert " ".join(order) == (

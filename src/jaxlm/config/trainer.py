@@ -13,6 +13,7 @@ from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
+from jaxlm.engine.watchdog import WatchdogConfig
 from jaxlm.observe.profiler import ProfilerConfig
 from jaxlm.observe.trackers import TrackerConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -88,6 +89,7 @@ class TrainerConfig:
         watch: log norms and histograms of gradients, parameters and updates; null logs none.
         profiler: record a profile of some steps into the log folder; null records none.
         distributed: how the processes of a multi-process run connect.
+        watchdog: what to do when the run makes no progress.
         ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
@@ -135,6 +137,7 @@ class TrainerConfig:
     watch: WatchConfig | None = None
     profiler: ProfilerConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     ray: RayConfig | None = None
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.checkpoint.manager import BEST, Saver
 from jaxlm.engine.outcome import Next
 from jaxlm.engine.phases import Phase
@@ -31,6 +32,8 @@ class Evaluations(Protocol):
 
 class EarlyStopping:
     """The hook that ends a phase. It runs after the evaluations and before exports."""
+
+    activity = Activity.EVAL
 
     def __init__(self, until: UntilConfig, phase: Phase, evaluations: Evaluations, saver: Saver):
         self._until = until

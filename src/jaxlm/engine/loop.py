@@ -4,11 +4,12 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
 from jaxlm.data.base import Batches
+from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome
@@ -19,7 +20,13 @@ from jaxlm.engine.sync import FlagSync, SyncFlags
 
 
 class Hook(Protocol):
-    """Runs between steps. A hook reads the state and never changes it."""
+    """Runs between steps. A hook reads the state and never changes it.
+
+    Attributes:
+        activity: what the time that it takes counts as.
+    """
+
+    activity: ClassVar[Activity]
 
     def due(self, step: int) -> bool:
         """Whether to run after this step. All processes must return the same."""
@@ -63,18 +70,20 @@ class OpenPhase:
     saver: Saver
     flag_sync: FlagSync
     stop: StopRequest
+    clock: ActivityClock
 
 
 def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
     """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until the metrics
     or a hook end the phase. Steps that were dispatched after the one that ends it are neither logged nor saved.
     """
-    batches, metrics, saver, stop = at.batches, at.metrics, at.saver, at.stop
+    batches, metrics, saver, stop, clock = at.batches, at.metrics, at.saver, at.stop, at.clock
     step = int(state.step)
     first = True
     while step < at.phase.end:
         started = time.perf_counter()
-        batch = next(batches)
+        with clock.during(Activity.DATA):
+            batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
         stop.is_training = True
@@ -93,10 +102,13 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
         if due or saving:
             with pause():
                 for hook in due:
-                    if (ended := hook.run(step, state)) is not None:
+                    with clock.during(hook.activity):
+                        ended = hook.run(step, state)
+                    if ended is not None:
                         return state, ended
                 if saving or saver.due_by_step(step):  # a hook may have asked for it
-                    saver.save(state, step, batches.state(), forced=ending)
+                    with clock.during(Activity.SAVE):
+                        saver.save(state, step, batches.state(), forced=ending)
                     metrics.flags = None  # this save satisfies the requests made before it
             metrics.skip_time()
         if first:

@@ -48,6 +48,7 @@ class EvalContext:
         dummy_prefix: the space that the tokenizer puts in front of every text; None if it puts none.
         log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
         enforce_bos: whether the training data begins every document with BOS.
+        progress: called while an evaluation makes progress, so that a long one is not taken for one that hangs.
     """
 
     layout: Layout
@@ -61,6 +62,7 @@ class EvalContext:
     dummy_prefix: DummyPrefix | None = None
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
     enforce_bos: bool = True
+    progress: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,12 @@ class HarnessEval(Eval):
     """Runs the tasks as an evaluation during training."""
 
     def __init__(self, tasks: "OpenTasks", ctx: EvalContext):
-        self._tasks, self._tokenizer = tasks, ctx.tokenizer
+        self._tasks, self._tokenizer, self._progress = tasks, ctx.tokenizer, ctx.progress
         self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """All metrics of all tasks, without standard errors."""
-        results = self._tasks.run(self._cast(model), self._tokenizer)
+        results = self._tasks.run(self._cast(model), self._tokenizer, progress=self._progress)
         return {
             f"{task}/{metric.removesuffix(',none')}": float(value)
             for task, metrics in results.items()
@@ -83,17 +83,25 @@ class OpenTasks:
     evaluate: Callable[..., Any]
     manager: Any
 
-    def run(self, model: LanguageModel, tokenizer: Any, *, bootstrap_iters: int = 0) -> dict[str, dict[str, Any]]:
+    def run(
+        self,
+        model: LanguageModel,
+        tokenizer: Any,
+        *,
+        bootstrap_iters: int = 0,
+        progress: Callable[[], None] = lambda: None,
+    ) -> dict[str, dict[str, Any]]:
         """Task -> metric -> value, with the harness's metric names (`acc,none`). Call it inside `layout.use()`.
 
         Args:
             bootstrap_iters: resamples for standard errors (`acc_stderr,none`) that have no closed form; 0 computes no
                 standard errors.
+            progress: called after each batch.
         """
         # The harness would fork a process for each core, which may deadlock after jax has started its threads.
         os.environ.setdefault("DISABLE_MULTIPROC", "1")
         results = self.evaluate(
-            model=_backend(model, tokenizer, self.config.batch_size),
+            model=_backend(model, tokenizer, self.config.batch_size, progress),
             tasks=list(self.config.tasks),
             num_fewshot=self.config.num_fewshot,
             limit=self.config.limit,
@@ -156,19 +164,19 @@ def _harness() -> tuple[Any, Any]:
     return simple_evaluate, TaskManager
 
 
-def _backend(model: LanguageModel, tokenizer: Any, batch_size: int) -> Any:
+def _backend(model: LanguageModel, tokenizer: Any, batch_size: int, progress: Callable[[], None]) -> Any:
     """The model behind the harness's model interface. The base class is imported here, because the harness is optional."""
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
-    return type("Backend", (_BackendMethods, TemplateLM), {})(model, tokenizer, batch_size)
+    return type("Backend", (_BackendMethods, TemplateLM), {})(model, tokenizer, batch_size, progress)
 
 
 class _BackendMethods:
     """Implements the abstract methods of the harness's `TemplateLM`: log-likelihoods and generation, batched by length."""
 
-    def __init__(self, model: LanguageModel, tokenizer: Any, batch_size: int):
+    def __init__(self, model: LanguageModel, tokenizer: Any, batch_size: int, progress: Callable[[], None]):
         super().__init__()
-        self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
+        self._model, self._tokenizer, self._batch_size, self._progress = model, tokenizer, batch_size, progress
 
     @property
     def eot_token_id(self) -> int:
@@ -197,13 +205,14 @@ class _BackendMethods:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        return [(scored.log_likelihood, scored.is_greedy) for scored in score(self._model, pairs, self._batch_size)]
+        scores = score(self._model, pairs, self._batch_size, self._progress)
+        return [(scored.log_likelihood, scored.is_greedy) for scored in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text. Texts longer than the model's sequence length are split into disjoint windows."""
         windows = [(i, window) for i, request in enumerate(requests) for window in self._windows(request)]
         sums = [0.0] * len(requests)
-        scores = score(self._model, [window for _, window in windows], self._batch_size)
+        scores = score(self._model, [window for _, window in windows], self._batch_size, self._progress)
         for (i, _), scored in zip(windows, scores, strict=True):
             sums[i] += scored.log_likelihood
         return sums
@@ -222,6 +231,7 @@ class _BackendMethods:
                 continuations = self._generate(generator, [requests[i].args[0] for i in batch], request)
                 for i, text in zip(batch, continuations, strict=True):
                     texts[i] = text
+                self._progress()
         return texts
 
     def _windows(self, request: Any) -> Iterator[tuple[list[int], list[int]]]:

@@ -1,6 +1,6 @@
 """Computes log-likelihoods of many continuations, in batches with few distinct shapes, on the current layout's devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import haliax as hax
@@ -32,7 +32,12 @@ class Scored:
     is_greedy: bool
 
 
-def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int) -> list[Scored]:
+def score(
+    model: LanguageModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_size: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Scored]:
     """Log-likelihood of each continuation given its context.
 
     If a pair is longer than the model's sequence length, the start of its context is truncated.
@@ -40,6 +45,7 @@ def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
     Args:
         pairs: token ids of context (at least one token) and continuation.
         batch_size: rows per batch; rounded up to a multiple of the number of devices that share a batch.
+        progress: called after each batch.
     """
     longest = max((len(continuation) for _, continuation in pairs), default=0)
     if longest > model.Pos.size:
@@ -58,6 +64,7 @@ def score(model: LanguageModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
         sums, greedy = (np.asarray(a) for a in _sums(model, *map(jnp.asarray, columns)))
         for row, i in enumerate(batch):
             scores[i] = Scored(float(sums[row]), bool(greedy[row]))
+        progress()
     return [scored for scored in scores if scored is not None]
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxlm.core.guards import SKIPPED, StepGuard, skip_reason
 from jaxlm.core.types import Sample, StepInfo
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval
@@ -17,14 +18,16 @@ _RECENT_STEPS = 50  # steps over which the progress line averages speed
 
 
 class TrackerListener:
-    """Passes every step's metrics to the trackers."""
+    """Passes every step's metrics, and those of the whole run, to the trackers."""
 
-    def __init__(self, trackers: Sequence[Tracker]):
+    def __init__(self, trackers: Sequence[Tracker], of_run: Callable[[], dict[str, float]] = dict):
         self._trackers = trackers
+        self._of_run = of_run
 
     def __call__(self, info: StepInfo) -> None:
+        metrics = {**info.metrics, **self._of_run()}
         for tracker in self._trackers:
-            tracker.log(info.step, info.metrics)
+            tracker.log(info.step, metrics)
             if info.histograms:
                 tracker.log_histograms(info.step, info.histograms)
 
@@ -103,6 +106,8 @@ class ProgressListener:
 
 class EvalHook:
     """Runs the evaluations every `every_steps` steps and after the last step of the phase."""
+
+    activity = Activity.EVAL
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import jax
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.runtime import is_main_process
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.forecast.hlo import operations
@@ -34,6 +35,8 @@ class ProfileHook:
 
     If profiling fails, the failure is logged and the run continues.
     """
+
+    activity = Activity.SAVE
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -15,6 +15,7 @@ from jaxlm.core.runtime import main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.folder import save_folder
@@ -56,6 +57,8 @@ class ExportHook:
         latest: the metrics of the newest evaluation, for the model card.
         upload: repository on the Hugging Face Hub to which the folders are pushed; None pushes none.
     """
+
+    activity: ClassVar[Activity] = Activity.SAVE
 
     folder: Location
     every_steps: int

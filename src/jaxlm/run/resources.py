@@ -22,6 +22,7 @@ from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import with_templates
+from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.conductor import Conductor
@@ -37,6 +38,7 @@ from jaxlm.interop.hf.hub import check_upload
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
+from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, read_jsonl
@@ -59,6 +61,8 @@ class Run:
         previous: totals of earlier processes of this run.
         flag_sync: how the processes agree to save or stop.
         stop: records a signal to stop.
+        clock: what this process spends its time on.
+        ledgers: the ledger of the run's time; empty on processes other than 0.
     """
 
     plan: Plan
@@ -70,6 +74,8 @@ class Run:
     previous: Totals
     flag_sync: FlagSync
     stop: StopRequest
+    clock: ActivityClock
+    ledgers: tuple[Ledger, ...]
 
     def open_data(self, phase: Phase) -> Data:
         """Opens the phase's token caches, and builds them first if they do not exist."""
@@ -86,8 +92,12 @@ class Run:
         trainer = plan.config.trainer
 
         def validation_set(data_set: ValidationData) -> ValidationSet:
-            options = {"batch_size": plan.batches.eval, "max_batches": trainer.max_eval_batches}
-            batches = functools.partial(data_set.batches, layout=plan.layout, **options)
+            def batches() -> Iterator[Any]:
+                size, most = plan.batches.eval, trainer.max_eval_batches
+                for batch in data_set.batches(batch_size=size, max_batches=most, layout=plan.layout):
+                    self.clock.progress()
+                    yield batch
+
             return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
 
         generated: list[tuple[str, str]] = []
@@ -103,6 +113,7 @@ class Run:
             dummy_prefix=self.tokenizer.dummy_prefix(),
             log_sample=lambda prompt, text: generated.append((prompt, text)),
             enforce_bos=plan.data[phase.index].enforce_bos,
+            progress=self.clock.progress,
         )
         evals = [config.open(context) for config in plan.config.evals]
         return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console, generated)
@@ -137,7 +148,9 @@ class Run:
         return [] if phase.until is None else [EarlyStopping(phase.until, phase, evaluations, saver)]
 
     def begin_attempt(self, history: History, step: int) -> None:
-        """Tells the trackers that the run went back to `step`."""
+        """Tells the trackers and the ledger that the run went back to `step`."""
+        for ledger in self.ledgers:
+            ledger.begin_attempt(step)
         for tracker in self.trackers:
             tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
 
@@ -146,7 +159,8 @@ class Run:
         trainer = self.plan.config.trainer
         guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
         return (
-            TrackerListener(self.trackers),
+            *self.ledgers,
+            TrackerListener(self.trackers, *(ledger.metrics for ledger in self.ledgers)),
             ProgressListener(
                 self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
             ),
@@ -199,7 +213,8 @@ class Run:
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
-        flush = [*(tracker.flush for tracker in self.trackers), *([self.logs.upload] if is_main_process() else [])]
+        flush = [*(tracker.flush for tracker in self.trackers), *(ledger.begin_line for ledger in self.ledgers)]
+        flush += [self.logs.upload] if is_main_process() else []
         history, resumed = conductor.history, conductor.resumed
         newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
         return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush, history, newest)
@@ -222,7 +237,13 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-    plan: Plan, tokenizer: Any, console: Console, stop: StopRequest, init_from: InitFrom, logs: LogStore
+    plan: Plan,
+    tokenizer: Any,
+    console: Console,
+    stop: StopRequest,
+    init_from: InitFrom,
+    logs: LogStore,
+    clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them when the context exits, even after an error."""
     config_text = dump(as_run_config(plan.config))
@@ -243,8 +264,14 @@ def open_run(
         for tracker in trackers:
             closing.callback(tracker.close)
         previous = totals_at(plan.log_folder / "metrics.jsonl", init_from.resume_step or 0)
-        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, FlagSync(plan.layout), stop)
-        main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
+        begin = init_from.resume_step or 0
+        ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
+        for ledger in ledgers:
+            closing.callback(ledger.write)
+        sync = FlagSync(plan.layout)
+        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
+        with clock.during(Activity.SAVE):
+            main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 
 
 def _write_config(folder: Path, text: str) -> None:

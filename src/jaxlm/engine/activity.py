@@ -1,0 +1,83 @@
+"""What a run spends its wall time on. The loop says what it does; the ledger and the watchdog read it."""
+
+import contextlib
+import enum
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+class Activity(enum.StrEnum):
+    """What the main thread of a process does. Each moment belongs to one of these."""
+
+    START = "start"  # everything that is not named below: imports, reading the configuration, opening data, and the end
+    COMPILE = "compile"
+    RESTORE = "restore"
+    DATA = "data wait"
+    STEP = "step"
+    EVAL = "eval"
+    SAVE = "save"
+
+
+class ActivityClock:
+    """Adds up the seconds that a process spends on each activity. Only the main thread switches; others may read.
+
+    Attributes:
+        activity: the current one.
+        started_unix_s: when the time that it counts began.
+    """
+
+    def __init__(self, age_s: float = 0.0, now: Callable[[], float] = time.monotonic):
+        """Args:
+        age_s: seconds since the process started, which count as START.
+        now: returns a time in seconds.
+        """
+        self.activity = Activity.START
+        self.started_unix_s = time.time() - age_s
+        self._now = now
+        self._begin = self._since = now() - age_s
+        self._progress = now()
+        self._seconds = dict.fromkeys(Activity, 0.0)
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Counts the time of the block as `activity`."""
+        before = self.activity
+        self._switch(activity)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def elapsed_s(self) -> float:
+        """Seconds since the clock began."""
+        return self._now() - self._begin
+
+    def progress(self) -> None:
+        """Says that the current activity makes progress. A change of the activity is progress, too."""
+        self._progress = self._now()
+
+    def silent_s(self) -> float:
+        """Seconds without progress."""
+        return self._now() - self._progress
+
+    def seconds(self) -> dict[Activity, float]:
+        """Seconds spent on each activity until now; together, `elapsed_s`."""
+        found = dict(self._seconds)
+        found[self.activity] += self._now() - self._since
+        return found
+
+    def _switch(self, activity: Activity) -> None:
+        now = self._now()
+        self._seconds[self.activity] += now - self._since
+        self.activity, self._since, self._progress = activity, now, now
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, with the start of Python and all imports; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return 0.0

@@ -1,0 +1,190 @@
+"""The goodput ledger: what every second of a run's wall time was spent on, over all of its starts.
+
+`goodput.jsonl` in the log folder has a line for each start and each save after it: how long the process had spent on each
+activity when it saved. The last line is rewritten about once a second, so that a killed run loses no more than that. Steps
+that a later start, or a run that goes back, trains again are lost work.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.types import StepInfo
+from jaxlm.engine.activity import Activity, ActivityClock
+
+FILE = "goodput.jsonl"
+IDLE, LOST = "idle between starts", "lost work"
+_REPEATED = (Activity.DATA, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again
+_LINE_BYTES = 512  # every line has this length, so that rewriting one is a single write
+_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What a run's wall time was spent on.
+
+    Attributes:
+        wall_s: from the start of the first process to the last line of the last one.
+        seconds: activity -> seconds, with `IDLE` and `LOST`; together, `wall_s`.
+        num_starts: number of processes that have trained the run, one after another.
+    """
+
+    wall_s: float
+    seconds: Mapping[str, float]
+    num_starts: int
+
+    @property
+    def fraction(self) -> float:
+        """Share of the wall time in which training made progress that was kept."""
+        return self.seconds[Activity.STEP] / self.wall_s if self.wall_s else 0.0
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows of a report: the share of each activity that took any time."""
+        starts = f"{self.num_starts} start{'s' if self.num_starts > 1 else ''}"
+        shares = {name: seconds / self.wall_s for name, seconds in self.seconds.items() if seconds > 0}
+        listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+        return [("wall time", f"{self.wall_s:.1f} s in {starts}: {listed}")]
+
+
+class Ledger:
+    """Writes the ledger of one process of a run. Only for process 0."""
+
+    def __init__(self, folder: Path, clock: ActivityClock, step: int, warn: Callable[[str], None]):
+        """Args:
+        folder: the run's log folder.
+        step: the step that the process starts from.
+        warn: told if the file cannot be written, and when it can be again. Training goes on.
+        """
+        self._path = folder / FILE
+        self._clock = clock
+        self._warn = warn
+        self._step = step
+        self._stretch = {"number": 0, "from_step": step}
+        self._written = -_INTERVAL_S
+        self._failing = False
+        self._offset: int | None = None
+        self._lines_before = read_lines(folder)
+        self._began_unix_s, self._kept_before_s = self._totals_before()
+
+    def __call__(self, info: StepInfo) -> None:
+        """Receives a step's metrics."""
+        self._step = info.step
+        if time.monotonic() - self._written >= _INTERVAL_S:
+            self.write()
+
+    def metrics(self) -> dict[str, float]:
+        """The share of the run's wall time, since its first start, in which training made progress that is kept."""
+        kept = self._kept_before_s + self._clock.seconds()[Activity.STEP]
+        return {"throughput/goodput": kept / max(time.time() - self._began_unix_s, 1e-9)}
+
+    def begin_attempt(self, step: int) -> None:
+        """The run goes on from `step`, to which it went back."""
+        self.begin_line()
+        self._step = step
+        self._stretch = {"number": self._stretch["number"] + 1, "from_step": step}
+        self.write()
+        self._began_unix_s, self._kept_before_s = self._totals_before()
+
+    def begin_line(self) -> None:
+        """Leaves the current line as it is now, because the current step is saved."""
+        self.write()
+        if self._offset is not None:
+            self._lines_before.append(self._record())
+        self._offset = None
+
+    def write(self) -> None:
+        """Writes the current line."""
+        line = json.dumps(self._record()).ljust(_LINE_BYTES - 1).encode() + b"\n"
+        self._written = time.monotonic()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                if self._offset is None:  # behind whole lines, so that one that was cut short spoils no other
+                    self._offset = os.fstat(file).st_size // _LINE_BYTES * _LINE_BYTES
+                os.pwrite(file, line, self._offset)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if not self._failing:
+                self._warn(f"warning: {self._path} cannot be written ({error.strerror}); training goes on")
+            self._failing = True
+        else:
+            if self._failing:
+                self._warn(f"{self._path} is written again")
+            self._failing = False
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "started_unix_s": round(self._clock.started_unix_s, 3),
+            "stretch": self._stretch,
+            "step": self._step,
+            "elapsed_s": round(self._clock.elapsed_s(), 3),
+            "seconds": {name: round(seconds, 3) for name, seconds in self._clock.seconds().items()},
+        }
+
+    def _totals_before(self) -> tuple[float, float]:
+        """When the run began, and the seconds of steps by then that are kept, less those of this process."""
+        now = self._record()
+        goodput = account([*self._lines_before, now])
+        assert goodput is not None
+        first = self._lines_before[0] if self._lines_before else now
+        return first["started_unix_s"], goodput.seconds[Activity.STEP] - now["seconds"][Activity.STEP]
+
+
+def read_lines(folder: Path) -> list[Mapping[str, Any]]:
+    """The undamaged lines of a ledger; empty if the log folder has none."""
+    try:
+        text = (folder / FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line for line in map(_parsed, text.splitlines()) if line is not None]
+
+
+def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
+    """The goodput from a ledger's lines, in the order in which they were written; None if there are none."""
+    if not lines:
+        return None
+    processes = [list(group) for _, group in itertools.groupby(lines, key=lambda line: line["started_unix_s"])]
+    seconds: dict[str, float] = dict.fromkeys((*Activity, LOST, IDLE), 0.0)
+    for process in processes:
+        for name, spent in process[-1]["seconds"].items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+    for before, after in itertools.pairwise(processes):
+        end = before[-1]["started_unix_s"] + before[-1]["elapsed_s"]
+        seconds[IDLE] += max(0.0, after[0]["started_unix_s"] - end)
+    for name, spent in _repeated(lines):
+        seconds[name] -= spent
+        seconds[LOST] += spent
+    return Goodput(sum(seconds.values()), seconds, len(processes))
+
+
+def _repeated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """(activity, seconds) of steps that were trained again later."""
+    found = []
+    kept: list[tuple[int, dict[str, float]]] = []  # (step, what the way there from the entry before took)
+    for before, line in itertools.pairwise([None, *lines]):
+        assert line is not None
+        is_new = before is None or line["started_unix_s"] != before["started_unix_s"]
+        if is_new or before is None or line["stretch"] != before["stretch"]:
+            while kept and kept[-1][0] > line["stretch"]["from_step"]:
+                found += kept.pop()[1].items()
+        earlier = {} if is_new or before is None else before["seconds"]
+        kept.append((line["step"], {name: line["seconds"][name] - earlier.get(name, 0.0) for name in _REPEATED}))
+    return found
+
+
+def _parsed(line: str) -> Mapping[str, Any] | None:
+    """A line of the ledger; None if it is damaged."""
+    try:
+        record = json.loads(line)
+        numbers = [record["started_unix_s"], record["stretch"]["from_step"], record["step"], record["elapsed_s"]]
+        numbers += [record["seconds"][name] for name in Activity]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return record if all(isinstance(number, int | float) for number in numbers) else None

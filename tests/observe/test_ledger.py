@@ -1,0 +1,201 @@
+"""The goodput ledger: every second of a run's wall time is counted once, over starts, kills and going back."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxlm.core.types import StepInfo
+from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
+from jaxlm.observe.ledger import FILE, IDLE, LOST, Ledger, account, read_lines
+
+
+class Hours:
+    """A run on a machine whose clock only moves when it is told to."""
+
+    def __init__(self, folder, monkeypatch):
+        self.now = 1000.0
+        self.folder = folder
+        self.said: list[str] = []
+        monkeypatch.setattr(time, "time", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def start(self, step: int, seconds: float = 4.0) -> None:
+        """A process starts, and has its first batch after `seconds`."""
+        self.clock = ActivityClock(age_s=0.0, now=lambda: self.now)
+        self.now += seconds
+        self.ledger = Ledger(self.folder, self.clock, step, self.said.append)
+        self.ledger.write()
+
+    def do(self, activity: Activity, seconds: float) -> None:
+        with self.clock.during(activity):
+            self.now += seconds
+
+    def steps(self, first: int, last: int, seconds: float = 1.0) -> None:
+        for step in range(first, last + 1):
+            self.do(Activity.DATA, 0.25 * seconds)
+            self.do(Activity.STEP, 0.75 * seconds)
+            self.ledger(StepInfo(step, "train", {}, {}))
+
+    def save(self, seconds: float = 2.0) -> None:
+        self.ledger.begin_line()
+        self.do(Activity.SAVE, seconds)
+
+    def found(self):
+        goodput = account(read_lines(self.folder))
+        assert goodput is not None
+        assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall_s)
+        return goodput
+
+
+@pytest.fixture
+def hours(tmp_path, monkeypatch) -> Hours:
+    return Hours(tmp_path, monkeypatch)
+
+
+def test_a_run_in_one_piece(hours):
+    hours.start(0)
+    hours.do(Activity.COMPILE, 10)
+    hours.steps(1, 8)
+    hours.do(Activity.EVAL, 3)
+    hours.save()
+    hours.ledger.write()
+    found = hours.found()
+    assert found.seconds == {
+        "start": 4,
+        "compile": 10,
+        "restore": 0,
+        "data wait": 2,
+        "step": 6,
+        "eval": 3,
+        "save": 2,
+    } | {
+        LOST: 0,
+        IDLE: 0,
+    }
+    assert found.wall_s == 27
+    assert found.fraction == pytest.approx(6 / 27)
+    assert hours.ledger.metrics() == {"throughput/goodput": pytest.approx(6 / 27)}
+
+
+def test_steps_after_the_checkpoint_of_a_killed_run_are_lost(hours):
+    hours.start(0)
+    hours.steps(1, 8)
+    hours.save()
+    hours.steps(9, 12)  # killed here
+    hours.now += 60
+    hours.start(8)
+    hours.do(Activity.RESTORE, 5)
+    hours.steps(9, 16)
+    hours.ledger.write()
+    found = hours.found()
+    assert found.num_starts == 2
+    assert found.seconds == {
+        "start": 8,
+        "compile": 0,
+        "restore": 5,
+        "data wait": 4,
+        "step": 12,
+        "eval": 0,
+        "save": 2,
+    } | {
+        LOST: 4,
+        IDLE: 60,
+    }
+    assert hours.ledger.metrics()["throughput/goodput"] == pytest.approx(12 / found.wall_s)
+
+
+def test_a_checkpoint_that_was_not_committed_loses_what_it_had_saved(hours):
+    hours.start(0)
+    hours.steps(1, 4)
+    hours.save()
+    hours.steps(5, 8)
+    hours.save(1)  # killed before it was committed
+    hours.steps(9, 9)
+    hours.start(4)
+    hours.steps(5, 5)
+    hours.ledger.write()
+    assert hours.found().seconds[LOST] == 5
+
+
+def test_a_run_that_goes_back_in_one_process(hours):
+    hours.start(0)
+    hours.steps(1, 4)
+    hours.save()
+    hours.steps(5, 7)
+    hours.ledger.begin_attempt(4)
+    assert hours.found().seconds[LOST] == 3
+    hours.steps(5, 10)
+    hours.ledger.write()
+    found = hours.found()
+    assert (found.seconds[LOST], found.seconds["step"], found.num_starts) == (3, 7.5, 1)
+    assert hours.ledger.metrics()["throughput/goodput"] == pytest.approx(7.5 / found.wall_s)
+    hours.ledger.begin_attempt(0)  # and from the very start again
+    hours.steps(1, 1)
+    hours.ledger.write()
+    assert hours.found().seconds[LOST] == 3 + 10
+
+
+def test_the_last_line_is_written_once_a_second_and_in_place(hours, tmp_path):
+    hours.start(0)
+    sizes = set()
+    for step in range(1, 50):
+        hours.steps(step, step, seconds=0.3)
+        sizes.add((tmp_path / FILE).stat().st_size)
+    assert sizes == {512}
+    (line,) = read_lines(tmp_path)
+    assert 45 <= line["step"] <= 49
+
+
+@pytest.mark.parametrize("damage", [b"\x00\xff" * 100, b'{"step": 5}\n', b"[]\n" * 9, b'{"cut": '])
+def test_damaged_lines_are_passed_over(hours, tmp_path, damage):
+    hours.start(0)
+    hours.steps(1, 4)
+    hours.save()
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(damage)
+    hours.start(4)
+    hours.steps(5, 6)
+    hours.ledger.write()
+    assert hours.found().seconds["step"] == pytest.approx(4.5)
+
+
+def test_a_ledger_that_cannot_be_written_is_a_warning_and_the_run_goes_on(hours, tmp_path):
+    (tmp_path / FILE).mkdir()
+    hours.start(0)
+    hours.steps(1, 5)
+    assert len(hours.said) == 1
+    assert "cannot be written (Is a directory); training goes on" in hours.said[0]
+    (tmp_path / FILE).rmdir()
+    hours.steps(6, 8)
+    assert "is written again" in hours.said[1]
+    assert [line["step"] for line in read_lines(tmp_path)] == [8]
+
+
+def test_the_age_of_a_process_is_that_of_its_start():
+    program = "import time; time.sleep(0.3); from jaxlm.engine.activity import process_age_s; print(process_age_s())"
+    before = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
+    assert 0.3 <= float(done.stdout) <= time.monotonic() - before + 0.02  # the system counts in hundredths
+    assert process_age_s() > 0
+
+
+def test_nested_activities_are_counted_once():
+    now = [0.0]
+    clock = ActivityClock(now=lambda: now[0])
+    with clock.during(Activity.STEP):
+        now[0] += 1
+        with contextlib.suppress(KeyError), clock.during(Activity.EVAL):
+            now[0] += 2
+            raise KeyError
+        assert clock.activity is Activity.STEP
+        now[0] += 4
+    now[0] += 8
+    assert {name: s for name, s in clock.seconds().items() if s} == {"start": 8, "step": 5, "eval": 2}
+    assert clock.elapsed_s() == 15
+    assert clock.silent_s() == 8
+    assert json.loads(json.dumps(clock.seconds()))["step"] == 5
