@@ -191,8 +191,12 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     torch.optim.AdamW(theirs.parameters(), 1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1).step()
     config = AdamConfig(**rates, warmup=0, epsilon=1e-5, max_grad_norm=None, weight_decay_modules=["."])
     adam = config.build(parameter_groups(model, config), 10)
-    updates, _ = adam.update(gradient, adam.init(model), model)
-    stepped = tree.leaves(optax.apply_updates(model, updates))
+
+    @jax.jit
+    def step(model, gradient):
+        return optax.apply_updates(model, adam.update(gradient, adam.init(model), model)[0])
+
+    stepped = tree.leaves(step(model, gradient))
     for (path, ours), (_, reference_) in zip(stepped, in_our_tree(dict(theirs.named_parameters())), strict=True):
         np.testing.assert_allclose(ours.array, reference_.array, rtol=0, atol=1e-5, err_msg=path)
 
@@ -285,8 +289,7 @@ def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     opened, model = imported(tmp_path)
     whole = inputs_of(tokens())
     expected = logits_of(model, whole)
-    seq_len = opened.config.seq_len
-    cache = model.init_cache(Axis("batch", 2), seq_len, jnp.float32)
+    cache = model.init_cache(Axis("batch", 2), opened.config.seq_len, jnp.float32)
 
     @jax.jit
     def step(inputs, cache):
@@ -299,7 +302,7 @@ def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
         (0, 16),
         *((i, i + 1) for i in range(16, 26)),
         (26, 42),
-        *((i, i + 1) for i in range(42, seq_len)),
+        *((i, i + 1) for i in range(42, SEQ_LEN)),
     ]:
         part = inputs_of(tokens(), slice(start, stop))
         logits, cache = step(part, cache)
