@@ -296,6 +296,7 @@ OPTIMIZERS = {
     "adagrad": 0.1,
     "muon": 3e-3,
     "kron": 3e-3,
+    "soap": 3e-3,
     "sophia-h": 3e-3,
 }
 

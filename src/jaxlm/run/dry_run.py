@@ -9,7 +9,7 @@ from jaxlm.config.run import RunConfig
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.schedules import Schedule
+from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.run.compile import compile_steps, gib
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe
