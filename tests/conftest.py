@@ -14,9 +14,10 @@ os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
 
 FIELDS = "tests/test_fields.py"
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
+ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
 GROUPS = {
     **dict.fromkeys(
-        (f"tests/end_to_end/test_{name}.py" for name in ("command", "evaluate", "checkpoints", "signals", "resume")),
+        (f"tests/end_to_end/test_{name}.py" for name in ONE_DEVICE),
         "runs on one device",
     ),
     **dict.fromkeys((f"tests/engine/test_{name}.py" for name in ("step", "collectives", "guards")), "steps"),

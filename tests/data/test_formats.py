@@ -124,12 +124,69 @@ def test_token_ids_are_used_unchanged(base, tokenizer, tmp_path):
         ([-1], "token id -1"),
         (["a"], r"expected token ids \(a list of integers\), got an array of <U1"),
         ([0.5], "got an array of float64"),
+        ([[1, 2], [3]], r"a\.jsonl: line 1: .* got a list with lists of different lengths"),
+        ([[1, 2], [3, 4]], r"a\.jsonl: line 1: .* got an array of int64 \(2, 2\)"),
+        ([1, None, 2], "got an array of object"),
+        ([2**70], "got an array of object"),
+        ([True], "got an array of bool"),
+        (0, "got an array of int64"),
+        ({"1": 2}, "got an array of object"),
+        (None, r"a\.jsonl: line 1: the token ids under 'input_ids' are null"),
     ],
 )
 def test_invalid_token_ids_are_refused(base, tmp_path, ids, message):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": ids}) + "\n")
     with pytest.raises(ConfigError, match=message):
         sequences_of(base, train_urls=[f"{tmp_path}/a.jsonl"], format=PretokenizedFormat())
+
+
+def test_ragged_rows_with_nulls_in_tables_of_token_ids(base, tmp_path):
+    """Rows may have any length, also none. A null in a row, or for a row, is named."""
+    path, config = (
+        tmp_path / "a.parquet",
+        {"train_urls": [f"{tmp_path}/a.parquet"], "format": PretokenizedFormat("ids")},
+    )
+    pq.write_table(pa.table({"ids": pa.array([[1, 2, 3], [], [4]], pa.list_(pa.int32()))}), path)
+    cache = sequences_of(base, 4, **config).cache
+    assert (cache.tokens.tolist(), cache.offsets.tolist()) == ([1, 2, 3, 4], [0, 3, 4])
+    for row, message in (([4, None], "expected token ids"), (None, "the token ids under 'ids' are null")):
+        pq.write_table(pa.table({"ids": pa.array([[1, 2, 3], row], pa.list_(pa.int32()))}), path)
+        with pytest.raises(ConfigError, match=rf"a\.parquet: row 2: {message}"):
+            sequences_of(base, **config, cache_dir=f"{tmp_path}/{message}")
+    (tmp_path / "b.jsonl").write_text('{"ids": [1]}\n{"tokens": [1]}\n')
+    with pytest.raises(ConfigError, match=r"b\.jsonl: line 2: .*'ids' are missing\. Keys of the record: tokens"):
+        sequences_of(base, **config | {"train_urls": [f"{tmp_path}/b.jsonl"]}, cache_dir=f"{tmp_path}/b")
+
+
+@pytest.mark.parametrize("how", ["parquet", "arrow"])
+def test_records_of_tables_that_are_not_utf8_name_file_and_row(base, tmp_path, how):
+    raw = pa.array([*[b"good"] * 300, b"\xff\xfe", b"good"])
+    response = pa.Array.from_buffers(pa.string(), 302, raw.buffers())
+    messages = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 301
+    roles = pa.StructArray.from_arrays([pa.array(["assistant"]), response.slice(300, 1)], ["role", "content"])
+    nested = pa.concat_arrays([pa.array(messages, pa.list_(roles.type)), pa.ListArray.from_arrays([0, 1], roles)])
+    content, path = pa.table({"prompt": ["x"] * 302, "response": response, "messages": nested}), tmp_path / f"a.{how}"
+    if how == "parquet":
+        pq.write_table(content, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, content.schema) as writer:
+            writer.write_table(content)
+    for fmt, row in ((SupervisedFormat(), 301), (ChatFormat(chat_template="{{ messages[0].content }}"), 302)):
+        with pytest.raises(
+            ConfigError, match=rf"a\.{how}: row {row}: not UTF-8 text \(invalid start byte at offset 0\)"
+        ):
+            sequences_of(base, train_urls=[str(path)], format=fmt)
+
+
+def test_halves_of_surrogate_pairs_in_records_are_refused(base, tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": "b\\ud83d", "id": 1}\n'
+    )
+    (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "\\ud83d"}]}\n')
+    cases = {"a.jsonl: line 2": SupervisedFormat(), "b.jsonl: line 1": ChatFormat(chat_template="x")}
+    for where, fmt in cases.items():
+        with pytest.raises(ConfigError, match=rf"{where}: the text is not valid Unicode: '\\ud83d'"):
+            sequences_of(base, train_urls=[f"{tmp_path}/{where.split(':')[0]}"], format=fmt)
 
 
 def test_formats_refuse_unsuitable_files(base, tmp_path):
@@ -141,6 +198,12 @@ def test_formats_refuse_unsuitable_files(base, tmp_path):
             sequences_of(base, train_urls=[f"{tmp_path}/{name}"], format=how)
     with pytest.raises(ConfigError, match=r"b\.npy: not an array"):
         sequences_of(base, train_urls=[f"{tmp_path}/b.npy"], format=PretokenizedFormat())
+    (tmp_path / "c.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:100])
+    np.savez(tmp_path / "several.npz", np.arange(3))
+    (tmp_path / "several.npz").rename(tmp_path / "d.npy")
+    for name in "cd":
+        with pytest.raises(ConfigError, match=rf"{name}\.npy: not an array"):
+            sequences_of(base, train_urls=[f"{tmp_path}/{name}.npy"], format=PretokenizedFormat())
     with pytest.raises(ConfigError, match="holds token ids, so there is no text"):
         sequences_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
 

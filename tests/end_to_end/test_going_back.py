@@ -50,7 +50,7 @@ def whole(workplace):
 
 @pytest.mark.slow
 def test_a_run_that_went_back_ends_like_a_clean_one(whole, uninterrupted):
-    found, _, checkpoints = whole("rewind")
+    found, _, checkpoints = whole("rewind", 8)
     steps = [(r.get("attempt", 0), r["step"]) for r in found if "train/objective" in r]
     assert steps == [*((0, n) for n in range(1, 13)), *((1, n) for n in range(6, 25))]
     names = ["step-10", "step-10-attempt-1", "step-15-attempt-1", "step-20-attempt-1", "step-24-attempt-1", "step-5"]

@@ -1,8 +1,10 @@
 """A run on preference pairs: equal on several devices, killed and resumed to the same bits, learned, and shown by prepare."""
 
+import functools
 import json
 import random
 import signal
+from collections.abc import Callable
 
 import pytest
 import yaml
@@ -35,31 +37,36 @@ def start(place: Workplace) -> Workplace:
     return place
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(8, marks=pytest.mark.slow)], ids=["one device", "eight devices"]
-)
-def whole(request, workplace) -> Workplace:
-    place = start(workplace(request.param))
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
-    return place
+@pytest.fixture(scope="module")
+def whole(workplace) -> Callable[..., Workplace]:
+    """The uninterrupted run, by number of devices."""
+
+    @functools.cache
+    def run(devices: int = 1) -> Workplace:
+        place = start(workplace(devices))
+        finished = place.run("--config_path", "run.yaml")
+        assert finished.code == 0, finished.err
+        return place
+
+    return run
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(whole, workplace):
-    place = start(workplace(whole.devices))
+@pytest.mark.parametrize("devices", [1, 8])
+def test_killed_and_resumed(whole, workplace, devices):
+    place = start(workplace(devices))
     process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     finished = place.run("--config_path", "run.yaml")
     assert finished.code == 0, finished.err
-    assert place.losses() == whole.losses()
-    assert place.digest("step-24") == whole.digest("step-24")
+    assert place.losses() == whole(devices).losses()
+    assert place.digest("step-24") == whole(devices).digest("step-24")
 
 
 @pytest.mark.slow
-def test_the_chosen_completion_becomes_more_likely(whole):
-    records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
+def test_loss_and_preference_are_evaluated(whole):
+    records = read_jsonl(whole().folder / "logs" / "run" / "metrics.jsonl")
     margins = [record["eval/preference/margin"] for record in records if "eval/preference/margin" in record]
     losses = [record["eval/loss"] for record in records if "eval/loss" in record]
     assert losses[-1] < losses[0]
@@ -68,18 +75,14 @@ def test_the_chosen_completion_becomes_more_likely(whole):
 
 
 @pytest.mark.slow
-def test_eight_devices_train_like_one(workplace):
-    losses = []
-    for devices in (1, 8):
-        place = start(workplace(devices))
-        finished = place.run("--config_path", "run.yaml")
-        assert finished.code == 0, finished.err
-        losses.append([float.fromhex(loss) for loss in place.losses().values()])
+def test_eight_devices_train_like_one(whole):
+    losses = [[float.fromhex(loss) for loss in whole(devices).losses().values()] for devices in (1, 8)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
+    whole = whole()
     shown = whole.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.prepare")
     assert shown.code == 0, shown.err
     assert shown.out.count(", chosen ---") == shown.out.count(", rejected ---") == 16

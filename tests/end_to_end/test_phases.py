@@ -78,6 +78,7 @@ def test_killed(whole, workplace, faults):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [1, pytest.param(4, marks=pytest.mark.soak)], indirect=True)
 def test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt(whole, workplace):
     place = start(workplace, whole[0])
     process = place.start(

@@ -62,6 +62,7 @@ def test_killed(whole, workplace):
     assert place.digest("step-24") == whole[3]
 
 
+@pytest.mark.parametrize("whole", [8, pytest.param(1, marks=pytest.mark.soak)], indirect=True)
 def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     """`--verify` reads the exported folder with transformers if it is installed; sampling it gives the same text."""
     place = whole[0]

@@ -293,6 +293,7 @@ OPTIMIZERS = {
     "adam-mini": 3e-3,
     "muon": 3e-3,
     "kron": 3e-3,
+    "soap": 3e-3,
     "sophia-h": 3e-3,
 }
 ELEMENTWISE = {"lion": 3e-3, "mars": 3e-3, "adagrad": 0.1}  # a mesh that splits both axes covers the other

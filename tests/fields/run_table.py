@@ -242,6 +242,7 @@ DISTILL: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(REFERENCES + "test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters"),
     "refs.teacher.dtype": Change("float32", Program(loses=r"xbf16>")),
     "refs.teacher.weight_names": ShownIn(REFERENCES + "test_weights_of_other_programs_are_renamed"),
+    "refs.teacher.skip_keys": ShownIn(REFERENCES + "test_a_key_of_a_teachers_config_is_skipped_on_request"),
 }
 CHECKPOINT: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),

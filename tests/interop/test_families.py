@@ -27,7 +27,7 @@ from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
-from tests.interop.cases import CASES, FIRST, SEQ_LEN, VOCAB, inputs_of, logits_of, reference, tokens
+from tests.interop.cases import CASES, FIRST, LLAMA, SEQ_LEN, VOCAB, inputs_of, logits_of, reference, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -191,10 +191,61 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     torch.optim.AdamW(theirs.parameters(), 1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1).step()
     config = AdamConfig(**rates, warmup=0, epsilon=1e-5, max_grad_norm=None, weight_decay_modules=["."])
     adam = config.build(parameter_groups(model, config), 10)
-    updates, _ = adam.update(gradient, adam.init(model), model)
-    stepped = tree.leaves(optax.apply_updates(model, updates))
+
+    @jax.jit
+    def step(model, gradient):
+        return optax.apply_updates(model, adam.update(gradient, adam.init(model), model)[0])
+
+    stepped = tree.leaves(step(model, gradient))
     for (path, ours), (_, reference_) in zip(stepped, in_our_tree(dict(theirs.named_parameters())), strict=True):
         np.testing.assert_allclose(ours.array, reference_.array, rtol=0, atol=1e-5, err_msg=path)
+
+
+PAD = 7
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_lookups_of_a_pad_token_in_the_text_have_another_gradient(tied, tmp_path):
+    """transformers gives them none, even if the token has a meaning. The padding of a batch has none in either."""
+    config = {**LLAMA, "pad_token_id": PAD, "tie_word_embeddings": tied}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    theirs.save_pretrained(tmp_path)
+    opened, model = imported(tmp_path)
+    ids = tokens()
+    ids[:, 3::5] = PAD
+
+    def of_transformers(end, mask):
+        theirs.zero_grad()
+        labels = torch.tensor(np.where(np.arange(SEQ_LEN) < end, ids, -100))
+        theirs(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=labels).loss.backward()
+        return tree.leaves(as_ours("llama", opened, {key: p.grad for key, p in theirs.named_parameters()}))
+
+    def of_jaxlm(end):
+        inputs = inputs_of(np.where(np.arange(SEQ_LEN) < end, ids, 0))
+        segments = inputs.segment_ids * hax.named(jnp.arange(SEQ_LEN) < end, inputs.tokens.axes[1])
+        targets = hax.named(jnp.roll(inputs.tokens.array, -1, axis=1), inputs.tokens.axes)
+        mask = hax.named(jnp.zeros(targets.array.shape).at[:, : end - 1].set(1.0), targets.axes)
+        batch = TokenBatch(inputs.tokens, targets, mask, segments, inputs.positions)
+        return jax.jit(jax.grad(lambda m: NextToken().terms(m, batch, None, key=None)[0]["loss"].mean()))(model)
+
+    whole, ours = np.ones_like(ids), dict(tree.leaves(of_jaxlm(SEQ_LEN)))
+    for path, wanted in of_transformers(SEQ_LEN, whole):
+        others = np.arange(VOCAB) != PAD if path == "tokens.weight" else slice(None)
+        np.testing.assert_allclose(ours[path].array[others], wanted.array[others], rtol=1e-3, atol=1e-6, err_msg=path)
+        if path == "tokens.weight":
+            assert tied or not np.asarray(wanted.array[PAD]).any()
+            assert np.abs(ours[path].array[PAD] - wanted.array[PAD]).max() > 1e-3
+    theirs.model.embed_tokens.padding_idx = None
+    for path, wanted in of_transformers(SEQ_LEN, whole):
+        np.testing.assert_allclose(ours[path].array, wanted.array, rtol=1e-3, atol=1e-6, err_msg=path)
+
+    end = 33  # PAD fills the rows behind it; our filler is token 0
+    ids[:, end:] = PAD
+    ids[:, :end][ids[:, :end] == PAD] = 1
+    theirs.model.embed_tokens.padding_idx = PAD
+    ours = dict(tree.leaves(of_jaxlm(end)))
+    for path, wanted in of_transformers(end, (np.arange(SEQ_LEN) < end) * whole):
+        np.testing.assert_allclose(ours[path].array, wanted.array, rtol=1e-3, atol=1e-6, err_msg=path)
 
 
 @slow
@@ -285,8 +336,7 @@ def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     opened, model = imported(tmp_path)
     whole = inputs_of(tokens())
     expected = logits_of(model, whole)
-    seq_len = opened.config.seq_len
-    cache = model.init_cache(Axis("batch", 2), seq_len, jnp.float32)
+    cache = model.init_cache(Axis("batch", 2), opened.config.seq_len, jnp.float32)
 
     @jax.jit
     def step(inputs, cache):
@@ -299,7 +349,7 @@ def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
         (0, 16),
         *((i, i + 1) for i in range(16, 26)),
         (26, 42),
-        *((i, i + 1) for i in range(42, seq_len)),
+        *((i, i + 1) for i in range(42, SEQ_LEN)),
     ]:
         part = inputs_of(tokens(), slice(start, stop))
         logits, cache = step(part, cache)

@@ -306,6 +306,47 @@ def test_torch_files_and_weight_name_rules(tmp_path):
         open_tensors(tmp_path / "module.pt")
 
 
+def test_float8_in_torch_files_is_read_and_other_dtypes_are_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    values = torch.tensor([[0.5, -3.25, 448.0], [0.0, 1 / 64, -1.0]])
+    kinds = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+    stored = {name: values.to(kind).T for name, kind in kinds.items()}  # not contiguous
+    torch.save(stored, tmp_path / "a.pt")
+    source = open_tensors(tmp_path / "a.pt")
+    for name, tensor in stored.items():
+        assert source.tensors[name].dtype.name == name
+        np.testing.assert_array_equal(source.view(name).astype(np.float32), tensor.float().numpy())
+    others = {
+        "the dtype float8_e8m0fnu": values.abs().to(torch.float8_e8m0fnu),
+        "the dtype complex64": values.to(torch.complex64),
+        "the dtype qint8": torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
+        "the layout sparse_coo": values.to_sparse(),
+    }
+    for given, tensor in others.items():
+        torch.save({"a": values, "b": tensor}, tmp_path / "b.bin")
+        with pytest.raises(
+            ConfigError, match=rf"b\.bin: 'b' has {given}\. Known: dense tensors of float64, .*Convert it"
+        ):
+            open_tensors(tmp_path / "b.bin")
+
+
+def test_a_folder_of_float8_torch_weights_is_read_as_float32_with_a_note(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = saved(tmp_path / "hf")
+    file = SafetensorsFile(folder / "model.safetensors")
+    own = {name: torch.from_numpy(file.view(name).copy()).to(torch.float8_e4m3fn) for name in file.tensors}
+    torch.save(own, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"torch_dtype": "float8_e4m3fn"}))
+    dtype, note = parameter_dtype(folder)
+    assert dtype == "float32"
+    assert "the weights are float8_e4m3fn, in which parameters cannot be stored, so they are read as float32" in note
+    loaded = load_model(folder, abstract(), CONFIG, one_device())
+    expected = own["lm_head.weight"].float().numpy()
+    np.testing.assert_array_equal(loaded.lm_head().array, expected)
+
+
 LORA = LoraConfig(target="q_proj|down_proj", rank=4)
 
 

@@ -209,6 +209,41 @@ def kron_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     return out | {"q.weight": np.stack(found).reshape(2, 2, 3, 4)}
 
 
+def soap_layer(g: np.ndarray, memory: dict, t: int, c: Any) -> np.ndarray:
+    """Algorithms 3 and 4 of the paper for one matrix. The first step finds the bases, so Adam's count starts after it."""
+    sides = [side for side, size in enumerate(g.shape) if size <= c.max_precond_dim]
+    sides = [side for side in sides if not c.one_diag or g.shape[side] == min(g.shape)]
+    products = {side: g @ g.T if side == 0 else g.T @ g for side in sides}
+    bases = [memory.get(("basis", side), np.eye(size)) for side, size in enumerate(g.shape)]
+    direction = np.zeros_like(g)
+    if t > 1:
+        mean = memory["mean"] = c.beta1 * memory.get("mean", 0.0) + (1 - c.beta1) * g
+        turned, turned_mean = (bases[0].T @ x @ bases[1] for x in (g, mean))
+        square = memory["square"] = c.beta2 * memory.get("square", 0.0) + (1 - c.beta2) * turned**2
+        totals = [1 - beta ** (t - 1) for beta in (c.beta1, c.beta2)] if c.correct_bias else [1.0, 1.0]
+        direction = turned_mean / totals[0] / (np.sqrt(square / totals[1]) + c.epsilon)
+        direction = bases[0] @ direction @ bases[1].T
+    for side, product in products.items():
+        covariance = c.shampoo_beta * memory.get(("covariance", side), 0.0) + (1 - c.shampoo_beta) * product
+        memory["covariance", side] = covariance
+        if t == 1:
+            values, vectors = np.linalg.eigh(covariance)
+            known = vectors[:, values > 1e-4 * values[-1]][:, ::-1]
+            memory["basis", side] = np.linalg.qr(known, mode="complete")[0]
+        elif (t - 1) % c.precondition_frequency == 0:
+            order = np.argsort(-np.diag(bases[side].T @ covariance @ bases[side]))
+            memory["square"] = memory["square"].take(order, axis=side)
+            memory["basis", side] = np.linalg.qr(covariance @ bases[side][:, order])[0]
+    return direction
+
+
+def soap_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    out = adam_direction({k: g for k, g in gradient.items() if k != "q.weight"}, memory, t, c)
+    layers = enumerate(gradient["q.weight"])
+    found = [soap_layer(g.reshape(6, 4), memory.setdefault(layer, {}), t, c) for layer, g in layers]
+    return out | {"q.weight": np.stack(found).reshape(2, 2, 3, 4)}
+
+
 DIRECTIONS = {
     "adam": adam_direction,
     "adam-mini": adam_mini_direction,
@@ -218,6 +253,7 @@ DIRECTIONS = {
     "muon": muon_direction,
     "sophia-h": sophia_direction,
     "kron": kron_direction,
+    "soap": soap_direction,
 }
 COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
 # name of the case: (type, keys)
@@ -248,6 +284,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "kron",
         {"beta1": 0.5, "preconditioner_init_scale": 2.0, "damping": 0.1, "max_grad_norm": None},
     ),
+    "soap": ("soap", {}),
+    "soap, new bases": ("soap", {"precondition_frequency": 2, "max_grad_norm": None}),
+    "soap, one side": ("soap", {"precondition_frequency": 1, "one_diag": True}),
+    "soap, other numbers": (
+        "soap",
+        {"precondition_frequency": 1, "max_precond_dim": 5, "beta1": 0.5, "beta2": 0.8, "correct_bias": False}
+        | {"shampoo_beta": 0.7, "epsilon": 0.1},
+    ),
 }
 
 
@@ -269,7 +313,7 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
         if getattr(config, "cautious", False):
             steps = cautious(steps, memory.get("seen", gradient))
         for k, step in steps.items():
-            peak = config.adam_lr if kind in ("muon", "kron") and k != "q.weight" else config.learning_rate
+            peak = config.adam_lr if kind in ("muon", "kron", "soap") and k != "q.weight" else config.learning_rate
             rate = float(config.schedule(STEPS)(t - 1)) / config.learning_rate * peak
             decay = 0.0 if k == "norm.weight" else config.weight_decay
             params[k] = params[k] - rate * (step + decay * params[k])
@@ -420,6 +464,7 @@ CHANGES: dict[str, Any] = {
     "update_rms_clipping": 0.5,
     "rng_seed": 1,
     "max_dense_size": 5,
+    "max_precond_dim": 5,
     "clip_update_norm": {"clip_update_norm": {"rolling_interval_length": 8}},
 }
 # Step guards are called by the engine; test_groups.py is about groups.
@@ -470,6 +515,8 @@ def test_every_field_changes_the_result(kind, name):
         ("kron", {"preconditioner_lr": 0.0}),
         ("kron", {"preconditioner_init_scale": -1.0}),
         ("kron", {"max_dense_size": -1}),
+        ("soap", {"precondition_frequency": 0}),
+        ("soap", {"max_precond_dim": -1}),
     ],
 )
 def test_invalid_optimizers_are_refused(kind, keys):

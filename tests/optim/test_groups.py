@@ -39,6 +39,7 @@ from tests.optim.test_family import (
     kron_layer,
     model,
     orthogonal,
+    soap_layer,
     stepper,
     trained,
 )
@@ -341,7 +342,30 @@ def test_muon_treats_stacked_experts_one_by_one():
         np.testing.assert_allclose(update[place], expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["muon", "kron"])
+def test_soap_treats_stacked_experts_one_by_one():
+    """An expert that is never chosen has no gradient: it does not move, and its bases stay finite."""
+    axes = _, Experts, Embed, Mlp = hax.make_axes(layers=2, experts=3, embed=4, mlp=6)
+    keys = {"precondition_frequency": 2, "max_grad_norm": None, "weight_decay": 0.0, "lr_schedule": "constant"}
+    config: Any = config_of("soap", **keys)
+    params = {"up": ExpertLinear(random(axes, 0), Embed, Mlp)}
+    optimizer = build_optimizer(config, parameter_groups(params, config), STEPS)
+    state, update, memories = (
+        optimizer.init(params),
+        jax.jit(optimizer.update),
+        {place: {} for place in np.ndindex(2, 2)},
+    )
+    for t in range(1, STEPS + 1):
+        chosen = random(axes, t) * hax.named(jnp.array([1.0, 1.0, 0.0]), Experts)
+        updates, state = update({"up": ExpertLinear(chosen.rearrange(axes), Embed, Mlp)}, state, params)
+        ours, gradient = flat(updates)["up.weight"], np.asarray(chosen.rearrange(axes).array, np.float64)
+        for place, memory in memories.items():
+            expected = -config.learning_rate * soap_layer(gradient[place].T, memory, t, config).T
+            np.testing.assert_allclose(ours[place], expected, rtol=1e-4, atol=1e-6)
+        assert not ours[:, 2].any()
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("kind", ["muon", "kron", "soap"])
 def test_arrays_without_names_are_matrices_by_their_number_of_axes(kind):
     named, plain = model(arrays(0)), {"w": jnp.ones((5, 3)), "v": jnp.ones(3), "tokens": jnp.ones((7, 3))}
     config: Any = config_of(kind, max_grad_norm=None, weight_decay=0.0, lr_schedule="constant")

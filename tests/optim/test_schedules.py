@@ -18,8 +18,8 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.lr_shapes import Cosine, InvSqrt, Polynomial, Power
-from jaxlm.optim.schedules import ScheduleSpec, cycle_boundaries, make_schedule
+from jaxlm.optim.lr.schedules import ScheduleSpec, cycle_boundaries, make_schedule
+from jaxlm.optim.lr.shapes import Cosine, InvSqrt, Polynomial, Power
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "lr_schedules.json").read_text())
 PUBLISHED = {"learning_rate": 6e-4}  # their only default that differs from the guide

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm import evaluate, sample
+from jaxlm import evaluate, sample, train
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
@@ -152,6 +154,22 @@ def test_a_training_run_logs_the_notes(folder):
     assert lines[0] == f"weights: {folder}"
     assert lines[1].startswith("note: ")
     assert "use_mrope: False" in lines[1]
+
+
+def test_a_dry_run_prints_the_notes_of_a_start(folder, capsys):
+    config = {
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "data": {"tokenizer": str(folder), "vocab_size": 300},
+        "trainer": {"id": "x", "train_batch_size": 8, "num_train_steps": 2, "log_dir": str(folder.parent)},
+        "dry_run": True,
+    }
+    config["model"] = {"seq_len": 16}
+    train.train(decode_run(ConfigSource(config), None))
+    printed = capsys.readouterr()
+    notes = [line for line in (printed.out + printed.err).splitlines() if "note: " in line]
+    assert len(notes) == 1
+    assert "use_mrope: False" in notes[0]
 
 
 TEXTS = ("The capital of France is Paris.", "What is the capital of Italy?")

@@ -17,6 +17,7 @@ from jaxlm.data.tokenizer.train_bpe import train_bpe
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.run.init_from import import_notes
 from jaxlm.run.plan import make_plan
 from jaxlm.run.references import check_references, flops_per_token, load_references
 from jaxlm.run.resume_checks import check_same_run
@@ -109,6 +110,32 @@ def test_the_dtype_is_a_key(folder, tokenizer):
     assert {leaf.dtype for _, leaf in tree.leaves(abstract) if tree.is_inexact(leaf)} == {jnp.dtype("float32")}
     with pytest.raises(ConfigError, match=r"refs.teacher.dtype: 'int8' given"):
         plan_of(folder, tokenizer, refs={"teacher": {**refs["teacher"], "dtype": "int8"}})
+
+
+def test_a_key_of_a_teachers_config_is_skipped_on_request(folder, tokenizer, tmp_path):
+    """Then it is the same teacher as without the key, with another identity than that of the folder read in full."""
+    theirs = shutil.copytree(folder, tmp_path / "hf")
+    content = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(content | {"logit_scale": 0.1, "unknown": 1}))
+    ref = {"type": "hf", "path": str(theirs), "dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"set hf_skip_keys: \[logit_scale\] \(skip_keys in refs\)"):
+        check(plan_of(theirs, tokenizer, refs={"teacher": ref}), tokenizer)
+    with pytest.raises(ConfigError, match=r"refs\.teacher\.skip_keys: 'logit_scales' given, but .* has no such key"):
+        check(plan_of(theirs, tokenizer, refs={"teacher": {**ref, "skip_keys": ["logit_scales"]}}), tokenizer)
+    plans = [
+        plan_of(theirs, tokenizer, refs={"teacher": {**ref, "skip_keys": ["logit_scale"]}}),
+        plan_of(folder, tokenizer, refs={"teacher": {**ref, "path": str(folder)}}),
+    ]
+    logits, log = [], []
+    for plan in plans:
+        with plan.layout.use():
+            teacher = load_references(plan, plan.phases[0], log.append)["teacher"]
+            logits.append(teacher.logits(states_for(teacher)).array)
+    np.testing.assert_array_equal(*logits)
+    assert [line for line in log if "unknown: 1" in line] == [f"note: {note}" for note in import_notes(plans[0])]
+    skipping = plans[0].refs["teacher"].identity()["config"]
+    (theirs / "config.json").write_text(json.dumps(content | {"logit_scale": 0, "unknown": 1}))
+    assert plan_of(theirs, tokenizer, refs={"teacher": ref}).refs["teacher"].identity()["config"] != skipping
 
 
 def test_weights_of_other_programs_are_renamed(folder, tokenizer, tmp_path):

@@ -20,6 +20,7 @@ import jax
 _INTERVAL_S = 1.0
 _SILENT_S = 3 * _INTERVAL_S
 _LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
+_LEAVING_S = 0.5  # ... and this long to end after saying so: without the store, jax aborts them
 _FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
 _FINISHED = "finished"  # instead of a heartbeat
 _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection closed", "Connection reset")
@@ -124,6 +125,8 @@ class PeerWatch:
             deadline = time.monotonic() + _LINGER_S
             while self._index == 0 and time.monotonic() < deadline and self._others_remain():
                 time.sleep(0.1)
+            if self._index == 0:
+                time.sleep(_LEAVING_S)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

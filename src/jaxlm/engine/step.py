@@ -33,7 +33,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.schedules import Schedule
+from jaxlm.optim.lr.schedules import Schedule
 
 Refs = Mapping[str, LanguageModel]
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.trackers.jsonl import RESUMED_FROM
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.schedules import Schedule
+from jaxlm.optim.lr.schedules import Schedule
 
 _SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the steps
 _MAX_POINTS = 2000  # points of a computed curve

@@ -20,8 +20,8 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.core.guards import RewindRule, StepGuard
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
-from jaxlm.optim.lr_shapes import LrShape
-from jaxlm.optim.schedules import Schedule, ScheduleSpec, make_schedule
+from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
+from jaxlm.optim.lr.shapes import LrShape
 
 
 @dataclass(frozen=True)

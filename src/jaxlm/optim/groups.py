@@ -17,8 +17,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
-from jaxlm.optim.schedules import Schedule
 
 # These act on all parameters together, so that an entry of `groups` cannot have its own.
 _GLOBAL_KEYS = {

@@ -19,7 +19,7 @@ import optax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import POSITION, VOCAB
+from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 
@@ -100,6 +100,15 @@ def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
 def size_of(axes: tuple[Axis, ...]) -> int:
     """The product of the axis sizes."""
     return math.prod(axis.size for axis in axes)
+
+
+def square_axes(stacked: tuple[Axis, ...], side: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Axes of a square matrix for one side of each stacked matrix: {stacked .., the side's axes .., basis}.
+
+    If FSDP does not shard the side itself, it shards the basis, so that no square matrix is replicated.
+    """
+    basis = "basis" if EMBED in {axis.name for axis in side} else EMBED
+    return (*stacked, *side, Axis(basis, size_of(side)))
 
 
 def with_adam_fallback(

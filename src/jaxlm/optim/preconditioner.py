@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import EMBED
-from jaxlm.optim.matrices import size_of
+from jaxlm.optim.matrices import size_of, square_axes
 
 _SMOOTHING = 0.9  # for the steepness, which rises immediately and falls slowly
 _TINY = 1e-30  # minimum divisor of a norm
@@ -121,9 +120,7 @@ def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: flo
     size = size_of(side)
     if size > max_dense_size:
         return DiagonalFactor(hax.full((*stacked, *side), scale, jnp.float32), steepness)
-    # If FSDP does not shard the side itself, it shards the basis, so that no factor is replicated.
-    basis = Axis("basis" if EMBED in {axis.name for axis in side} else EMBED, size)
-    axes = (*stacked, *side, basis)
+    axes = square_axes(stacked, side)
     identity = jnp.broadcast_to(scale * jnp.eye(size, dtype=jnp.float32), (*steepness.shape, size, size))
     return DenseFactor(hax.named(identity.reshape([axis.size for axis in axes]), axes), steepness)
 

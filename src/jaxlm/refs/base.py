@@ -1,7 +1,7 @@
 """The interface of references: models beside the one that trains, such as a teacher. They never change."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -48,6 +48,10 @@ class Ref(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def model_config(self) -> ModelConfig:
         """The configuration of the model. Reads no weights."""
+
+    @abc.abstractmethod
+    def notes(self) -> Sequence[str]:
+        """What `load` logs about its configuration, such as keys that are ignored. Reads no weights."""
 
     @abc.abstractmethod
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,9 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
 
     def model_config(self) -> ModelConfig:
         return self._saved.model_config
+
+    def notes(self) -> Sequence[str]:
+        return ()
 
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
         saved, abstract = self._saved, self.abstract(Vocab)

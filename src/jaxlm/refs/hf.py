@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,11 @@ class HfRefConfig(RefConfig):
 
     Attributes:
         weight_names: rename tensors of weights from another program, as in `hf_weight_names`.
+        skip_keys: keys of its config.json to read as if they were not there, as in `hf_skip_keys`.
     """
 
     weight_names: dict[str, str] = field(default_factory=dict)
+    skip_keys: list[str] = field(default_factory=list)
 
     def open(self, key: str) -> Ref:
         return _HfRef(self, key)
@@ -57,7 +60,11 @@ class _HfRef(Ref[HfRefConfig]):
         folder = self._with_weights
         log(f"{self.key}: {folder}")
         rules = self.config.weight_names or None
-        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, rules=rules, log=log)
+        options = {"rules": rules, "skip_keys": self.config.skip_keys, "log": log}
+        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, **options)
+
+    def notes(self) -> Sequence[str]:
+        return () if self.config.weight_names else self._opened.notes
 
     def tokenizer(self) -> Tokenizer | None:
         return load_tokenizer(str(self._folder)) if (self._folder / "tokenizer.json").is_file() else None
@@ -75,7 +82,7 @@ class _HfRef(Ref[HfRefConfig]):
 
     @functools.cached_property
     def _opened(self) -> HfFolder:
-        return open_folder(self._folder)
+        return open_folder(self._folder, self.config.skip_keys, skipped_by=f"{self.key}.skip_keys")
 
     @functools.cached_property
     def _identity(self) -> dict[str, str]:
@@ -84,8 +91,9 @@ class _HfRef(Ref[HfRefConfig]):
         with ThreadPoolExecutor() as pool:
             weights = "".join(pool.map(_digest, files))
         rules = json.dumps(self.config.weight_names)
+        skipped = json.dumps(self.config.skip_keys) if self.config.skip_keys else ""
         return {
-            "config": _digest(folder / "config.json"),
+            "config": _digest(folder / "config.json") + skipped,
             "weights": hashlib.sha256((weights + rules).encode()).hexdigest(),
             "dtype": self.config.dtype,
         }

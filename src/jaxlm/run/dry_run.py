@@ -9,8 +9,9 @@ from jaxlm.config.run import RunConfig
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.schedules import Schedule
+from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.run.compile import compile_steps, gib
+from jaxlm.run.init_from import import_notes
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe
 
@@ -30,6 +31,8 @@ def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1])]
     console.log(table("plan (dry run: no data is read, no training)", rows))
+    for note in import_notes(plan):
+        console.log(f"note: {note}")
     with plan.layout.use():
         for phase in plan.phases:
             steps = compile_steps(plan, phase, phase.start, console.log)

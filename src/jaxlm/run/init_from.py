@@ -24,7 +24,7 @@ from jaxlm.engine.checkpoint.restore import (
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
-from jaxlm.interop.hf.folder import load_model
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
@@ -111,6 +111,16 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     config = plan.config
     options = {"rules": config.hf_weight_names, "skip_keys": config.hf_skip_keys, "log": log}
     return load_model(path, abstract, config.model, plan.layout, **options)
+
+
+def import_notes(plan: Plan) -> list[str]:
+    """What a start logs about the config.json of the weights and references that it loads. Reads no weights."""
+    config, notes = plan.config, [note for ref in plan.refs.values() for note in ref.notes()]
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None or config.hf_weight_names:
+        return notes
+    path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
+    return [*open_folder(path, config.hf_skip_keys).notes, *notes]
 
 
 def check_init_from(plan: Plan) -> None:

@@ -1,7 +1,10 @@
 """Resolves the mesh keys of the `trainer` section for the available devices."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from haliax import Axis
 
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.axes import VOCAB, axis_names
@@ -18,7 +21,7 @@ from jaxlm.core.mesh import (
     make_layout,
     mesh_shape,
 )
-from jaxlm.core.sharding import Layout
+from jaxlm.core.sharding import Layout, spec_of
 
 _AxisEntries = Mapping[str, str | list[str]]
 
@@ -37,6 +40,26 @@ def plan_mesh(
     check_arrays(layout, arrays)
     notes = indivisible_vocabulary(layout, axes.get(VOCAB))
     return shape, layout, [*_overridden(trainer, layout), *check_axes_used(layout, shape), *notes]
+
+
+def check_cut_axes(layout: Layout, arrays: Mapping[str, Sequence[Axis]], phase: str) -> None:
+    """Raises `ConfigError` if the surgeries of a phase leave an axis that does not divide over its devices.
+
+    The model before them has been checked by `make_layout`.
+
+    Args:
+        arrays: path of each parameter in the phase -> its axes.
+    """
+    for path, axes in arrays.items():
+        for mapping in (layout.parameter, layout.compute):
+            for axis, entry in zip(axes, spec_of(axes, mapping), strict=True):
+                num_devices = math.prod(layout.mesh.shape[name] for name in axis_names(entry))
+                if axis.name != VOCAB and axis.size % num_devices:
+                    raise ConfigError(
+                        f"phase '{phase}': after its surgery, the axis '{axis.name}' of {path} has {axis.size} entries, which"
+                        f" do not divide over the {num_devices} devices that trainer maps it to. Change the surgery (cut the"
+                        f" layers elsewhere), or do not map '{axis.name}'"
+                    )
 
 
 def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:

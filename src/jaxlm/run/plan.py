@@ -34,7 +34,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.optim.groups import group_schedules
 from jaxlm.refs.base import Ref
 from jaxlm.run.batch_plan import BatchPlan, plan_batches, small_batches, unreached_stages
-from jaxlm.run.mesh_plan import plan_mesh
+from jaxlm.run.mesh_plan import check_cut_axes, plan_mesh
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
+    for phase, state in zip(phases, states, strict=True):
+        cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
+        check_cut_axes(layout, cut, phase.name)
     return plan
 
 

@@ -32,7 +32,7 @@ from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import Stack
 from jaxlm.observe.console import duration
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
-from jaxlm.optim.lr_shapes import lr_shape_name
+from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan

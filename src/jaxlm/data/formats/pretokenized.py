@@ -54,7 +54,7 @@ class PretokenizedEncoder(Encoder):
     def read(self, file: TextFile) -> Iterator[RawContent]:
         token_bytes = self.tokenizer.token_bytes()
         for where, values, position in self._arrays(file):
-            ids = np.asarray(values)
+            ids = _array(values, where)
             if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
                 raise ConfigError(
                     f"{where}: expected token ids (a list of integers), got an array of {ids.dtype} {ids.shape}"
@@ -81,12 +81,38 @@ class PretokenizedEncoder(Encoder):
     def _arrays(self, file: TextFile) -> Iterator[tuple[str, Any, int]]:
         if not file.path.name.endswith(ARRAYS):
             for record in file.records((self.input_ids_key,)):
-                yield record.where, record.values.get(self.input_ids_key) or [], record.position
+                ids = record.values.get(self.input_ids_key)
+                if ids is None:
+                    given = "null" if self.input_ids_key in record.values else "missing"
+                    raise ConfigError(
+                        f"{record.where}: the token ids under '{self.input_ids_key}' are {given}. Keys of the record:"
+                        f" {', '.join(record.values) or 'none'}. Set format.input_ids_key, or remove such records"
+                    )
+                yield record.where, ids, record.position
             return
-        try:
-            array = np.load(file.path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
-            raise ConfigError(f"{file.path}: not an array written by numpy.save ({error})") from error
+        array = _load(file)
         rows = array if array.ndim == 2 else array[None]
         for number, row in enumerate(rows, start=1):
             yield f"{file.path}: row {number}", row, file.size * number // len(rows)
+
+
+def _array(values: Any, where: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: expected token ids (a list of integers), got a list with lists of different lengths. A record holds"
+            " one document: write one record for each of them"
+        ) from error
+
+
+def _load(file: TextFile) -> np.ndarray:
+    try:
+        array = np.load(file.path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{file.path}: not an array written by numpy.save ({error})") from error
+    if not isinstance(array, np.ndarray):
+        raise ConfigError(
+            f"{file.path}: not an array written by numpy.save, but an archive of several. Save each of them"
+        )
+    return array

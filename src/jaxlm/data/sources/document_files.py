@@ -191,7 +191,8 @@ def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> I
             text = value if values is not column else value.as_py()
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"{path}: row {number}: not UTF-8 text ({error.reason} at offset {error.start})"
+                f"{path}: row {number}: not UTF-8 text ({error.reason} at offset {error.start}). Convert the text to UTF-8,"
+                " or remove such rows from the file"
             ) from error
         if text is None:
             raise ConfigError(

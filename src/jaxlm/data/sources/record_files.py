@@ -42,10 +42,10 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
 
 
 def _json(path: Path, keys: Sequence[str]) -> Iterator[Record]:
-    del keys
     for where, value, position in json_values(path):
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {where}: expected a record with keys, got {value!r:.80}")
+        _check_unicode(f"{path}: {where}", {key: value.get(key) for key in keys})
         yield Record(f"{path}: {where}", value, position)
 
 
@@ -69,9 +69,41 @@ def _rows(path: Path, keys: Sequence[str], batches: Iterator[tuple["pa.RecordBat
         missing = [key for key in keys if key not in batch.schema.names]
         if missing:
             raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(batch.schema.names)}")
-        for values in batch.select(list(keys)).to_pylist():
+        for values in _values(path, batch.select(list(keys)), row):
             row += 1
             yield Record(f"{path}: row {row}", values, position)
+
+
+def _values(path: Path, batch: "pa.RecordBatch", rows_before: int) -> Iterator[dict[str, Any]]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        yield from _one_by_one(path, batch, rows_before)  # to find the row
+
+
+def _one_by_one(path: Path, batch: "pa.RecordBatch", rows_before: int) -> Iterator[dict[str, Any]]:
+    for number in range(len(batch)):
+        try:
+            yield from batch.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: row {rows_before + number + 1}: not UTF-8 text ({error.reason} at offset {error.start}). Convert"
+                " the text to UTF-8, or remove such rows from the file"
+            ) from error
+
+
+def _check_unicode(where: str, value: Any) -> None:
+    """Refuses halves of surrogate pairs, which JSON can escape. `value` is JSON."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where}: the text is not valid Unicode: {value[error.start]!a} at character {error.start}"
+            ) from error
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_unicode(where, part)
 
 
 _READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Record]]] = {

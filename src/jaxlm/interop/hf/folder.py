@@ -102,11 +102,12 @@ def load_model(
     )
 
 
-def open_folder(path: Path, skip_keys: Sequence[str] = ()) -> HfFolder:
+def open_folder(path: Path, skip_keys: Sequence[str] = (), *, skipped_by: str = "hf_skip_keys") -> HfFolder:
     """Reads config.json of a folder.
 
     Args:
         skip_keys: keys of config.json to read as if they were not there.
+        skipped_by: the key of the configuration that names them, for messages.
 
     Raises:
         ConfigError: config.json is missing, invalid, or describes an unsupported model.
@@ -114,7 +115,7 @@ def open_folder(path: Path, skip_keys: Sequence[str] = ()) -> HfFolder:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
-    content = _without(read_json_object(file), skip_keys, file)
+    content = _without(read_json_object(file), skip_keys, f"{skipped_by}: ", file)
     family = family_of_json(content, str(file))
     vocab_size = content.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
@@ -124,10 +125,10 @@ def open_folder(path: Path, skip_keys: Sequence[str] = ()) -> HfFolder:
     return HfFolder(family, config, vocab_size, (*notes, *more))
 
 
-def _without(content: Json, skip_keys: Sequence[str], file: Path) -> Json:
+def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) -> Json:
     for name in skip_keys:
         if name not in content:
-            raise ConfigError(f"hf_skip_keys: '{name}' given, but {file} has no such key. Remove it")
+            raise ConfigError(f"{where}'{name}' given, but {file} has no such key. Remove it")
     return {name: value for name, value in content.items() if name not in skip_keys}
 
 

@@ -131,7 +131,7 @@ def sort_unread(content: Mapping[str, Any], names: Iterable[str]) -> tuple[list[
         if reason is None:
             harmless.append(f"{name}: {_short(content[name])}")
         else:
-            fix = f"To compute without it, set hf_skip_keys: [{name}], or remove the key"
+            fix = f"To compute without it, set hf_skip_keys: [{name}] (skip_keys in refs), or remove the key"
             problems.append(
                 f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}. {fix}"
             )

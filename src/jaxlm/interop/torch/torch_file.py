@@ -4,13 +4,15 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+# numpy has none of these, so torch cannot convert them.
+_VIEWED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = ("float64", "float32", "float16", *_VIEWED, "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class TorchFile:
@@ -19,7 +21,7 @@ class TorchFile:
     It is loaded with `weights_only`, so it cannot execute code.
 
     Raises:
-        ConfigError: torch is not installed, or the file does not contain only tensors.
+        ConfigError: torch is not installed, or the file does not contain only tensors, dense and of a known dtype.
     """
 
     def __init__(self, path: Path):
@@ -50,17 +52,24 @@ class TorchFile:
         if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
             raise ConfigError(f"{path}: contains no state dict (name -> tensor). Save `module.state_dict()`")
         self._content: dict[str, Any] = content
-        self.tensors = {name: TensorInfo(tuple(t.shape), _numpy_dtype(t)) for name, t in content.items()}
+        self.tensors = {name: TensorInfo(tuple(t.shape), _numpy_dtype(path, name, t)) for name, t in content.items()}
 
     def view(self, name: str) -> np.ndarray:
         tensor = self._content[name].detach()
         dtype = self.tensors[name].dtype
-        if dtype == jnp.bfloat16:  # numpy has no bfloat16, so torch cannot convert it
+        if dtype.name in _VIEWED:
             import torch  # pyright: ignore[reportMissingImports]
 
-            return tensor.view(torch.int16).numpy().view(dtype)
+            return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
         return tensor.numpy()
 
 
-def _numpy_dtype(tensor: Any) -> np.dtype:
-    return np.dtype(str(tensor.dtype).removeprefix("torch."))  # ml_dtypes registers the name bfloat16 with numpy
+def _numpy_dtype(path: Path, name: str, tensor: Any) -> np.dtype:
+    dtype, layout = (str(of).removeprefix("torch.") for of in (tensor.dtype, tensor.layout))
+    if dtype not in _DTYPES or layout != "strided":
+        given = f"the dtype {dtype}" if layout == "strided" else f"the layout {layout}"
+        raise ConfigError(
+            f"{path}: '{name}' has {given}. Known: dense tensors of {', '.join(_DTYPES)}. Convert it with torch and save"
+            " the file again"
+        )
+    return np.dtype(dtype)  # jax has registered the names of bfloat16 and float8 with numpy

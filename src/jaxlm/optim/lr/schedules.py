@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.lr_shapes import LrShape, ShapeSpan, lr_shape_name, lr_shape_of
+from jaxlm.optim.lr.shapes import LrShape, ShapeSpan, lr_shape_name, lr_shape_of
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""The eigenbasis of the running mean of G G', for one side of each stacked matrix G.
+
+Source: Vyas et al. 2024 (arXiv:2409.11321), algorithm 4: one power iteration, orthonormalized by a QR decomposition. As in
+github.com/nikhilvyas/SOAP, the first basis is from an eigenvalue decomposition, and columns are sorted by their estimated
+eigenvalues before each iteration.
+
+One difference makes the first basis equal on every mesh. G G' of one gradient is singular for every tall G, and the
+eigenvectors of its eigenvalue 0 are rounding errors. Householder reflections complete the other eigenvectors instead.
+
+Every device decomposes all matrices, one after the other. jaxlib's LAPACK calls split a batch over the threads that
+simulated devices run in, so that eight devices would wait for each other forever.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from jaxlm.core.sharding import current_layout
+from jaxlm.optim.matrices import size_of, square_axes
+
+_RANK_TOLERANCE = 1e-4  # smaller eigenvalues (relative to the largest) have eigenvectors that depend on rounding
+
+
+class Eigenbasis(eqx.Module):
+    """An orthonormal basis for the m rows of stacked matrices [.., m, n].
+
+    Attributes:
+        covariance: running mean of G G', with axes {stacked .., the side's axes .., basis}.
+        vectors: the basis vectors in columns, with the same axes.
+    """
+
+    covariance: NamedArray
+    vectors: NamedArray
+
+    def into(self, matrix: jax.Array) -> jax.Array:
+        """The coordinates of the matrix's columns in the basis."""
+        return _flat(self.vectors, matrix).mT @ matrix
+
+    def out_of(self, coordinates: jax.Array) -> jax.Array:
+        """The inverse of `into`."""
+        return _flat(self.vectors, coordinates) @ coordinates
+
+    def observed(self, gradient: jax.Array, decay: float) -> "Eigenbasis":
+        """With one more gradient in the running mean, and the same vectors."""
+        new = (gradient @ gradient.mT).reshape(self.covariance.array.shape)
+        return Eigenbasis(self.covariance * decay + hax.named((1 - decay) * new, self.covariance.axes), self.vectors)
+
+    def first(self) -> "Eigenbasis":
+        """With the eigenvectors of the running mean, those of the largest eigenvalues first."""
+        size = self.vectors.axes[-1].size
+        vectors = _map_each(_eigenvectors, self.covariance.array.reshape(-1, size, size))
+        return self._with(vectors)
+
+    def refreshed(self, variances: jax.Array) -> tuple["Eigenbasis", jax.Array]:
+        """One power iteration nearer to the eigenvectors, and the variances of the coordinates [.., m, n] in their order."""
+        size = self.vectors.axes[-1].size
+        flat = (leaf.array.reshape(-1, size, size) for leaf in (self.covariance, self.vectors))
+        vectors, order = _map_each(_power_iteration, *flat)
+        order = order.reshape(*variances.shape[:-1], 1)
+        return self._with(vectors), jnp.take_along_axis(variances, order, axis=-2)
+
+    def _with(self, vectors: jax.Array) -> "Eigenbasis":
+        return Eigenbasis(self.covariance, hax.named(vectors.reshape(self.vectors.array.shape), self.vectors.axes))
+
+
+def initial_eigenbasis(stacked: tuple[Axis, ...], side: tuple[Axis, ...]) -> Eigenbasis:
+    """Without any gradient: the identity for one side of each stacked matrix."""
+    axes, size = square_axes(stacked, side), size_of(side)
+    shape = [axis.size for axis in axes]
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*(axis.size for axis in stacked), size, size))
+    return Eigenbasis(hax.zeros(axes, jnp.float32), hax.named(identity.reshape(shape), axes))
+
+
+def _flat(square: NamedArray, like: jax.Array) -> jax.Array:
+    """[.., m, m] for the stacked matrices `like` [.., m, n]."""
+    return square.array.reshape((*like.shape[:-1], like.shape[-2]))
+
+
+def _map_each(change: Callable[..., Any], *matrices: jax.Array) -> Any:
+    """Maps over the first axis, on every device; see the module's description."""
+    layout = current_layout()
+    if layout is not None:
+        matrices = jax.lax.with_sharding_constraint(matrices, layout.replicated())
+    return jax.lax.map(lambda each: change(*each), matrices)
+
+
+def _eigenvectors(covariance: jax.Array) -> jax.Array:
+    values, vectors = jnp.linalg.eigh(covariance)
+    known = jnp.where(values > _RANK_TOLERANCE * values[-1], vectors, 0)[:, ::-1]
+    return jnp.linalg.qr(known)[
+        0
+    ]  # a column of zeros adds no reflection, but a vector that is orthogonal to the others
+
+
+def _power_iteration(covariance: jax.Array, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The new vectors, and for each the index of the one that it comes from."""
+    grown = covariance @ vectors
+    order = jnp.argsort(-jnp.sum(vectors * grown, axis=0))
+    return jnp.linalg.qr(grown[:, order])[0], order

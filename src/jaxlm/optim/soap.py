@@ -1,0 +1,173 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner for hidden matrices, and Adam for all other parameters.
+
+Source: Vyas et al. 2024, SOAP: Improving and Stabilizing Shampoo using Adam (arXiv:2409.11321), algorithm 3, with section 6
+for `one_diag`; github.com/nikhilvyas/SOAP for the first step. `jaxlm.optim.eigenbasis` lists the differences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import NamedArray
+
+from jaxlm.core.field_types import (
+    BelowOne,
+    LearningRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
+from jaxlm.optim.eigenbasis import Eigenbasis, initial_eigenbasis
+from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of, with_adam_fallback
+
+
+@OptimizerConfig.register_subclass("soap")
+@dataclass(frozen=True)
+class SoapConfig(OptimizerConfig):
+    """Clips the global norm, applies Adam to matrices in their eigenbases and to the rest as it is, adds weight decay.
+
+    Matrices are the same parameters as for Muon. Each layer's weight is one matrix, with all heads of a projection together.
+    The state per m x n matrix is that of Adam plus 2 m^2 + 2 n^2 elements. The first step only finds the eigenbases: it does
+    not update matrices, except by weight decay. Both learning rates follow the same schedule.
+
+    Attributes:
+        learning_rate: peak learning rate of matrices.
+        adam_lr: peak learning rate of all other parameters.
+        beta1: decay rate of the running mean of gradients, for matrices and for Adam.
+        beta2: decay rate of the running mean of their squares, for matrices and for Adam.
+        shampoo_beta: decay rate of the running means of G G' and G' G, whose eigenvectors are the bases.
+        precondition_frequency: number of steps between updates of the bases. Every device computes the whole update.
+        max_precond_dim: sides of a matrix that are longer than this are not rotated. A matrix with two such sides gets
+            plain Adam.
+        one_diag: rotate only the shorter side of each matrix, the rows if both are equal. This needs less memory and
+            time, but the loss is slightly larger.
+        correct_bias: divide the running means of matrices by their total weight, as Adam does.
+        epsilon: added to the square root of the second moment, for matrices and for Adam.
+        max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
+    """
+
+    learning_rate: LearningRate = 3e-3
+    adam_lr: LearningRate = 3e-3
+    beta1: BelowOne = 0.95
+    beta2: BelowOne = 0.95
+    shampoo_beta: BelowOne = 0.95
+    precondition_frequency: PositiveInt = 10
+    max_precond_dim: NonNegativeInt = 10_000
+    one_diag: bool = False
+    correct_bias: bool = True
+    epsilon: NonNegativeFloat = 1e-8
+    max_grad_norm: PositiveFloat | None = 1.0
+
+    separates_matrices: ClassVar[bool] = True
+
+    def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
+        return with_adam_fallback(
+            self,
+            groups,
+            num_steps,
+            ("soap", self._rotated_adam()),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            adam_lr=self.adam_lr,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+    def _rotated_adam(self) -> optax.GradientTransformation:
+        def init_fn(params: Any) -> Any:
+            memories = {path: self._first(view) for path, view in matrices(params).items()}
+            return _State(jnp.zeros((), jnp.int32), memories)
+
+        def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            directions, memories = {}, {}
+            # Rotating there and back in TF32 or bfloat16 would make noise of the small coordinates.
+            with jax.default_matmul_precision("highest"):
+                for path, view in matrices(updates).items():
+                    directions[path], memories[path] = self._step(view, state.memories[path], state.count)
+            return replace_matrices(updates, directions), _State(state.count + 1, memories)
+
+        return optax.GradientTransformation(init_fn, update_fn)
+
+    def _first(self, view: MatrixView) -> "_Memory":
+        rows, columns = size_of(view.outputs), size_of(view.inputs)
+        rotate_rows = rows <= self.max_precond_dim and not (self.one_diag and rows > columns)
+        rotate_columns = columns <= self.max_precond_dim and not (self.one_diag and columns >= rows)
+        return _Memory(
+            hax.zeros(view.weight.axes, jnp.float32),
+            hax.zeros(view.weight.axes, jnp.float32),
+            initial_eigenbasis(view.stacked, view.outputs) if rotate_rows else None,
+            initial_eigenbasis(view.stacked, view.inputs) if rotate_columns else None,
+        )
+
+    def _step(self, view: MatrixView, memory: "_Memory", count: jax.Array) -> tuple[NamedArray, "_Memory"]:
+        """The direction of all matrices in one weight, and their new state. `count` is the number of steps before."""
+        gradient, is_first = view.of(view.weight.astype(jnp.float32)), count == 0
+        mean = self.beta1 * view.of(memory.mean) + (1 - self.beta1) * gradient
+        variance = self.beta2 * view.of(memory.variance) + (1 - self.beta2) * jnp.square(memory.into(gradient))
+        num_seen = jnp.maximum(count, 1)  # the first gradient is not in the means
+        unbiased = mean / (1 - self.beta1**num_seen), variance / (1 - self.beta2**num_seen)
+        used_mean, used_variance = unbiased if self.correct_bias else (mean, variance)
+        direction = memory.out_of(memory.into(used_mean) / (jnp.sqrt(used_variance) + self.epsilon))
+        mean, variance, direction = (jnp.where(is_first, 0.0, x) for x in (mean, variance, direction))
+        after = _Memory(view.named(mean), view.named(variance), memory.left, memory.right)
+        after = after.observed(gradient, self.shampoo_beta).rotated(view, count, self.precondition_frequency)
+        return view.named(direction).astype(view.weight.dtype), after
+
+
+class _Memory(NamedTuple):
+    """State of a matrix.
+
+    Attributes:
+        mean: running mean of the gradients.
+        variance: running mean of the squares of their coordinates in the eigenbases.
+        left, right: eigenbases of the rows and of the columns; None for a side that is not rotated.
+    """
+
+    mean: NamedArray
+    variance: NamedArray
+    left: Eigenbasis | None
+    right: Eigenbasis | None
+
+    def into(self, matrix: jax.Array) -> jax.Array:
+        """The coordinates of [.., m, n] in both bases."""
+        rows = matrix if self.left is None else self.left.into(matrix)
+        return rows if self.right is None else self.right.into(rows.mT).mT
+
+    def out_of(self, coordinates: jax.Array) -> jax.Array:
+        """The inverse of `into`."""
+        rows = coordinates if self.left is None else self.left.out_of(coordinates)
+        return rows if self.right is None else self.right.out_of(rows.mT).mT
+
+    def observed(self, gradient: jax.Array, decay: float) -> "_Memory":
+        """With one more gradient in the covariances."""
+        left = self.left and self.left.observed(gradient, decay)
+        right = self.right and self.right.observed(gradient.mT, decay)
+        return self._replace(left=left, right=right)
+
+    def rotated(self, view: MatrixView, count: jax.Array, interval: int) -> "_Memory":
+        """With new bases if it is time: in the first step, and then every `interval` steps."""
+
+        def first(memory: _Memory) -> _Memory:
+            left, right = (side and side.first() for side in (memory.left, memory.right))
+            return memory._replace(left=left, right=right)
+
+        def refreshed(memory: _Memory) -> _Memory:
+            variance, left, right = view.of(memory.variance), memory.left, memory.right
+            if left is not None:
+                left, variance = left.refreshed(variance)
+            if right is not None:
+                right, turned = right.refreshed(variance.mT)
+                variance = turned.mT
+            return memory._replace(variance=view.named(variance), left=left, right=right)
+
+        which = jnp.where(count == 0, 0, jnp.where(count % interval == 0, 1, 2))
+        return jax.lax.switch(which, (first, refreshed, lambda memory: memory), self)
+
+
+class _State(NamedTuple):
+    count: jax.Array
+    memories: dict[str, _Memory]
