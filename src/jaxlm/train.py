@@ -112,6 +112,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         console.log(f"stopped by {signal_name}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
+    for ledger in run.ledgers:
+        ledger.write()
     console.close()
     if is_main_process():
         logs.upload()

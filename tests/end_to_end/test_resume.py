@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from jaxlm.observe.ledger import account, read_lines
 from tests.end_to_end.commands import Workplace
 
 TENSOR_PARALLEL = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
@@ -82,7 +83,7 @@ def killed_at_random(place: Workplace, mesh: str, rng: random.Random, kills: int
         process.communicate()
 
 
-def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
+def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> Workplace:
     losses, digest = uninterrupted(mesh)
     place = workplace(SETTINGS[mesh][0])
     place.write()
@@ -94,10 +95,22 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> None:
     assert any(path.startswith("slots.ema.") for path in digest)
     assert '"eval/ema/loss"' in (place.folder / "logs" / "run" / "metrics.jsonl").read_text()
     assert all("unfinished" not in name for name in place.checkpoints())
+    return place
 
 
 def test_killed_once(workplace, uninterrupted):
-    check(workplace, uninterrupted, "fsdp 8", seed=1, kills=1)
+    uninterrupted("fsdp 8")
+    begin = time.time()
+    place = check(workplace, uninterrupted, "fsdp 8", seed=1, kills=1)
+    wall_s = time.time() - begin
+    goodput = account(read_lines(place.folder / "logs" / "run"))
+    assert goodput is not None
+    assert goodput.num_starts == 2
+    # A killed process has not written its last second. The processes are compared with each other before and after.
+    assert wall_s - 2.5 < goodput.wall_s <= wall_s
+    assert goodput.seconds["restore"] > 0
+    assert goodput.seconds["save"] > 0
+    assert 0 < goodput.fraction < 1
 
 
 @pytest.mark.slow

@@ -124,10 +124,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.watch": Change({"interval": 1}, Program(gains=watched("grad/norm/total"))),
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),
-    "trainer.watchdog.report_after": ShownIn(
-        "tests/end_to_end/test_hangs.py::test_a_run_that_hangs_says_where_and_ends"
-    ),
-    "trainer.watchdog.end_after": ShownIn("tests/end_to_end/test_hangs.py::test_a_run_that_hangs_says_where_and_ends"),
+    "trainer.watchdog": ShownIn("tests/end_to_end/test_hangs.py::test_a_run_that_hangs_says_where_and_ends"),
     "trainer.ray": ShownIn(
         "tests/data/test_ray_cluster.py::test_the_cache_is_the_same_when_workers_are_killed_and_join"
     ),

@@ -267,6 +267,7 @@ def open_run(
         begin = init_from.resume_step or 0
         ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
         for ledger in ledgers:
+            ledger.write()
             closing.callback(ledger.write)
         sync = FlagSync(plan.layout)
         yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
