@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -20,13 +20,12 @@ from jaxlm.engine.sync import FlagSync, SyncFlags
 
 
 class Hook(Protocol):
-    """Runs between steps. A hook reads the state and never changes it.
+    """Runs between steps. A hook reads the state and never changes it."""
 
-    Attributes:
-        activity: what the time that it takes counts as.
-    """
-
-    activity: ClassVar[Activity]
+    @property
+    def activity(self) -> Activity:
+        """What the time that it takes counts as."""
+        ...
 
     def due(self, step: int) -> bool:
         """Whether to run after this step. All processes must return the same."""
