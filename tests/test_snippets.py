@@ -45,7 +45,8 @@ PRELUDES = {
         sys.argv = ["program", "--config_path", "mine.yaml"]
     """,
 }
-OTHER_PROGRAMS = {"echo", "gcloud", "export", "cd", "sleep", "venv"}
+OTHER_PROGRAMS = {"echo", "gcloud", "export", "cd", "sleep", "venv", "mkdir"}
+OTHER_PROGRAMS |= {"docker", "kubectl", "ray", "sbatch", "sky"}  # files of infra/ that they are given: tests/infra
 TINY = """
 data: {train_urls: ["corpus.txt"], validation_urls: ["corpus.txt"], cache_dir: cache/mine, vocab_size: 300}
 model: {type: llama, seq_len: 32, hidden_dim: 32, intermediate_dim: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2}
@@ -182,6 +183,8 @@ def check_command(words: list[str], monkeypatch) -> None:
         assert {extra for several in extras for extra in several.split(",")} <= known.keys(), words
     elif program == "pytest":
         assert all((ROOT / word.partition("::")[0]).exists() for word in rest if word.startswith("tests")), words
+    elif program == "bash" or program.startswith("infra/"):
+        assert (ROOT / (rest[0] if program == "bash" else program)).exists(), words
     elif Path(program).name.startswith("python"):
         assert rest[0] in ("-c", "-m", "-") or (ROOT / rest[0]).exists() or rest[0] == "examples", words
     else:

@@ -1,5 +1,7 @@
 """Launchers are recognized by the variables that they set."""
 
+import fnmatch
+
 import jax
 import pytest
 
@@ -31,6 +33,14 @@ def test_launchers_are_detected(name, monkeypatch):
     monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [])
     environment, expected = LAUNCHERS[name]
     assert detect_launcher(environment) == expected
+
+
+@pytest.mark.parametrize("chips", ["/dev/accel0", "/dev/vfio/0"])  # v4, v5 and later
+def test_a_tpu_machine_is_detected_by_its_chips_and_libtpu(chips, monkeypatch):
+    monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [chips] if fnmatch.fnmatch(chips, pattern) else [])
+    for libtpu, expected in ((object(), "TPU"), (None, None)):
+        monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name, found=libtpu: found)
+        assert detect_launcher({}) == expected
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def detect_launcher(environment: Mapping[str, str]) -> str | None:
         return "SLURM"
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return "Open MPI"
-    on_tpu_machine = bool(glob.glob("/dev/accel*")) and importlib.util.find_spec("libtpu") is not None
+    # From v5 on, the chips of a TPU machine are VFIO devices.
+    chips = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    on_tpu_machine = bool(chips) and importlib.util.find_spec("libtpu") is not None
     several_hosts = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
     if several_hosts or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1 or on_tpu_machine:
         return "TPU"

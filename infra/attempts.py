@@ -1,0 +1,67 @@
+"""What the exit codes of a run mean (docs/reference/exit-codes.md), and when to try again."""
+
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+DONE, RETRY, STOP = "done", "retry", "stop"
+CONNECTION_LOST = 255  # of ssh
+_STOP = (1, 2, 130, 141)
+
+
+def outcome_of(code: int) -> str:
+    """done, retry or stop for the exit code of one process: a shell's (137) or `subprocess`'s (-9).
+
+    143 means saved after SIGTERM. Other codes over 128 mean that a signal killed the process, or that the connection to its
+    machine was lost: the newest checkpoint is complete in any case.
+    """
+    code = 128 - code if code < 0 else code
+    if code == 0:
+        return DONE
+    return RETRY if code > 128 and code not in _STOP else STOP
+
+
+def outcome_of_run(codes: Iterable[int]) -> str:
+    """done, retry or stop for the exit codes of all processes of a run.
+
+    When a process is lost, the others end with 1, so a 1 only stops a run that lost no process. A mistake (2) or Ctrl-C stops
+    it in any case.
+    """
+    codes = list(codes)
+    outcomes = {outcome_of(code) for code in codes}
+    if STOP in outcomes and (RETRY not in outcomes or any(outcome_of(c) == STOP and c != 1 for c in codes)):
+        return STOP
+    return RETRY if RETRY in outcomes else DONE
+
+
+def train_command(arguments: Sequence[str]) -> str:
+    """The line that every launcher runs. `arguments` are those of `jaxlm train`."""
+    return shlex.join(["python", "-m", "jaxlm.train", *arguments])
+
+
+@dataclass
+class Backoff:
+    """Waits longer after each failure in a row, and says when there were too many.
+
+    Attributes:
+        limit: failures in a row that are followed by another attempt.
+        first_s: seconds to wait after the first failure; doubled after each further one, up to `longest_s`.
+        healthy_s: an attempt that ran this many seconds was no failure at the start, so counting begins again.
+    """
+
+    limit: int
+    first_s: float = 30.0
+    longest_s: float = 900.0
+    healthy_s: float = 1800.0
+    failures: int = field(default=0, init=False)
+
+    def wait(self, ran_s: float = 0.0) -> bool:
+        """Waits until the next attempt may begin. Returns False, without waiting, if there is none left."""
+        self.failures = 1 if ran_s > self.healthy_s else self.failures + 1
+        if self.failures > self.limit:
+            return False
+        seconds = min(self.longest_s, self.first_s * 2 ** (self.failures - 1))
+        print(f"infra: trying again in {seconds:.0f} s ({self.failures} of {self.limit})", flush=True)
+        time.sleep(seconds)
+        return True

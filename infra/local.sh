@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Several processes of one run on this machine, each with its share of the GPUs, or with CPU devices.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: infra/local.sh [options] -- ARGUMENTS OF jaxlm train
+
+  --processes N   number of processes (default: 2)
+  --gpus N        GPUs of each process; process 0 gets the first N (default: 0, and JAX chooses its devices)
+  --port PORT     port of the coordinator on this machine (default: a free one)
+  --retries N     times the run is started again after 143 or a killed process (default: 0)
+  --log_dir DIR   output of each process (default: logs/local)
+  --dry_run       print the commands, run nothing
+  --help
+
+Without --gpus, select devices with JAX_PLATFORMS and XLA_FLAGS. Ends with the exit code of the run.
+TEXT
+}
+
+fail() {
+  echo "infra/local.sh: $1" >&2
+  exit 2
+}
+
+processes=2 gpus=0 port="" retries=0 log_dir=logs/local dry_run=false
+while [ $# -gt 0 ]; do
+  case $1 in
+    --help) usage; exit 0 ;;
+    --dry_run) dry_run=true; shift ;;
+    --processes | --gpus | --port | --retries | --log_dir)
+      [ $# -gt 1 ] || fail "$1: a value is missing"
+      printf -v "${1#--}" %s "$2"
+      shift 2
+      ;;
+    --) shift; break ;;
+    *) fail "$1: unknown option. The arguments of jaxlm train come after --" ;;
+  esac
+done
+[ $# -gt 0 ] || fail "give the arguments of jaxlm train after --"
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes: '$processes' given, a number from 1 expected"
+for number in "$gpus" "$retries" "${port:-0}"; do
+  [[ $number =~ ^[0-9]+$ ]] || fail "'$number' given, a number expected"
+done
+
+free_port() {
+  python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+# The command of process $1, in the array `command`.
+render() {
+  command=(python -m jaxlm.train "${train[@]}")
+  if [ "$processes" -gt 1 ]; then
+    command+=(--trainer.distributed.coordinator_address "127.0.0.1:$address_port")
+    command+=(--trainer.distributed.num_processes "$processes" --trainer.distributed.process_id "$1")
+  fi
+  if [ "$gpus" -gt 0 ]; then
+    command=(env "CUDA_VISIBLE_DEVICES=$(seq -s, $(($1 * gpus)) $(($1 * gpus + gpus - 1)))" "${command[@]}")
+  fi
+}
+
+# Waits for process $1, also when a signal interrupts that; `ended` becomes its exit code.
+wait_for() {
+  local now
+  ended=0
+  while true; do
+    signaled=false now=0
+    wait "$1" || now=$?
+    [ "$now" -eq 127 ] || ended=$now # 127: the first `wait` had its code already
+    $signaled || return 0
+  done
+}
+
+# Passes a signal on to the processes, which save then.
+pass_on() {
+  signaled=true stopped=$2
+  kill -"$1" "${pids[@]}" 2>/dev/null || true
+}
+
+# Runs all processes; `code` becomes the highest exit code, which is that of a lost process before that of the others (1).
+attempt() {
+  local number
+  pids=() code=0 address_port=$port
+  [ "$processes" -eq 1 ] || address_port=${port:-$(free_port)}
+  for ((number = 0; number < processes; number++)); do
+    render "$number"
+    "${command[@]}" > >(tee -a "$log_dir/$number.log" | sed -u "s/^/[$number] /") 2>&1 &
+    pids+=($!)
+  done
+  trap 'pass_on TERM 143' TERM
+  trap 'pass_on INT 130' INT
+  for number in "${!pids[@]}"; do
+    wait_for "${pids[$number]}"
+    [ "$ended" -le "$code" ] || code=$ended
+  done
+}
+
+train=("$@") stopped=0
+if $dry_run; then
+  address_port=${port:-PORT}
+  for ((number = 0; number < processes; number++)); do
+    render "$number"
+    printf '%q ' "${command[@]}" | sed 's/ $//'
+    echo
+  done
+  exit 0
+fi
+mkdir -p "$log_dir"
+set -m # own process groups: Ctrl-C reaches the processes once, from this script
+while true; do
+  attempt
+  case $code in
+    0 | 1 | 2 | 130 | 141) exit "$code" ;;
+  esac
+  # Saved after SIGTERM (143), or killed: start again, unless this script was told to end.
+  [ "$stopped" -eq 0 ] || exit "$stopped"
+  [ "$retries" -gt 0 ] || exit "$code"
+  retries=$((retries - 1))
+  echo "infra/local.sh: ended with $code; starting again, $retries times left" >&2
+done

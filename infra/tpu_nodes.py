@@ -1,0 +1,221 @@
+"""The machines of Cloud TPU slices: their gcloud commands, their states, their creation and deletion."""
+
+import argparse
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attempts import train_command
+
+READY, ABSENT = "READY", "absent"
+# States of nodes and of queued resources that end by themselves. All others but READY: delete, and create again.
+PASSING = {"CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "STOPPING", "DELETING"} | {
+    *("ACCEPTED", "PROVISIONING", "WAITING_FOR_RESOURCES", "SUSPENDING")
+}
+# gcloud's messages that a repetition does not change. "No capacity" and "quota" are not among them.
+PERMANENT = re.compile(
+    r"PERMISSION_DENIED|INVALID_ARGUMENT|UNAUTHENTICATED|Reauthentication|do not currently have an active"
+)
+DELETIONS = 3  # tries
+KEEP_ALIVE = ("--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oServerAliveCountMax=4")
+
+SET_UP = """set -e
+cd "$HOME/jaxlm"
+[ "$(cat installed 2>/dev/null)" = {stamp} ] && exit 0
+python3 -m pip install --quiet --user uv
+python3 -m uv venv --quiet --clear --python {python} venv
+python3 -m uv pip install --quiet --python venv/bin/python {package}
+echo {stamp} > installed
+"""
+# The run does not depend on this connection. Connecting again with the same attempt only follows its output.
+RUN = """cd "$HOME/jaxlm" && mkdir -p run
+if [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; then
+  [ -s run/pid ] && kill -KILL -- "-$(cat run/pid)" 2>/dev/null
+  rm -f run/code
+  : > run/log
+  PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c {command} >> run/log 2>&1 < /dev/null &
+  echo $! > run/pid
+  echo {attempt} > run/attempt
+fi
+tail -n +{line} -s 0.2 -f --pid="$(cat run/pid)" run/log
+exit "$(cat run/code 2>/dev/null || echo 137)"
+"""
+
+
+class GcloudError(Exception):
+    """gcloud failed. `permanent`: it would fail again."""
+
+    def __init__(self, command: Sequence[str], code: int, message: str):
+        super().__init__(f"`{shlex.join(command)}` ended with {code}:\n{message.strip()}")
+        self.permanent = code == 2 or PERMANENT.search(message) is not None  # 2: gcloud does not accept its arguments
+
+
+def say(message: str) -> None:
+    print(f"infra: {message}", flush=True)
+
+
+def call(command: Sequence[str]) -> str:
+    """Runs gcloud; returns its stdout."""
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise GcloudError(command, done.returncode, done.stderr)
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One or more slices of a type, each a node of one or more workers. Several slices are one queued resource."""
+
+    options: argparse.Namespace
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    @property
+    def queued(self) -> bool:
+        return self.options.queued or self.options.slices > 1
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"{self.name}-{n}" for n in range(self.options.slices)] if self.options.slices > 1 else [self.name]
+
+    def gcloud(self, group: str, verb: str, *words: str) -> list[str]:
+        project = [f"--project={self.options.project}"] if self.options.project else []
+        return ["gcloud", "compute", "tpus", group, verb, *words, f"--zone={self.options.zone}", *project]
+
+    def create_command(self) -> list[str]:
+        o = self.options
+        kinds = {"spot": o.spot, "reserved": o.reserved, "internal-ips": o.internal_ips}
+        more = [*(f"--{kind}" for kind, chosen in kinds.items() if chosen), *o.gcloud_flag]
+        if not self.queued:
+            return self.gcloud(
+                "tpu-vm", "create", o.name, f"--accelerator-type={o.type}", f"--version={o.version}", *more
+            )
+        count = [f"--node-count={o.slices}", f"--node-prefix={o.name}"] if o.slices > 1 else [f"--node-id={o.name}"]
+        what = (f"--accelerator-type={o.type}", f"--runtime-version={o.version}")
+        return self.gcloud("queued-resources", "create", o.name, *what, *count, *more)
+
+    def delete_command(self) -> list[str]:
+        if self.queued:
+            return self.gcloud("queued-resources", "delete", self.name, "--force", "--quiet")
+        return self.gcloud("tpu-vm", "delete", self.name, "--quiet")
+
+    def ssh_command(self, node: str, worker: str, script: str) -> list[str]:
+        internal = ["--internal-ip"] if self.options.internal_ips else []
+        where = (f"--worker={worker}", *internal, *KEEP_ALIVE)
+        return self.gcloud("tpu-vm", "ssh", node, *where, f"--command=bash -c {shlex.quote(script)}")
+
+    def set_up_commands(self, node: str) -> list[list[str]]:
+        """Installs jaxlm on all workers of a node, if this version is not there yet, and copies the files of the run."""
+        o = self.options
+        package, files = o.install, list(o.send)
+        if o.install.endswith(".whl"):
+            files.append(o.install)
+            package = f"./{Path(o.install).name}[tpu,gs]"
+        content = Path(o.install).read_bytes() if Path(o.install).is_file() else b""
+        stamp = hashlib.sha256(f"{package} {o.python}".encode() + content).hexdigest()[:16]
+        script = SET_UP.format(stamp=stamp, python=o.python, package=shlex.quote(package))
+        internal = ["--internal-ip"] if o.internal_ips else []
+        copy = self.gcloud("tpu-vm", "scp", "--recurse", *files, f"{node}:jaxlm/", "--worker=all", *internal)
+        make = self.ssh_command(node, "all", "mkdir -p jaxlm")
+        return [make, *([copy] if files else []), self.ssh_command(node, "all", script)]
+
+    def run_command(self, node: str, worker: str, attempt: str, line: int = 1) -> list[str]:
+        """Starts the run on a worker, or follows it from a line of its output."""
+        variables = shlex.join(["env", *self.options.env]) + " " if self.options.env else ""
+        command = f"{variables}{train_command(self.options.arguments)}; echo $? > run/code"
+        script = RUN.format(attempt=attempt, command=shlex.quote(command), line=line)
+        return self.ssh_command(node, worker, script)
+
+    def describe(self, group: str, name: str) -> dict:
+        try:
+            return json.loads(call(self.gcloud(group, "describe", name, "--format=json")))
+        except GcloudError as error:
+            if "NOT_FOUND" in str(error) or "was not found" in str(error):
+                return {"state": ABSENT}
+            raise
+
+    def state(self) -> str:
+        """READY if all nodes are; otherwise the state of what is not."""
+        if self.queued:
+            state = self.describe("queued-resources", self.name)["state"]
+            state = state if isinstance(state, str) else state["state"]
+            if state != "ACTIVE":
+                return state
+        states = [self.describe("tpu-vm", node)["state"] for node in self.nodes]
+        return next((state for state in states if state != READY), READY)
+
+    def workers(self) -> list[tuple[str, int]]:
+        """Node and number of each worker."""
+        found = {node: self.describe("tpu-vm", node).get("networkEndpoints", ()) for node in self.nodes}
+        return [(node, number) for node, endpoints in found.items() for number in range(len(endpoints))]
+
+    def wait_while(self, passing: set[str]) -> str:
+        """Waits until the state is none of `passing`; returns it."""
+        said = ""
+        while (state := self.state()) in passing:
+            if state != said:
+                say(f"{self.name} is {state}; waiting")
+                said = state
+            time.sleep(self.options.poll_s)
+        return state
+
+    def bring_up(self) -> None:
+        """Creates what does not exist, and creates again what was preempted or is broken."""
+        state = self.wait_while(PASSING)
+        if state not in (READY, ABSENT):
+            say(f"{self.name} is {state}; deleting it, to create it again")
+            self.delete()
+            state = ABSENT
+        if state == ABSENT:
+            say(f"creating {self.name} ({self.options.slices} x {self.options.type} in {self.options.zone})")
+            call(self.create_command())
+        if (state := self.wait_while(PASSING)) != READY:
+            raise GcloudError(self.create_command(), 0, f"{self.name} is {state} instead of {READY}")
+
+    def set_up(self) -> None:
+        for node in self.nodes:
+            say(f"setting up {node}")
+            for command in self.set_up_commands(node):
+                call(command)
+
+    def delete(self) -> None:
+        """Deletes, and makes sure that nothing is left."""
+        for tries in range(1, DELETIONS + 1):
+            problem = ""
+            try:
+                call(self.delete_command())
+            except GcloudError as error:
+                problem = str(error)
+            if (state := self.wait_while({"DELETING", "SUSPENDING", "STOPPING"})) == ABSENT:
+                return
+            problem = problem or f"{self.name} is {state} after its deletion"
+            say(f"deletion {tries} of {DELETIONS} failed: {problem}")
+            time.sleep(self.options.poll_s)
+        raise GcloudError(self.delete_command(), 0, f"{self.name} could not be deleted")
+
+    def whole_name(self) -> str:
+        return f"{self.name} ({self.options.slices} x {self.options.type}, {self.options.zone})"
+
+    def how_to_delete(self) -> str:
+        o = self.options
+        more = [*(["--project", o.project] if o.project else []), *(["--queued"] if o.queued else [])]
+        more += ["--slices", str(o.slices)] if o.slices > 1 else []
+        return shlex.join(["python", sys.argv[0], "delete", self.name, "--zone", o.zone, *more])
+
+    def say_what_is_left(self) -> None:
+        """Names what exists, or may exist."""
+        try:
+            if (state := self.state()) == ABSENT:
+                return say(f"no machine is left of {self.whole_name()}")
+        except (GcloudError, OSError):
+            state = "unknown"
+        say(f"{self.whole_name()} is left, state {state}, and costs money. To delete it:\n  {self.how_to_delete()}")

@@ -1,0 +1,296 @@
+"""Cloud TPU machines for one run, through gcloud: create, set up, run on all workers, watch, start again, delete.
+
+    python infra/tpu_pod.py babysit mine --zone us-central2-b --type v4-32 --spot -- --config_path mine.yaml
+
+What follows `--` are the arguments of `jaxlm train`. `--dry_run` prints the gcloud commands instead of running them.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, outcome_of, outcome_of_run
+from tpu_nodes import READY, GcloudError, Pod, say
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+RECONNECTIONS = 5
+WAIT_FOR_OTHERS_S = 300  # after a worker has ended; the others notice it within trainer.distributed.heartbeat_timeout
+
+
+class Watch:
+    """Runs an attempt on all workers, each through its own ssh. Prints and stores their output."""
+
+    def __init__(self, pod: Pod, attempt: str):
+        self._pod, self._attempt = pod, attempt
+        self._logs = Path(pod.options.log_dir) / pod.name / attempt
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._ending = threading.Event()
+        self.codes: dict[str, int] = {}
+
+    def run(self) -> dict[str, int]:
+        """The exit code of each worker. One that does not end some time after another is given up as lost."""
+        workers = self._pod.workers()
+        say(f"running on {len(workers)} workers; their output is in {self._logs}/")
+        threads = [threading.Thread(target=self._follow, args=worker, daemon=True) for worker in workers]
+        for thread in threads:
+            thread.start()
+        deadline = None
+        try:
+            while any(thread.is_alive() for thread in threads):
+                time.sleep(0.05)
+                if deadline is None and any(self.codes.values()):
+                    deadline = time.monotonic() + self._pod.options.wait_for_others_s
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+        finally:
+            self._ending.set()
+            for process in list(self._processes.values()):
+                end(process)
+        for thread in threads:
+            thread.join()
+        return {f"{node}:{number}": self.codes[f"{node}:{number}"] for node, number in workers}
+
+    def _follow(self, node: str, number: int) -> None:
+        """Follows a worker until its run has ended, across lost connections."""
+        name = f"{node}:{number}"
+        code = CONNECTION_LOST
+        try:
+            for reconnections in range(RECONNECTIONS):
+                code = self._connect(node, number)
+                if code != CONNECTION_LOST or self._ending.wait(self._pod.options.poll_s * (reconnections + 1)):
+                    break
+                if (state := self._pod.describe("tpu-vm", node)["state"]) != READY:
+                    say(f"{name}: its machine is {state}")
+                    break
+                say(f"{name}: connection lost; its machine is {READY}, connecting again")
+        except GcloudError as error:
+            say(f"{name}: {error}")
+        self.codes[name] = code
+
+    def _connect(self, node: str, number: int) -> int:
+        path = self._logs / f"{node}-{number}.log"
+        with path.open("a+") as log:
+            log.seek(0)
+            first = sum(1 for _ in log) + 1
+            command = self._pod.run_command(node, str(number), self._attempt, first)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+            with subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **pipes) as process:
+                self._processes[f"{node}:{number}"] = process
+                if self._ending.is_set():
+                    end(process)
+                for line in process.stdout or ():
+                    log.write(line)
+                    log.flush()
+                    print(f"[{node}:{number}] {line}", end="", flush=True)
+            return process.returncode if process.returncode >= 0 else CONNECTION_LOST
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends gcloud and its ssh, not what they started on the other machine."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+
+
+def attempts(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Names of attempts. The first is the one that an interrupted watch of the same command left running, if any."""
+    current = folder / "attempt"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = hashlib.sha256(repr((options.arguments, options.env)).encode()).hexdigest()[:8]
+    while True:
+        if not current.exists() or not current.read_text().endswith(command):
+            current.write_text(f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 1000}-{command}")
+        yield current.read_text()
+        current.unlink(missing_ok=True)
+
+
+def babysit(pod: Pod, *, create: bool, limit: int) -> int:
+    """Attempts until the run is done, must stop, or the limit of failures in a row is reached. Returns the exit code."""
+    backoff = Backoff(limit, pod.options.backoff_s)
+    names = attempts(Path(pod.options.log_dir) / pod.name, pod.options)
+    name = next(names)
+    while True:
+        ran_s, codes = 0.0, {}
+        try:
+            if create:
+                pod.bring_up()
+                pod.set_up()
+            began = time.monotonic()
+            codes = Watch(pod, name).run()
+            ran_s = time.monotonic() - began
+            outcome = outcome_of_run(codes.values()) if codes else RETRY
+            say(f"{outcome}: " + ", ".join(f"{worker} ended with {code}" for worker, code in codes.items()))
+            name = next(names)
+        except GcloudError as error:
+            say(str(error))
+            outcome = STOP if error.permanent else RETRY
+        if outcome == DONE:
+            return 0
+        if outcome == STOP:
+            return max((code for code in codes.values() if outcome_of(code) == STOP), default=1)
+        if not backoff.wait(ran_s):
+            say(f"giving up after {limit + 1} attempts")
+            return max(codes.values(), default=1)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    at = words.index("--") if "--" in words else len(words)
+    words, train = words[:at], words[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = {
+        "babysit": "create, set up, run, start again when preempted; delete at the end",
+        "create": "create and set up, then leave the machines running",
+        "run": "run once on machines that exist",
+        "status": "the state of the machines",
+        "delete": "delete the machines",
+    }
+    parser.add_argument("command", choices=commands, help="; ".join(f"{k}: {v}" for k, v in commands.items()))
+    parser.add_argument("name", help="name of the TPU; slices are NAME-0, NAME-1, ...")
+    add = parser.add_argument
+    add("--zone", required=True)
+    add("--project", help="default: gcloud's")
+    add("--type", help="accelerator type of a slice, such as v4-32 or v5p-128", default="v4-8")
+    add("--version", help="software of the machines", default="tpu-ubuntu2204-base")
+    add("--slices", type=int, default=1, help="more than 1: one queued resource of several nodes")
+    add("--queued", action="store_true", help="wait in the queue for capacity (a queued resource)")
+    add("--spot", action="store_true", help="cheaper, may be preempted")
+    add("--reserved", action="store_true", help="from your reservation")
+    add("--internal_ips", action="store_true", help="machines without external addresses")
+    add(
+        "--gcloud_flag",
+        action="append",
+        default=[],
+        help="another flag of gcloud's create, such as --gcloud_flag=--network=mine",
+    )
+    add("--install", default="jaxlm[tpu,gs]", help="a wheel, or what pip is asked for")
+    add("--python", default="3.12", help="version of Python on the workers")
+    add("--send", action="append", default=[], help="a file or folder to copy to the workers")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")
+    add("--log_dir", default="logs/infra", help="where the workers' output is stored")
+    add("--retries", type=int, default=20, help="failures in a row after which babysit gives up")
+    add("--backoff_s", type=float, default=30.0, help="wait after the first failure; doubles up to 15 minutes")
+    add("--poll_s", type=float, default=20.0, help="time between two looks at a machine")
+    add("--wait_for_others_s", type=float, default=WAIT_FOR_OTHERS_S, help=argparse.SUPPRESS)
+    add("--keep", action="store_true", help="babysit: do not delete the machines at the end")
+    add("--dry_run", action="store_true", help="print the gcloud commands, run nothing")
+    options = parser.parse_args(words)
+    if options.slices < 1:
+        parser.error(f"--slices: {options.slices} given, 1 or more expected")
+    if options.spot and options.reserved:
+        parser.error("--spot and --reserved given: choose one")
+    if wrong := [value for value in options.env if not re.match(r"[A-Za-z_]\w*=", value)]:
+        parser.error(f"--env: {wrong[0]!r} given, NAME=VALUE expected")
+    if (options.command in ("babysit", "run")) == (not train):
+        parser.error(
+            f"{options.command}: " + ("give the arguments of jaxlm train after --" if not train else "no -- here")
+        )
+    if missing := [path for path in options.send if not Path(path).exists()]:
+        parser.error(f"--send: {missing[0]} does not exist")
+    if options.install.endswith(".whl") and not Path(options.install).is_file():
+        parser.error(f"--install: {options.install} does not exist")
+    for before, path in itertools.pairwise(train):
+        if before == "--config_path" and Path(path).is_file() and path not in options.send:
+            options.send.append(path)
+    pairs = itertools.pairwise(["", *train])  # the configuration is copied next to where the run starts
+    options.arguments = [Path(w).name if b == "--config_path" and w in options.send else w for b, w in pairs]
+    return options
+
+
+def build_wheel(options: argparse.Namespace) -> list[str]:
+    """Replaces the checkout of `--install` by the wheel that the returned command makes of it."""
+    folder = Path(options.log_dir) / "wheel"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        options.install,
+    ]
+    if not options.dry_run:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(command, check=True)
+    options.install = str(next(folder.glob("*.whl"), folder / "jaxlm-VERSION-py3-none-any.whl"))
+    return command
+
+
+def dry_run(pod: Pod) -> None:
+    """Prints what each command would call."""
+    command = pod.options.command
+    lines = []
+    if command in ("babysit", "create"):
+        lines += [build_wheel(pod.options)] if Path(pod.options.install).is_dir() else []
+        lines += [pod.create_command()]
+    for node in pod.nodes:
+        lines += pod.set_up_commands(node) if command in ("babysit", "create") else []
+        lines += [pod.run_command(node, "N", "ATTEMPT")] if command in ("babysit", "run") else []
+        lines += [pod.gcloud("tpu-vm", "describe", node)] if command == "status" else []
+    deletes = command == "delete" or (command == "babysit" and not pod.options.keep)
+    for line in [*lines, *([pod.delete_command()] if deletes else [])]:
+        print(shlex.join(line))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    pod = Pod(options)
+    if options.dry_run:
+        dry_run(pod)
+        return 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if options.command in ("babysit", "create") and Path(options.install).is_dir():
+        build_wheel(options)
+    code = 1
+    try:
+        if options.command == "status":
+            say(f"{pod.whole_name()}: {pod.state()}")
+            return 0
+        if options.command == "delete":
+            pod.delete()
+        elif options.command == "create":
+            pod.bring_up()
+            pod.set_up()
+        else:
+            code = babysit(
+                pod, create=options.command == "babysit", limit=options.retries * (options.command == "babysit")
+            )
+            if options.command == "babysit" and not options.keep:
+                pod.delete()
+            pod.say_what_is_left()
+            return code
+        pod.say_what_is_left()
+        return 0
+    except FileNotFoundError:
+        say("gcloud is not installed, or not on PATH: https://cloud.google.com/sdk/docs/install")
+        return 2
+    except GcloudError as error:
+        say(str(error))
+        pod.say_what_is_left()
+        return code or 1
+    except KeyboardInterrupt:
+        say("interrupted. A run that has begun goes on without this program; the same command follows it again")
+        pod.say_what_is_left()
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

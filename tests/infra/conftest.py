@@ -1,0 +1,133 @@
+"""Runs of two processes that launchers start, and an uninterrupted one that they are compared with."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.end_to_end.commands import REPOSITORY, Workplace, make_corpus
+from tests.xla_flags import flags_for
+
+NUM_STEPS = 60
+# Small steps: time for a kill between two saves.
+ARGUMENTS = (
+    "--config_path",
+    "run.yaml",
+    "--trainer.num_train_steps",
+    str(NUM_STEPS),
+    "--trainer.steps_per_eval",
+    "1000",
+)
+LAST = f"step-{NUM_STEPS}"
+
+
+@dataclass(frozen=True)
+class Launched(Workplace):
+    """A folder in which a launcher runs `python -m jaxlm.train`."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags_for(1), "RAY_USAGE_STATS_ENABLED": "0"}
+        paths = {"PYTHONPATH": f"{REPOSITORY / 'src'}", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        return os.environ | variables | paths
+
+    def launch(self, *command: str) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, **pipes)
+
+    def result(self) -> tuple[dict[int, str], dict[str, str]]:
+        """Losses in hexadecimal, and hashes of all arrays at the end."""
+        return self.losses(), self.digest(LAST)
+
+    def training_processes(self) -> list[int]:
+        """Process ids of the runs in this folder."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "cmdline").read_bytes().split(b"\0")
+                if (
+                    b"jaxlm.train" in words
+                    and words[0].endswith(b"python")
+                    and (path / "cwd").readlink() == self.folder
+                ):
+                    found.append(int(path.name))
+            except OSError:
+                continue  # it has ended
+        return sorted(found)
+
+    def wait_for_checkpoint(self, timeout_s: float = 120) -> None:
+        """Waits until the run has saved in training, so that a later attempt begins in the middle."""
+        end = time.monotonic() + timeout_s
+        while not any(name.startswith("step-") for name in self.checkpoints()):
+            assert time.monotonic() < end, "no checkpoint was saved"
+            time.sleep(0.02)
+
+    def kill_one(self) -> None:
+        """Kills one process of the run, without a warning."""
+        os.kill(self.training_processes()[-1], signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory):
+    """Creates folders with the small configuration, which saves every 20 steps."""
+    shared = tmp_path_factory.mktemp("shared")
+    make_corpus(shared / "corpus")
+
+    def make() -> Launched:
+        place = Launched(tmp_path_factory.mktemp("work"), shared / "cache", shared / "corpus")
+        path = place.write()
+        path.write_text(path.read_text().replace("every: 5", "every: 20"))
+        return place
+
+    return make
+
+
+def pod_commands(folder: Path, nodes: int) -> list[str]:
+    """The shell command of each pod of a JobSet, as its container would run it."""
+    script = REPOSITORY / "infra" / "kubernetes" / "jobset.py"
+    command = [
+        sys.executable,
+        str(script),
+        "mine",
+        "--image",
+        "x",
+        "--nodes",
+        str(nodes),
+        "--dry_run",
+        "--",
+        *ARGUMENTS,
+    ]
+    manifest = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "-c"]
+    # The name in the cluster's DNS; Kubernetes itself resolves "$$".
+    (line,) = container["args"]
+    return [line.replace("mine-run-0-0.mine:8476", "127.0.0.1:28476").replace("$$", "$")] * nodes
+
+
+@pytest.fixture(scope="session")
+def expected(launched) -> tuple[dict[int, str], dict[str, str]]:
+    """The result of an uninterrupted run of two processes: the pods of a JobSet with the index that Kubernetes sets."""
+    place = launched()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pods = [
+        subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=place.folder,
+            env=place.environment | {"JOB_COMPLETION_INDEX": str(index)},
+            **pipes,
+        )
+        for index, line in enumerate(pod_commands(place.folder, 2))
+    ]
+    for pod in pods:
+        out, _ = pod.communicate(timeout=300)
+        assert pod.returncode == 0, out
+    losses, digest = place.result()
+    assert sorted(losses) == list(range(1, NUM_STEPS + 1))
+    return losses, digest

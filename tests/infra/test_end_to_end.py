@@ -1,0 +1,48 @@
+"""Launchers on this machine: two processes, one of them killed; the result is that of an uninterrupted run, bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.end_to_end.commands import REPOSITORY
+from tests.infra.conftest import ARGUMENTS
+
+INFRA = REPOSITORY / "infra"
+
+
+@pytest.mark.slow
+def test_local(launched, expected):
+    place = launched()
+    process = place.launch(str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--", *ARGUMENTS)
+    place.wait_for_checkpoint()
+    place.kill_one()
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert "starting again, 0 times left" in out
+    assert place.result() == expected
+
+
+@pytest.mark.slow
+def test_ray(launched, expected):
+    """A cluster; the actor that watches one of the processes is killed, which kills the process."""
+    pytest.importorskip("ray")
+    place = launched()
+    words = ("--address", "local", "--nodes", "2", "--cpus", "0.5", "--share_nodes", "--backoff_s", "0.1")
+    process = place.launch(sys.executable, str(INFRA / "ray_job.py"), *words, "--", *ARGUMENTS)
+    place.wait_for_checkpoint()
+    killed = place.training_processes()[-1]
+    actor = int(subprocess.run(["ps", "-o", "ppid=", "-p", str(killed)], capture_output=True, text=True).stdout)
+    os.kill(actor, signal.SIGKILL)
+    end = time.monotonic() + 10
+    while killed in place.training_processes() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert killed not in place.training_processes()
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert "infra: retry: the nodes ended with" in out
+    assert "infra: done: the nodes ended with [0, 0]" in out
+    assert place.result() == expected

@@ -1,0 +1,115 @@
+"""The manifests of `infra/kubernetes/jobset.py`: their values, and their schema where its package is installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "infra" / "kubernetes" / "jobset.py"
+ARGUMENTS = ("--config_path", "my file.yaml", "--trainer.id", "$(HOME): #1")
+LINE = "python -m jaxlm.train --config_path 'my file.yaml' --trainer.id '$$(HOME): #1'"
+GPU = ("--nodes", "4", "--gpus", "8", "--env", "A=b: c", "--queue", "jaxlm")
+TPU = {
+    "v4-32": (("--tpu", "v4", "--topology", "2x2x4"), "tpu-v4-podslice", 1, 4),
+    "two v5p slices": (("--tpu", "v5p", "--topology", "4x4x4", "--slices", "2"), "tpu-v5p-slice", 2, 16),
+    "one machine": (("--tpu", "v6e", "--topology", "2x2"), "tpu-v6e-slice", 1, 1),
+}
+
+
+def run(*words: str, arguments: tuple[str, ...] = ARGUMENTS) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "mine",
+        "--image",
+        "registry/jaxlm:1",
+        "--dry_run",
+        *words,
+        "--",
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def jobset(*words: str) -> dict[str, Any]:
+    result = run(*words)
+    assert result.returncode == 0, result.stderr
+    return yaml.safe_load(result.stdout)
+
+
+def job_of(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The replicated job, its Job, and its pod."""
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    return replicated, job, job["template"]["spec"]
+
+
+def test_four_nodes_of_eight_gpus():
+    manifest = jobset(*GPU)
+    replicated, job, pod = job_of(manifest)
+    (container,) = pod["containers"]
+    distributed = "--trainer.distributed."
+    expected = f"exec {LINE} {distributed}coordinator_address mine-run-0-0.mine:8476 {distributed}num_processes 4"
+    assert container["args"] == [f'{expected} {distributed}process_id "$JOB_COMPLETION_INDEX"']
+    assert (replicated["replicas"], job["parallelism"], job["completions"], job["completionMode"]) == (
+        1,
+        4,
+        4,
+        "Indexed",
+    )
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["env"] == [{"name": "A", "value": "b: c"}]
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "jaxlm"
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 130, 141]
+
+
+@pytest.mark.parametrize("name", TPU)
+def test_tpu_slices(name):
+    words, accelerator, slices, machines = TPU[name]
+    replicated, job, pod = job_of(jobset(*words))
+    assert (replicated["replicas"], job["parallelism"], job["completions"]) == (slices, machines, machines)
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == accelerator
+    assert pod["containers"][0]["args"] == [f"exec {LINE}"]
+    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+
+
+def kept(given: Any, read: Any) -> bool:
+    """Whether what was given is in what was read, which also has defaults."""
+    if isinstance(given, dict):
+        return isinstance(read, dict) and all(key in read and kept(value, read[key]) for key, value in given.items())
+    if isinstance(given, list):
+        return len(given) == len(read) and all(map(kept, given, read))
+    return given == read
+
+
+@pytest.mark.parametrize("words", [GPU, *(words for words, *_ in TPU.values())], ids=["gpu", *TPU])
+def test_manifests_have_the_fields_of_the_api(words):
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install -e '.[infra-test]'")
+    manifest = jobset(*words)
+    assert kept(manifest, models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict())
+    misspelled = manifest | {"spec": manifest["spec"] | {"failurPolicy": {}}}
+    assert not kept(misspelled, models.JobsetV1alpha2JobSet.from_dict(misspelled).to_dict())
+
+
+def test_the_queue_is_valid_yaml():
+    kinds = [part["kind"] for part in yaml.safe_load_all((SCRIPT.parent / "queue.yaml").read_text())]
+    assert kinds == ["ResourceFlavor", "ClusterQueue", "LocalQueue"]
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments", "message"),
+    [
+        (("--topology", "16"), ARGUMENTS, "--topology: '16' given, such as 2x2x4 expected"),
+        (("--nodes", "0"), ARGUMENTS, "1 or more expected"),
+        (("--env", "a"), ARGUMENTS, "--env: 'a' given, NAME=VALUE expected"),
+        ((), (), "give the arguments of jaxlm train after --"),
+        ((), ("--x", "a\nb"), "a line break cannot be passed on"),
+    ],
+)
+def test_mistakes(words, arguments, message):
+    result = run(*words, arguments=arguments)
+    assert (result.returncode, message in result.stderr) == (2, True), result.stderr

@@ -1,0 +1,100 @@
+"""The commands that the launchers render for real machines, and those that the documents show."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs/howto/clusters").glob("*.md"))
+TRAIN = ("--config_path", "mine.yaml", "--trainer.id", "it's mine")
+LINE = "python -m jaxlm.train --config_path mine.yaml --trainer.id 'it'\"'\"'s mine'"
+
+
+def output_of(*command: str, code: int = 0) -> str:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout
+
+
+def tpu_pod(command: str, *words: str) -> list[list[str]]:
+    """The words of each gcloud command."""
+    program = [sys.executable, "infra/tpu_pod.py", command, "mine", "--dry_run", "--install", "jaxlm==1", *words]
+    out = output_of(*program, *(("--", *TRAIN) if command == "babysit" else ()))
+    return [shlex.split(part) for part in re.split(r"\n(?=gcloud )", out)]
+
+
+def test_tpu_v4_32():
+    create, _, _, run, delete = tpu_pod(
+        "babysit", "--zone", "us-central2-b", "--type", "v4-32", "--spot", "--env", "A=b c"
+    )
+    where = ["--zone=us-central2-b"]
+    group = ["gcloud", "compute", "tpus", "tpu-vm"]
+    version = "--version=tpu-ubuntu2204-base"
+    assert create == [*group, "create", "mine", "--accelerator-type=v4-32", version, "--spot", *where]
+    assert delete == [*group, "delete", "mine", "--quiet", *where]
+    assert run[3:7] == ["tpu-vm", "ssh", "mine", "--worker=N"]
+    (inner,) = [line for line in run[-2].split("\n") if "setsid" in line]
+    script = shlex.split(shlex.split(run[-2].partition("=")[2])[2].split("\n")[5])
+    assert script[script.index("-c") + 1] == f"env 'A=b c' {LINE}; echo $? > run/code"
+    assert "jaxlm.train" in inner
+
+
+def test_tpu_two_v5p_slices():
+    words = ("--zone", "us-east5-a", "--type", "v5p-128", "--slices", "2", "--reserved", "--project", "p")
+    commands = tpu_pod("babysit", *words)
+    where = ["--zone=us-east5-a", "--project=p"]
+    group = ["gcloud", "compute", "tpus", "queued-resources"]
+    slices = [
+        "--accelerator-type=v5p-128",
+        "--runtime-version=tpu-ubuntu2204-base",
+        "--node-count=2",
+        "--node-prefix=mine",
+    ]
+    assert commands[0] == [*group, "create", "mine", *slices, "--reserved", *where]
+    assert commands[-1] == [*group, "delete", "mine", "--force", "--quiet", *where]
+    runs = [command for command in commands if any("setsid" in word for word in command)]
+    assert [command[5] for command in runs] == ["mine-0", "mine-1"]
+    one = tpu_pod("create", "--zone", "z", "--queued", "--internal_ips", "--gcloud_flag=--network=mine")[0]
+    assert one[-5:] == [
+        "--runtime-version=tpu-ubuntu2204-base",
+        "--node-id=mine",
+        "--internal-ips",
+        "--network=mine",
+        "--zone=z",
+    ]
+
+
+def without_variables(words: list[str]) -> list[str]:
+    return words[next((n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), 0) :]
+
+
+def shown_commands() -> list[list[str]]:
+    """The commands of `infra/` in the documents."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [
+                without_variables(shlex.split(line, comments=True)) for line in block.replace("\\\n", " ").splitlines()
+            ]
+            found += [
+                words
+                for words in lines
+                if any(word.startswith("infra/") and word[-3:] in (".py", ".sh") for word in words[:2])
+            ]
+    return found
+
+
+@pytest.mark.parametrize("words", shown_commands(), ids=lambda words: " ".join(words)[:70])
+def test_commands_of_the_documents_are_accepted(words, tmp_path):
+    if "--help" not in words:
+        at = words.index("--") if "--" in words else len(words)
+        words = [*words[:at], *({"--dry_run"} - {*words}), *words[at:]]
+    assert output_of(*[sys.executable if word == "python" else word for word in words]) != ""
+
+
+def test_there_are_commands_in_the_documents():
+    assert len(shown_commands()) > 4

@@ -1,0 +1,205 @@
+"""The shell scripts: syntax, style, arguments, and exit codes, with stand-ins for the programs that they call."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+INFRA = ROOT / "infra"
+SCRIPTS = [*sorted(INFRA.glob("*.sh")), INFRA / "slurm.sbatch"]
+SKY = yaml.safe_load((INFRA / "sky.yaml").read_text())
+
+
+def program_of(name: str) -> str:
+    """A program on PATH or beside the interpreter; skips the test if there is none."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"{name} is not installed (pip install -e '.[infra-test]')")
+    return found
+
+
+def stand_in(folder: Path, **programs: str) -> dict[str, str]:
+    """An environment with shell scripts on PATH, before all others."""
+    for name, text in programs.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    return os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_syntax_and_style(path):
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    assert path.read_text().startswith("#!/usr/bin/env bash\n#")
+    result = subprocess.run([program_of("shellcheck"), str(path)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("part", ["setup", "run"])
+def test_syntax_and_style_of_skypilot(part, tmp_path):
+    path = tmp_path / "part.sh"
+    path.write_text(SKY[part])
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    # The environment's script is not here; the arguments are words.
+    command = [program_of("shellcheck"), "--shell=bash", "--exclude=SC1090,SC1091", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
+def test_dockerfiles(kind):
+    path = INFRA / f"Dockerfile.{kind}"
+    copied = [word for line in re.findall(r"^COPY (.*)$", path.read_text(), re.MULTILINE) for word in line.split()[:-1]]
+    assert all((ROOT / word).exists() for word in copied)
+    extras = re.search(r"'\.\[(.*)\]'", path.read_text())[1].split(",")
+    assert extras == [kind, "gs", "hf"]
+    result = subprocess.run([program_of("hadolint"), str(path)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("local.sh", (), "give the arguments of jaxlm train after --"),
+        ("local.sh", ("--processes", "0", "--", "x"), "--processes: '0' given, a number from 1 expected"),
+        ("local.sh", ("--gpus", "all", "--", "x"), "'all' given, a number expected"),
+        ("local.sh", ("--retries",), "--retries: a value is missing"),
+        (
+            "local.sh",
+            ("--config_path", "x"),
+            "--config_path: unknown option. The arguments of jaxlm train come after --",
+        ),
+        ("wheelhouse.sh", ("--extras", "x;y"), "--extras: 'x;y' given, names such as gpu,gs expected"),
+        ("wheelhouse.sh", ("--python", "python9"), "--python: 'python9' is not on PATH"),
+    ],
+)
+def test_mistakes(script, words, message):
+    result = subprocess.run([str(INFRA / script), *words], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_help(path):
+    result = subprocess.run(["bash", str(path), "--help"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: ")
+
+
+# Stand-ins: each start of a process takes the next code of the file `codes`; `kill` dies by SIGKILL.
+NEXT = """code=$(head -n 1 "$HOME/codes"); sed -i 1d "$HOME/codes"; echo "$*" >> "$HOME/calls"
+[ "$code" = kill ] && kill -KILL $$
+exit "$code\""""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts"),
+    [
+        ("0", 0, 1),
+        ("2", 2, 1),
+        ("1", 1, 1),
+        ("143 0", 0, 2),
+        ("kill 0", 0, 2),
+        ("143 kill 143", 143, 3),
+        ("130", 130, 1),
+    ],
+)
+def test_local_starts_again(tmp_path, codes, code, starts):
+    (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
+    environment = stand_in(tmp_path, python=NEXT)
+    command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "2", "--", "--config_path", "my file.yaml"]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == ["-m jaxlm.train --config_path my file.yaml"] * starts
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_local_passes_signals_on_and_waits(tmp_path, number, code):
+    trains = 'trap "sleep 0.2; echo saved; exit %d" TERM INT; echo ready; while true; do sleep 0.05; done' % code  # noqa: UP031
+    command = [str(INFRA / "local.sh"), "--processes", "2", "--port", "1", "--retries", "2", "--", "x"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=stand_in(tmp_path, python=trains), cwd=tmp_path, **pipes) as process:
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        process.send_signal(number)
+        lines += process.stdout.read().splitlines()
+    assert process.returncode == code
+    assert sum("saved" in line for line in lines) == 2
+
+
+def slurm(folder: Path, restarts: int = 0, **programs: str) -> tuple[int, str, list[str]]:
+    """Runs the batch script as a job of its own. Returns its code, its output, and what was requeued."""
+    requeued = 'echo "$*" >> "$HOME/requeued"'
+    environment = stand_in(folder, **({"scontrol": requeued} | programs))
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "JAXLM_SETUP": "export READY=yes"}
+    command = ["bash", str(INFRA / "slurm.sbatch"), "--config_path", "my file.yaml"]
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=30)
+    path = folder / "requeued"
+    return result.returncode, result.stdout + result.stderr, path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [
+        (0, 0, []),
+        (1, 0, []),
+        (2, 0, []),
+        (130, 0, []),
+        (143, 0, ["requeue 7"]),
+        (137, 3, ["requeue 7"]),
+        (143, 100, []),
+    ],
+)
+def test_slurm_requeues_by_exit_code(tmp_path, code, restarts, requeued):
+    (tmp_path / "codes").write_text(f"{code}\n")
+    ended, out, found = slurm(tmp_path, restarts, srun=NEXT)
+    assert (ended, found) == (code, requeued), out
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.endswith("--label python -m jaxlm.train --config_path my file.yaml")
+
+
+def test_slurm_signal_before_the_time_limit(tmp_path):
+    """SLURM signals the batch script alone; it lets the tasks save, then requeues."""
+    srun = """echo $$ > "$HOME/step"; trap 'echo saved; exit 143' TERM
+kill -TERM $PPID; while true; do sleep 0.05; done"""
+    code, out, requeued = slurm(
+        tmp_path, srun=srun, scancel='[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat "$HOME/step")'
+    )
+    assert (code, requeued) == (143, ["requeue 7"]), out
+    assert "saved" in out
+
+
+@pytest.mark.parametrize(("extras", "nodes"), [("gpu,gs", 4), ("gpu,gs", 1), ("tpu,gs", 4)])
+def test_skypilot_runs_the_command_of_each_node(tmp_path, extras, nodes):
+    (tmp_path / "jaxlm-venv/bin").mkdir(parents=True)
+    (tmp_path / "jaxlm-venv/bin/activate").touch()
+    environment = stand_in(tmp_path, python='printf "%s\\n" "$@"') | {
+        "ARGUMENTS": "--config_path 'my file.yaml'",
+        "EXTRAS": extras,
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"[: 8 if nodes == 1 else None],
+        "SKYPILOT_NODE_RANK": "2",
+    }
+    result = subprocess.run(["bash", "-c", SKY["run"]], env=environment, capture_output=True, text=True)
+    words = ["-m", "jaxlm.train", "--config_path", "my file.yaml"]
+    if (extras, nodes) == ("gpu,gs", 4):
+        words += shlex.split(
+            "--trainer.distributed.coordinator_address 10.0.0.1:8476 --trainer.distributed.num_processes 4"
+        )
+        words += ["--trainer.distributed.process_id", "2"]
+    assert result.stdout.splitlines() == words, result.stderr
+
+
+def test_skypilot_accepts_its_file(monkeypatch):
+    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    monkeypatch.chdir(ROOT)
+    task = sky.Task.from_yaml(str(INFRA / "sky.yaml"))
+    assert task.run == SKY["run"]

@@ -1,0 +1,247 @@
+"""`infra/tpu_pod.py` with a stand-in for gcloud that runs the workers' commands and plays preemptions and refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "infra" / "tpu_pod.py"
+FAST = ("--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "5")
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A folder with a stand-in for gcloud on PATH."""
+
+    folder: Path
+
+    def start(
+        self, command: str, *words: str, train: tuple[str, ...] = ("--config_path", "mine.yaml")
+    ) -> subprocess.Popen:
+        arguments = [
+            sys.executable,
+            str(SCRIPT),
+            command,
+            "mine",
+            "--zone",
+            "z",
+            "--install",
+            "jaxlm==1",
+            *FAST,
+            *words,
+        ]
+        if command in ("babysit", "run"):
+            arguments += ["--", *train]
+        environment = os.environ | {"FAKE": str(self.folder), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(arguments, cwd=self.folder, env=environment, **pipes)
+
+    def run(self, command: str, *words: str, **options) -> tuple[int, str]:
+        process = self.start(command, *words, **options)
+        out, _ = process.communicate(timeout=60)
+        return process.returncode, out
+
+    def plan(self, **files: str) -> None:
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+
+    def calls(self, verb: str) -> list[list[str]]:
+        calls = [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+        return [call for call in calls if call[3] == verb]
+
+    def log(self, worker: str) -> list[str]:
+        """The stored output of a worker, attempt by attempt."""
+        return [path.read_text() for path in sorted((self.folder / "logs/infra/mine").glob(f"*/{worker}.log"))]
+
+    @property
+    def machines(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "state").iterdir())
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "gcloud"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).with_name("fake_gcloud.py")} "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "mine.yaml").write_text("model: {}\n")
+    return Cloud(tmp_path)
+
+
+def test_a_run_to_its_end(cloud):
+    cloud.plan(train='echo "worker $WORKER trains in $PWD"')
+    code, out = cloud.run("babysit", "--env", "VARIABLE=its value")
+    assert code == 0, out
+    for worker in (0, 1):
+        assert f"[mine:{worker}] worker {worker} trains in {cloud.folder}/home/mine-{worker}/jaxlm" in out
+        (log,) = cloud.log(f"mine-{worker}")
+        assert log.splitlines()[0] == "python -m jaxlm.train --config_path mine.yaml VARIABLE=its value"
+    assert "infra: done: mine:0 ended with 0, mine:1 ended with 0" in out
+    assert "no machine is left of mine" in out
+    assert cloud.machines == []
+    assert [call[4:6] for call in cloud.calls("scp")] == [["--recurse", "mine.yaml"]]
+
+
+def test_a_preempted_slice_is_created_again(cloud):
+    """The machine disappears under one worker; the other one ends with 1, because it lost a process."""
+    cloud.plan(
+        train='if [ "$ATTEMPT" = 1 ]; then [ "$WORKER" = 0 ] && { sleep 0.3; exit 1; }\n'
+        'sleep 0.1; printf PREEMPTED > "$FAKE/state/$NODE"; sleep 60; fi\necho "attempt $ATTEMPT"'
+    )
+    code, out = cloud.run("babysit", "--spot")
+    assert code == 0, out
+    assert "mine is PREEMPTED; deleting it, to create it again" in out
+    assert len(cloud.calls("create")) == 2
+    assert len(cloud.calls("delete")) == 2
+    assert "attempt 2" in cloud.log("mine-1")[1]
+    assert cloud.machines == []
+
+
+@pytest.mark.slow
+def test_a_preempted_slice_of_two(cloud):
+    cloud.plan(
+        train='[ "$ATTEMPT$NODE" = 1mine-0 ] && { sleep 0.4; exit 1; }\n'
+        'if [ "$ATTEMPT" = 1 ]; then sleep 0.1; printf SUSPENDED > "$FAKE/state/mine"\n'
+        'rm -f "$FAKE/state/$NODE"; sleep 60; fi'
+    )
+    code, out = cloud.run("babysit", "--slices", "2", "--spot", "--type", "v5p-16")
+    assert code == 0, out
+    assert "mine is SUSPENDED; deleting it, to create it again" in out
+    assert [call[2] for call in cloud.calls("create")] == ["queued-resources"] * 2
+    assert "[mine-1:1] python -m jaxlm.train" in out
+    assert cloud.machines == []
+
+
+def test_a_refused_creation_is_tried_again(cloud):
+    cloud.plan(train="true", create="There is no more capacity in the zone\n" * 2)
+    code, out = cloud.run("babysit")
+    assert code == 0, out
+    assert out.count("There is no more capacity") == 2
+    assert "trying again in 0 s (2 of 20)" in out
+    assert len(cloud.calls("create")) == 3
+
+
+def test_there_is_a_limit(cloud):
+    cloud.plan(train="true", create="There is no more capacity in the zone\n" * 9)
+    code, out = cloud.run("babysit", "--retries", "2")
+    assert code == 1
+    assert "giving up after 3 attempts" in out
+    assert len(cloud.calls("create")) == 3
+
+
+def test_what_gcloud_would_refuse_again_is_not_repeated(cloud):
+    cloud.plan(train="true", create="PERMISSION_DENIED: Permission 'tpu.nodes.create' denied\n")
+    code, out = cloud.run("babysit")
+    assert code == 1
+    assert len(cloud.calls("create")) == 1
+    assert "PERMISSION_DENIED" in out
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_run_that_must_stop_is_not_repeated(cloud, code):
+    cloud.plan(train=f'echo "error: as the message says"; exit {code}')
+    ended, out = cloud.run("babysit")
+    assert ended == code
+    assert f"infra: stop: mine:0 ended with {code}" in out
+    assert "[mine:0] error: as the message says" in out
+    assert len(cloud.calls("create")) == 1
+    assert cloud.machines == []
+
+
+@pytest.mark.slow
+def test_a_run_that_saved_after_sigterm_goes_on_on_the_same_machine(cloud):
+    cloud.plan(train='[ "$ATTEMPT" = 1 ] && exit 143\ntrue')
+    code, out = cloud.run("babysit")
+    assert code == 0, out
+    assert "retry: mine:0 ended with 143" in out
+    assert len(cloud.calls("create")) == 1
+
+
+def test_a_lost_connection_does_not_start_the_run_twice(cloud):
+    cloud.plan(train='echo first\n[ "$WORKER" = 0 ] && touch "$FAKE/drop"\nsleep 0.6; echo "last of attempt $ATTEMPT"')
+    code, out = cloud.run("babysit")
+    assert code == 0, out
+    assert out.count("mine:0: connection lost; its machine is READY, connecting again") == 1
+    (log,) = cloud.log("mine-0")
+    assert log.splitlines()[1:] == ["first", "last of attempt 1"]
+
+
+def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud):
+    cloud.plan(
+        train='echo "begun"; while [ ! -e "$FAKE/finish" ]; do sleep 0.05; done; echo "finished attempt $ATTEMPT"'
+    )
+    process = cloud.start("babysit", "--type", "v4-32")
+    for line in process.stdout:
+        if "begun" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "mine (1 x v4-32, z) is left, state READY, and costs money. To delete it:" in out
+    assert f"python {SCRIPT} delete mine --zone z" in out
+    assert cloud.machines == ["mine"]
+    cloud.plan(finish="")
+    code, out = cloud.run("babysit", "--type", "v4-32")
+    assert code == 0, out
+    assert "finished attempt 1" in out
+    assert [text.count("begun") for text in cloud.log("mine-0")] == [1]
+    assert cloud.machines == []
+
+
+def test_a_machine_that_cannot_be_deleted_is_named(cloud):
+    cloud.plan(train="true", delete="Internal error\n" * 9)
+    code, out = cloud.run("babysit")
+    assert code == 1
+    assert "deletion 3 of 3 failed" in out
+    assert "is left, state READY, and costs money. To delete it:" in out
+    cloud.plan(delete="Internal error\n")
+    code, out = cloud.run("delete")
+    assert code == 0, out
+    assert "no machine is left" in out
+
+
+@pytest.mark.slow
+def test_machines_are_kept_on_request_and_named(cloud):
+    cloud.plan(train="true")
+    assert cloud.run("create")[0] == 0
+    code, out = cloud.run("status")
+    assert (code, "mine (1 x v4-8, z): READY" in out) == (0, True)
+    code, out = cloud.run("run")
+    assert code == 0
+    assert "is left, state READY" in out
+    code, out = cloud.run("babysit", "--keep")
+    assert code == 0
+    assert "is left, state READY" in out
+    assert len(cloud.calls("create")) == 1
+    assert cloud.run("delete")[0] == 0
+    assert "mine (1 x v4-8, z): absent" in cloud.run("status")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slices", "0"), "--slices: 0 given, 1 or more expected"),
+        (("--spot", "--reserved"), "--spot and --reserved given: choose one"),
+        (("--env", "1=2"), "--env: '1=2' given, NAME=VALUE expected"),
+        (("--send", "absent.yaml"), "--send: absent.yaml does not exist"),
+        (("--install", "absent.whl"), "--install: absent.whl does not exist"),
+    ],
+)
+def test_mistakes_are_found_before_anything_costs_money(cloud, words, message):
+    code, out = cloud.run("babysit", *words)
+    assert (code, message in out) == (2, True), out
+    assert not (cloud.folder / "calls").exists()
+
+
+def test_without_gcloud(cloud):
+    (cloud.folder / "bin" / "gcloud").unlink()
+    environment = os.environ | {"PATH": str(cloud.folder / "bin")}
+    command = [sys.executable, str(SCRIPT), "status", "mine", "--zone", "z"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (result.returncode, "gcloud is not installed" in result.stdout) == (2, True)
