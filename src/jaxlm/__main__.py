@@ -22,9 +22,11 @@ COMMANDS = {
     "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
     "prepare": "tokenizes data ahead of training, and describes the token caches",
+    "report": "writes an HTML page with the curves, samples and settings of one or several runs",
     "bench": "measures the training step, or forecasts it for machines you do not have",
 }
 RECIPES = "recipes"
+REPORT = "report"  # reads files alone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +51,8 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
         print(f"jaxlm {jaxlm.__version__}")
     elif command == RECIPES:
         return recipes_command(arguments)
+    elif command == REPORT:
+        return importlib.import_module("jaxlm.report").main(arguments)
     elif command not in COMMANDS:
         raise ConfigError(_unknown(command))
     elif command != "train" or not _is_answered(arguments):

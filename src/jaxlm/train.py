@@ -30,10 +30,10 @@ from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.engine.watchdog import Watchdog
+from jaxlm.final_report import final_report
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.trackers import check_trackers
-from jaxlm.report import final_report
 from jaxlm.run.annotate import with_annotations
 from jaxlm.run.compilation_cache import enable_compilation_cache
 from jaxlm.run.compile import compile_steps

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxlm.core.types import StepInfo
 from jaxlm.engine.activity import Activity, ActivityClock
+
+if TYPE_CHECKING:
+    from jaxlm.core.types import StepInfo
 
 FILE = "goodput.jsonl"
 IDLE, LOST = "idle between starts", "lost work"
@@ -71,7 +73,7 @@ class Ledger:
         self._lines_before = read_lines(folder)
         self._began_unix_s, self._kept_before_s = self._totals_before()
 
-    def __call__(self, info: StepInfo) -> None:
+    def __call__(self, info: "StepInfo") -> None:
         """Receives a step's metrics."""
         self._step = info.step
         if time.monotonic() - self._written >= _INTERVAL_S:
@@ -140,10 +142,15 @@ class Ledger:
 def read_lines(folder: Path) -> list[Mapping[str, Any]]:
     """The undamaged lines of a ledger; empty if the log folder has none."""
     try:
-        text = (folder / FILE).read_text(encoding="utf-8", errors="replace")
+        return parse_lines((folder / FILE).read_bytes())
     except OSError:
         return []
-    return [line for line in map(_parsed, text.splitlines()) if line is not None]
+
+
+def parse_lines(content: bytes) -> list[Mapping[str, Any]]:
+    """The undamaged lines of a ledger's file."""
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    return [line for line in map(_parsed, lines) if line is not None]
 
 
 def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -58,7 +58,7 @@ class ExportHook:
         upload: repository on the Hugging Face Hub to which the folders are pushed; None pushes none.
     """
 
-    activity: ClassVar[Activity] = Activity.SAVE
+    activity = Activity.SAVE
 
     folder: Location
     every_steps: int

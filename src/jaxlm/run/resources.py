@@ -41,7 +41,7 @@ from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
-from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, read_jsonl
+from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compile import StepPrograms
 from jaxlm.run.export import ExportHook
@@ -259,7 +259,7 @@ def open_run(
             main_only(lambda: check_writable(exports, "hf_save_path"))
         if plan.config.hf_upload:
             main_only(lambda: check_upload("hf_upload"))
-        main_only(lambda: _write_config(plan.log_folder, config_text))
+        main_only(lambda: _describe_start(plan.log_folder, config_text))
         trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
@@ -275,10 +275,13 @@ def open_run(
             main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 
 
-def _write_config(folder: Path, text: str) -> None:
+def _describe_start(folder: Path, config: str) -> None:
+    """Writes the configuration and the environment to the log folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_file(folder / "config.yaml") as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    texts = {"config.yaml": config, "environment.json": json.dumps(environment.described(), indent=1)}
+    for name, text in texts.items():
+        with atomic_file(folder / name) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
 
 
 def totals_at(metrics: Path, step: int) -> Totals:

@@ -4,6 +4,8 @@ import functools
 import importlib.metadata
 import itertools
 import os
+import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
 _NOT_CODE = ("__pycache__", "node_modules", "site-packages")
 _MAX_VISITED = 20_000  # directory entries to look at in a search for Python files
 _TIMEOUT_S = 10
+_COMPUTING = ("jaxlm", "jax", "jaxlib", "haliax", "equinox", "optax", "orbax-checkpoint", "flax", "numpy")
 
 
 def program_folder() -> Path:
@@ -86,6 +89,20 @@ def packages() -> tuple[str, ...]:
     """Every installed distribution as `name==version`, sorted."""
     names = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
     return tuple(sorted(names, key=str.lower))
+
+
+def described() -> dict[str, str]:
+    """What a reader of the results asks for: the command, the commit, and the versions of what computes."""
+    facts = {"command": shlex.join(sys.argv), "commit": commit() or "no git repository"}
+    versions = {name: _version(name) for name in _COMPUTING}
+    return facts | versions | {"Python": platform.python_version(), "system": platform.platform()}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return "not installed"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

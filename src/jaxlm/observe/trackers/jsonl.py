@@ -11,6 +11,7 @@ from jaxlm.core.atomic_io import free_path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.log_file import LogFile
+from jaxlm.observe.records import parse_jsonl
 
 SAMPLES = "samples.jsonl"
 RESUMED_FROM = "throughput/resumed_from"
@@ -83,36 +84,6 @@ class JsonlTracker:
             file.close()
 
 
-def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The complete records of a metrics file, without those that a later attempt of the run supersedes.
-
-    Lines that are not records are ignored, such as a last line that was cut off when the process was killed.
-    """
-    records, _ = _read_all(path)
-    first_steps: dict[float, float] = {}
-    for record in records:
-        first_steps.setdefault(record.get("attempt", 0), record["step"])
-    ends = {
-        one: min((step for other, step in first_steps.items() if other > one), default=math.inf) for one in first_steps
-    }
-    return [record for record in records if record["step"] < ends[record.get("attempt", 0)]]
-
-
-def _read_all(path: Path) -> tuple[list[dict[str, float]], int]:
-    """All records, and the number of other lines. A last line without its end is not counted."""
-    records, num_others = [], 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            records.append(record)
-        else:
-            num_others += line.endswith(b"\n")
-    return records, num_others
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -127,7 +98,7 @@ def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None])
         number = record.get("attempt", 0)
         return number < attempt or (number == attempt and record["step"] <= step)
 
-    records, num_others = _read_all(path)
+    records, num_others = parse_jsonl(path.read_bytes())
     if num_others:
         aside = free_path(path.with_name(f"{path.name}.damaged"))
         aside.write_bytes(path.read_bytes())

@@ -3,9 +3,9 @@
 import gzip
 from types import SimpleNamespace
 
+from jaxlm.final_report import compressors, outputs, skipped_updates, training_loss
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
-from jaxlm.report import compressors, outputs, skipped_updates, training_loss
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():

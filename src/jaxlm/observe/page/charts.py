@@ -1,0 +1,129 @@
+"""Which charts a page has, and which metrics of the runs they show."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlm.observe.page.figure import Chart, Curve, Mark, draw
+from jaxlm.observe.page.logged_run import LoggedRun, Series
+from jaxlm.observe.page.skipped import skipped_steps
+
+_MAX_FURTHER = 40
+_MAX_MARKS = 30  # vertical lines of each kind and run; more would hide the curves
+_DURATION, _RATE = "throughput/duration", "throughput/examples_per_second"
+_RESUMED = "throughput/resumed_from"
+_NO_CURVES = {_RESUMED, "global_step", "run_progress"}
+_BATCH = "batch size"
+
+
+class _Kind(NamedTuple):
+    """A chart of the metrics whose whole name matches a regular expression."""
+
+    title: str
+    unit: str
+    metrics: str
+    is_noisy: bool = False
+    is_log: bool = False
+
+
+_KINDS = (
+    _Kind("Loss", "nats per token", r"train/loss|eval/loss", is_noisy=True),
+    _Kind("Validation losses of parts and averages", "nats per token", r"eval/.+/loss"),
+    _Kind("Bits per byte", "", r"eval/(.+/)?bpb"),
+    _Kind("Learning rate", "", r"optim/learning_rate(/.*)?"),
+    _Kind("Batch size", "sequences", _BATCH),
+    _Kind("Gradient norm", "", r"grad/norm/total", is_noisy=True, is_log=True),
+    _Kind("Throughput", "tokens per second", r"throughput/tokens_per_second", is_noisy=True),
+    _Kind("Step time", "seconds", r"throughput/duration"),
+)
+
+_Metrics = Sequence[Mapping[str, Series]]
+
+
+class Charts(NamedTuple):
+    """The charts of a page.
+
+    Attributes:
+        main: those to show at once.
+        further: those of all other metrics.
+        left_out: the metrics for which there were too many.
+    """
+
+    main: Sequence[Chart]
+    further: Sequence[Chart]
+    left_out: Sequence[str]
+
+
+def charts(runs: Sequence[LoggedRun]) -> Charts:
+    """All charts of some runs, each with the curves of all of them."""
+    metrics = _with_batch_sizes(runs)
+    names = sorted({name for one in metrics for name in one} - _NO_CURVES)
+    rest = [name for name in names if not any(re.fullmatch(kind.metrics, name) for kind in _KINDS)]
+    evals = [name for name in rest if name.startswith("eval/")]
+    single = [_Kind(name, "", re.escape(name)) for name in (*evals, *(n for n in rest if n not in evals))]
+    end = len(evals) + _MAX_FURTHER
+    marks = [mark for run in runs for mark in _marks(run)]
+    return Charts(
+        list(_drawn([*_KINDS, *single[: len(evals)]], runs, metrics, marks)),
+        list(_drawn(single[len(evals) : end], runs, metrics, marks)),
+        [kind.title for kind in single[end:]],
+    )
+
+
+def _drawn(
+    kinds: Sequence[_Kind], runs: Sequence[LoggedRun], metrics: _Metrics, marks: Sequence[Mark]
+) -> Iterator[Chart]:
+    for kind in kinds:
+        found = sorted({name for one in metrics for name in one if re.fullmatch(kind.metrics, name)}, reverse=True)
+        curves = [
+            Curve(run, number, _label(runs[run].name, name, len(runs), len(found)), one[name])
+            for run, one in enumerate(metrics)
+            for number, name in enumerate(found)
+            if name in one
+        ]
+        if curves:
+            style = {"is_noisy": kind.is_noisy, "is_log": kind.is_log}
+            yield draw(kind.title, kind.unit, curves, marks, num_runs=len(runs), **style)
+
+
+def _label(run: str, metric: str, num_runs: int, num_metrics: int) -> str:
+    if num_runs == 1:
+        return metric
+    return run if num_metrics == 1 else f"{run}: {metric}"
+
+
+def _with_batch_sizes(runs: Sequence[LoggedRun]) -> _Metrics:
+    """The metrics of each run, with the batch size by step unless it is one number for all."""
+    sizes = [_batch_sizes(run) for run in runs]
+    if len(np.unique(np.concatenate([one.values for one in sizes]))) <= 1:
+        return [run.series for run in runs]
+    return [{**run.series, _BATCH: one} if len(one.steps) else run.series for run, one in zip(runs, sizes, strict=True)]
+
+
+def _batch_sizes(run: LoggedRun) -> Series:
+    """The sequences in the batch of each step, as far as they are known."""
+    nothing = Series(np.array([], dtype=int), np.array([]))
+    steps, seconds = run.series.get(_DURATION, nothing)
+    rate_steps, rates = run.series.get(_RATE, nothing)
+    if not np.array_equal(steps, rate_steps):
+        return nothing
+    products = seconds * rates
+    known = np.isfinite(products)
+    return Series(steps[known], products[known].round())
+
+
+def _marks(run: LoggedRun) -> Iterator[Mark]:
+    """Where a run was resumed, where its phases begin, and its skipped steps."""
+    resumed = run.series[_RESUMED].values if _RESUMED in run.series else np.array([])
+    phases = [
+        (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
+    ]
+    found = (
+        [(int(step), "resumed") for step in resumed[np.isfinite(resumed)]],
+        [(int(begin[1]), name) for begin, name in phases[1:] if begin],
+        [(one.step, "skipped") for one in skipped_steps(run)],
+    )
+    for places in found:
+        yield from (Mark(step, text) for step, text in places[:_MAX_MARKS])

@@ -1,0 +1,168 @@
+"""What a run's log folder holds, read for its page: the folder may be damaged, incomplete, or written at the moment."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import is_url, open_store, storage_errors
+from jaxlm.observe.ledger import FILE as LEDGER
+from jaxlm.observe.ledger import account, parse_lines
+from jaxlm.observe.records import attempt_ends, parse_jsonl, surviving
+
+LOGS = Path("logs")
+_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
+_CONFIG, _LOG, _ENVIRONMENT = "config.yaml", "train.log", "environment.json"
+_MAX_SHOWN = 8  # names of runs in a message
+_LARGEST = 1e300
+
+
+class Series(NamedTuple):
+    """A metric by step. Values are NaN where the record has null."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a log folder says about a run.
+
+    Attributes:
+        name: the run's id, or the path as it was given if two runs have one id.
+        series: metric -> values by step, without what the run went back over.
+        samples: records with `step`, `name`, `prompt` and `text`.
+        config: the resolved configuration as YAML.
+        log: the console output.
+        environment: name -> value.
+        goodput: activity -> seconds.
+    """
+
+    name: str
+    series: Mapping[str, Series]
+    samples: Sequence[Mapping[str, Any]] = ()
+    config: str = ""
+    log: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    goodput: Mapping[str, float] = field(default_factory=dict)
+
+    def latest(self, name: str) -> float | None:
+        """The last finite value of a metric."""
+        values = self.series[name].values if name in self.series else np.array([])
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if len(finite) else None
+
+    def start_table(self) -> list[tuple[str, str]]:
+        """The table of the newest start in the console output, which says what runs on which devices."""
+        starts = re.findall(r"^run\n((?:  \S.*\n)+)", self.log, re.MULTILINE)
+        rows = re.findall(r"^  (\S.*?)(?:  +(.*))?$", starts[-1], re.MULTILINE) if starts else []
+        return [(name, value) for name, value in rows]
+
+
+def read_runs(given: Sequence[str]) -> list[LoggedRun]:
+    """Reads runs, each given as the path or URL of its log folder, or as its id below `./logs`.
+
+    Raises:
+        ConfigError: one of them is no run, or is given twice.
+    """
+    if repeated := {one for one in given if given.count(one) > 1}:
+        raise ConfigError(f"report: {', '.join(sorted(repeated))} given twice. Give each run once")
+    runs = [read_run(one) for one in given]
+    names = [run.name for run in runs]
+    return [replace(run, name=one) if names.count(run.name) > 1 else run for run, one in zip(runs, given, strict=True)]
+
+
+def read_run(given: str) -> LoggedRun:
+    """Reads one run, as `read_runs` does."""
+    if is_url(given):
+        fs, root = open_store(given, "report")
+
+        def read(name: str) -> bytes:
+            with storage_errors(_unreadable(given), passthrough=(FileNotFoundError,)):
+                return fs.cat_file(f"{root}/{name}")
+
+        return _read(given.rstrip("/").rsplit("/", 1)[-1], given, read)
+    folder = local_folder(given)
+
+    def read_local(name: str) -> bytes:
+        try:
+            return (folder / name).read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _unreadable(str(folder / name))(error.strerror or str(error)) from error
+
+    return _read(folder.resolve().name, given, read_local)
+
+
+def local_folder(given: str) -> Path:
+    """The log folder of a run, given as a path or as an id below `./logs`."""
+    folder = Path(given)
+    return folder if folder.is_dir() or not (LOGS / given).is_dir() else LOGS / given
+
+
+def _unreadable(what: str) -> Callable[[str], ConfigError]:
+    return lambda reason: ConfigError(f"report: {what} cannot be read ({reason}). Check its address and permissions")
+
+
+def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
+    def optional(file: str) -> bytes:
+        try:
+            return read(file)
+        except FileNotFoundError:
+            return b""
+
+    try:
+        records, _ = parse_jsonl(read(_METRICS))
+    except FileNotFoundError:
+        raise ConfigError(_no_run(given)) from None
+    ends = attempt_ends(records)
+    goodput = account(parse_lines(optional(LEDGER)))
+    samples = surviving(parse_jsonl(optional(_SAMPLES))[0], ends)
+    return LoggedRun(
+        name,
+        _series(surviving(records, ends)),
+        [sample for sample in samples if all(isinstance(sample.get(key), str) for key in ("name", "prompt", "text"))],
+        optional(_CONFIG).decode(errors="replace"),
+        optional(_LOG).decode(errors="replace"),
+        _texts(optional(_ENVIRONMENT)),
+        {} if goodput is None else goodput.seconds,
+    )
+
+
+def _no_run(given: str) -> str:
+    found = sorted(path.parent.name for path in LOGS.glob(f"*/{_METRICS}"))
+    listed = ", ".join(found if len(found) <= _MAX_SHOWN else [*found[:_MAX_SHOWN], "..."])
+    return (
+        f"report: '{given}' given, which is no run: it has no {_METRICS}. Give the log folder of a run, its URL, or a run's"
+        f" id below ./{LOGS} ({f'there are {listed}' if found else 'there are none'})"
+    )
+
+
+def _series(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    points: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        step = record["step"]
+        for name, value in record.items():
+            if value is not None and type(value) not in (int, float):
+                continue
+            steps, values = points.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(np.nan if value is None or abs(value) > _LARGEST else value)
+    for key in ("step", "attempt"):
+        points.pop(key, None)
+    return {name: Series(np.array(steps), np.array(values, dtype=float)) for name, (steps, values) in points.items()}
+
+
+def _texts(content: bytes) -> dict[str, str]:
+    """A JSON object as texts; empty if it is none."""
+    try:
+        found = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}

@@ -1,0 +1,80 @@
+"""Writes the page of one or several runs: one HTML file that needs no network."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.errors import ConfigError
+from jaxlm.observe.page.charts import charts
+from jaxlm.observe.page.logged_run import LoggedRun
+from jaxlm.observe.page.sections import config_values, differences, goodput, results, samples, skipped
+
+INSTALL = "pip install 'jaxlm[report]'"
+FILE = "report.html"
+_TEMPLATE = "page.html.j2"
+
+
+def write_page(runs: Sequence[LoggedRun], path: Path) -> None:
+    """Writes the page of some runs, atomically.
+
+    Raises:
+        ConfigError: the plotting library is not installed.
+        OSError: the file cannot be written.
+    """
+    text = render(runs, library())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
+
+
+def has_library() -> bool:
+    """Whether the plotting library is installed."""
+    return importlib.util.find_spec("plotly") is not None
+
+
+def library() -> str:
+    """The JavaScript of plotly.js."""
+    if not has_library():
+        raise ConfigError(f"report: the page needs plotly. Run: {INSTALL}")
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]
+
+    return get_plotlyjs()
+
+
+def render(runs: Sequence[LoggedRun], script: str) -> str:
+    """The page as text. Args: script: the plotting library."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    # Texts of samples, configurations and logs are not to be trusted.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(_TEMPLATE).render(**_content(runs), script=Markup(script))
+
+
+def _content(runs: Sequence[LoggedRun]) -> Mapping[str, Any]:
+    shown = charts(runs)
+    several = len(runs) > 1
+    configs = [config_values(run.config) for run in runs]
+    environments = [run.environment for run in runs]
+    return {
+        "runs": runs,
+        "title": ", ".join(run.name for run in runs),
+        "results": results(runs),
+        "main": shown.main,
+        "further": shown.further,
+        "left_out": shown.left_out,
+        "figures": {f"chart-{n}": chart.figure for n, chart in enumerate((*shown.main, *shown.further))},
+        "goodput": [(run.name, goodput(run.goodput)) for run in runs if run.goodput],
+        "skipped": skipped(runs),
+        "samples": samples(runs),
+        "config_differences": differences(configs, runs) if several else None,
+        "environment_differences": differences(environments, runs) if several else None,
+    }

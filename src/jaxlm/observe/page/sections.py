@@ -1,0 +1,168 @@
+"""The tables and texts of a page: results, where runs differ, skipped steps and samples."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from jaxlm.observe.page.figure import COLORS
+from jaxlm.observe.page.logged_run import LoggedRun
+from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
+
+ABSENT = "–"
+_MAX_KEYS = 5000
+_MAX_SKIPPED = 100  # shown of each run
+_MAX_PROMPTS = 12
+_MAX_STEPS = 30  # samples shown of each prompt
+_MAX_CHARACTERS = 4000  # of a text
+_MAX_RESUMED = 8
+_RESUMED = "throughput/resumed_from"
+_PLAN = ("devices", "model", "batch", "precision", "starts from")
+
+
+class Table(NamedTuple):
+    """A table. The first cell of each row is its name."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Skipped(NamedTuple):
+    """The skipped steps of a run. Attributes: left_out: how many are not in `steps`."""
+
+    run: str
+    steps: Sequence[SkippedStep]
+    left_out: int
+
+
+class Samples(NamedTuple):
+    """The continuations of one prompt, newest first.
+
+    Attributes:
+        weights: which weights wrote them, `eval` or the name of an average.
+        texts: (step, text).
+        left_out: how many are not in `texts`.
+    """
+
+    run: str
+    weights: str
+    prompt: str
+    texts: Sequence[tuple[int, str]]
+    left_out: int
+
+
+class Share(NamedTuple):
+    """A part of a run's wall time. Attributes: fraction: of the whole."""
+
+    activity: str
+    seconds: float
+    fraction: float
+    color: str
+
+
+def results(runs: Sequence[LoggedRun]) -> Table:
+    """What was run, how far the runs are, and their newest numbers."""
+    found = [dict(_results(run)) for run in runs]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    return Table([run.name for run in runs], [[name, *(one.get(name, ABSENT) for one in found)] for name in names])
+
+
+def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
+    for name, value in run.start_table():
+        if name in _PLAN or name.startswith("phase "):
+            yield name, value
+    step, progress = run.latest("global_step"), run.latest("run_progress")
+    if step is not None:
+        yield "steps", f"{step:,.0f}" + (f" of {step / progress:,.0f}" if progress else "")
+    if (loss := run.latest("train/loss")) is not None:
+        yield "training loss, last step", f"{loss:.4f}"
+    for name, label in (("eval/loss", "validation loss"), ("eval/bpb", "bits per byte")):
+        if (newest := run.latest(name)) is not None:
+            steps, values = run.series[name]
+            lowest = int(np.nanargmin(values))
+            yield label, f"{newest:.4f} (lowest {values[lowest]:.4f} at step {steps[lowest]:,})"
+    if (tokens := run.latest("throughput/total_tokens")) is not None:
+        yield "tokens", f"{tokens:,.0f}"
+    for name, label in (("throughput/tokens_per_second", "tokens per second"), ("throughput/mfu", "MFU")):
+        if run.latest(name) is not None:
+            median = float(np.nanmedian(run.series[name].values))
+            yield f"{label}, median", f"{median:,.0f}" if median >= 10 else f"{median:.3g}"
+    for name, label in (
+        ("throughput/duration", "time in steps"),
+        ("throughput/loading_time", "waiting for batches"),
+        ("throughput/hook_time", "evaluations and saves"),
+    ):
+        if run.latest(name) is not None:
+            yield label, f"{np.nansum(run.series[name].values):,.1f} s"
+    if skipped := skipped_steps(run):
+        yield "skipped steps", f"{len(skipped):,}"
+    if _RESUMED in run.series:
+        yield "resumed from step", ", ".join(f"{step:,.0f}" for step in run.series[_RESUMED].values[-_MAX_RESUMED:])
+
+
+def differences(facts: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> Table:
+    """The names whose values are not the same in all runs."""
+    names = dict.fromkeys(name for one in facts for name in one)
+    rows = [[name, *(one.get(name, ABSENT) for one in facts)] for name in names]
+    return Table([run.name for run in runs], [row for row in rows if len(set(row[1:])) > 1])
+
+
+def config_values(text: str) -> dict[str, str]:
+    """The values of a configuration by dotted key, as they are written; empty if it is no YAML."""
+    try:
+        # This loader makes nothing but texts, lists and dictionaries.
+        tree = yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+        return dict(islice(_flat("", tree), _MAX_KEYS))
+    except (yaml.YAMLError, RecursionError):
+        return {}
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(f"{path}.{key}" if path else str(key), item)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _flat(f"{path}.{number}", item)
+    elif path:
+        yield path, f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
+    """The newest skipped steps of each run that has some."""
+    found = [(run.name, skipped_steps(run)) for run in runs]
+    return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in found if steps]
+
+
+def samples(runs: Sequence[LoggedRun]) -> list[Samples]:
+    """The samples of each run by prompt."""
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for run in runs:
+        for one in run.samples:
+            found.setdefault((run.name, one["name"], one["prompt"]), {})[one["step"]] = one["text"]
+    shown: dict[str, int] = {}
+    groups = []
+    for (run, weights, prompt), texts in found.items():
+        shown[run] = shown.get(run, 0) + 1
+        if shown[run] <= _MAX_PROMPTS:
+            steps = sorted(texts, reverse=True)
+            kept = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_STEPS).round().astype(int))]
+            entries = [(step, _shortened(texts[step])) for step in kept]
+            groups.append(Samples(run, weights, _shortened(prompt), entries, len(steps) - len(kept)))
+    return groups
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} …"
+
+
+def goodput(seconds: Mapping[str, float]) -> list[Share]:
+    """The parts of a stacked bar: what the wall time of a run was spent on. Args: seconds: activity -> seconds."""
+    total = sum(seconds.values())
+    spent = {activity: one for activity, one in seconds.items() if one > 0}
+    return [
+        Share(activity, one, one / total, COLORS[number % len(COLORS)])
+        for number, (activity, one) in enumerate(spent.items())
+    ]

@@ -1,0 +1,52 @@
+"""Reads the records of a run from files of JSON lines, which may be damaged, or written at the moment."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_MAX_STEP = 2**53
+
+
+def read_jsonl(path: Path) -> list[dict[str, float]]:
+    """The complete records of a metrics file, without those that a later attempt of the run supersedes.
+
+    Lines that are not records are ignored, such as a last line that was cut off when the process was killed.
+    """
+    records, _ = parse_jsonl(path.read_bytes() if path.exists() else b"")
+    return surviving(records, attempt_ends(records))
+
+
+def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """All records, and the number of other lines. A last line without its end is not counted."""
+    records, num_others = [], 0
+    for line in content.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and _is_count(record.get("step")) and _is_count(record.get("attempt", 0)):
+            records.append(record)
+        else:
+            num_others += line.endswith(b"\n")
+    return records, num_others
+
+
+def attempt_ends(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """attempt -> the first step of it that a later attempt did again; infinity for the last attempt."""
+    first_steps: dict[int, int] = {}
+    for record in records:
+        first_steps.setdefault(record.get("attempt", 0), record["step"])
+    return {
+        one: min((step for other, step in first_steps.items() if other > one), default=math.inf) for one in first_steps
+    }
+
+
+def surviving(records: Sequence[dict[str, Any]], ends: Mapping[int, float]) -> list[dict[str, Any]]:
+    """The records before the ends of their attempts."""
+    return [record for record in records if record["step"] < ends.get(record.get("attempt", 0), math.inf)]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_STEP

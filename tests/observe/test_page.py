@@ -1,0 +1,359 @@
+"""The HTML page of runs: its numbers, read back from the page, are those of the log folders."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import fsspec
+import numpy as np
+import pytest
+
+from jaxlm import final_report, report
+from jaxlm.__main__ import main
+from jaxlm.observe.page import page
+from jaxlm.observe.page.downsample import extremes, smoothed
+from jaxlm.observe.page.logged_run import LoggedRun, Series, read_run, read_runs
+from jaxlm.observe.page.page import render
+
+START = """run
+  run                 mine (seed 0)
+  devices             4 x cpu in 1 process(es), JAX 0.10.2
+  phase warm          steps 0 to 4; NextToken with Adam, cosine schedule from 0.01
+  phase adapt         steps 4 to 12; NextToken with Adam, cosine schedule from 0.001
+"""
+
+
+class Page(HTMLParser):
+    """The parts of a page: its texts, tags, JSON and table rows."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.rows: list[list[str]] = []
+        self._texts: list[str] = []
+        self._in_cell = False
+        self._in_figures = False
+        self.figures: dict = {}
+        self.feed(text)
+        self.text = "".join(self._texts)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._in_figures = dict(attrs).get("id") == "figures"
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self._in_figures:
+            self.figures = json.loads(data)
+            self._in_figures = False
+        self._texts.append(data)
+        if self._in_cell:
+            self.rows[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        return next([cell.strip() for cell in row[1:]] for row in self.rows if row and row[0].strip() == name)
+
+    def curve(self, name: str, chart: int | None = None) -> dict[int, float | None]:
+        """The points of the first curve with a name."""
+        figures = self.figures.values() if chart is None else [self.figures[f"chart-{chart}"]]
+        trace = next(trace for figure in figures for trace in figure["data"] if trace["name"] == name)
+        return dict(zip(trace["x"], trace["y"], strict=True))
+
+
+def record(step, **metrics):
+    shared = {"global_step": step, "run_progress": step / 40, "throughput/tokens_per_second": 100.0 + step}
+    return {"step": step, "train/loss": 5 - step / 10, **shared, **metrics}
+
+
+def write_run(folder, records, samples=(), config="trainer: {seed: 0}\n", log=START, end=""):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + end)
+    if samples:
+        (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    (folder / "config.yaml").write_text(config)
+    (folder / "train.log").write_text(log)
+    (folder / "environment.json").write_text('{"jax": "0.10.2"}')
+    return folder
+
+
+def page_of(*folders) -> Page:
+    return Page(render(read_runs([str(folder) for folder in folders]), ""))
+
+
+def marks(page: Page) -> set[tuple[int, str]]:
+    layout = page.figures["chart-0"]["layout"]
+    assert [line["x0"] for line in layout["shapes"]] == [name["x"] for name in layout["annotations"]]
+    return {(name["x"], name["text"]) for name in layout["annotations"]}
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 200, 999, 1000, 5_003])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_downsampling_keeps_the_extremes_of_every_bucket(num, missing):
+    rng = np.random.default_rng(num)
+    values = rng.standard_normal(num)
+    values[rng.random(num) < missing] = np.nan
+    kept = extremes(values, 100)
+    assert (np.diff(kept) > 0).all()
+    assert len(kept) <= 3 * 100 + 2
+    if num <= 200:
+        np.testing.assert_array_equal(kept, np.arange(num))
+        return
+    width = -(-num // 100)
+    for start in range(0, num, width):
+        bucket, shown = values[start : start + width], values[kept[(kept >= start) & (kept < start + width)]]
+        assert np.isnan(bucket).any() == np.isnan(shown).any()
+        if not np.isnan(bucket).all():
+            assert (np.nanmin(shown), np.nanmax(shown)) == (np.nanmin(bucket), np.nanmax(bucket))
+    assert {0, num - 1} <= set(kept.tolist())
+
+
+def test_the_moving_average_is_that_of_the_finite_values():
+    rng = np.random.default_rng(0)
+    steps, values = np.arange(400), rng.standard_normal(400)
+    values[[3, 50]] = np.nan
+    at, means, width = smoothed(steps, values)
+    finite = values[np.isfinite(values)]
+    assert width == 9
+    np.testing.assert_allclose(means, [finite[i - 4 : i + 5].mean() for i in range(4, len(finite) - 4)])
+    np.testing.assert_array_equal(at, steps[np.isfinite(values)][4:-4])
+
+
+def test_the_numbers_of_a_page_are_those_of_the_log_folder(tmp_path):
+    records = [record(step, **{"eval/loss": 4.2 + 1 / step} if step % 4 == 0 else {}) for step in range(1, 13)]
+    records[4]["train/loss"] = None
+    page = page_of(write_run(tmp_path / "mine", records))
+    drawn = page.curve("train/loss")
+    assert drawn.pop(5) is None
+    assert drawn == pytest.approx({one["step"]: one["train/loss"] for one in records if one["step"] != 5}, rel=1e-6)
+    assert page.curve("eval/loss") == pytest.approx({4: 4.45, 8: 4.325, 12: 4.2 + 1 / 12}, rel=1e-6)
+    assert page.curve("throughput/tokens_per_second") == {step: 100 + step for step in range(1, 13)}
+    assert page.row("steps") == ["12 of 40"]
+    assert page.row("validation loss") == ["4.2833 (lowest 4.2833 at step 12)"]
+    assert page.row("devices") == ["4 x cpu in 1 process(es), JAX 0.10.2"]
+    assert page.row("jax") == ["0.10.2"]
+    assert marks(page) == {(4, "phase adapt")}
+
+
+def test_extremes_of_a_long_run_stay_and_the_page_is_small(tmp_path):
+    num = 100_000
+    values = np.random.default_rng(0).standard_normal(num)
+    values[[77_777, 33_333]] = 1e4, -1e4
+    steps = np.arange(1, num + 1)
+    series = {"train/loss": (steps, values), "grad/norm/total": (steps, values**2)}
+    text = render([LoggedRun("long", {name: Series(*one) for name, one in series.items()})], "")
+    curve = Page(text).curve("train/loss")
+    assert (curve[77_778], curve[33_334]) == (1e4, -1e4)
+    assert {1, num} <= curve.keys()
+    assert len(curve) <= 4_002
+    assert len(text) < 1_000_000
+    assert f"of {num:,} points" in text
+
+
+def test_untrusted_text_stays_text(tmp_path):
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    log = START + f"step 3: {attack}; update skipped (1 skipped so far). Batch: {attack}\n"
+    records = [record(step, **{"train/skipped_steps": float(step > 2), f"eval/{attack}": 1.0}) for step in range(1, 5)]
+    samples = [{"step": 1, "name": attack, "prompt": attack, "text": attack + "\ud800"}]
+    folder = write_run(tmp_path / "a<b>", records, samples, f"model: '{attack}'\n", log)
+    other = write_run(tmp_path / "b", records, samples, f"model: '{attack}!'\n", log)
+    plain = write_run(tmp_path / "plain", [record(1)])
+    page, expected = page_of(folder, other), page_of(plain, plain.parent / "b")
+    assert [tag for tag, _ in page.tags].count("script") == [tag for tag, _ in expected.tags].count("script") == 3
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert page.text.count(attack) >= 8
+    assert all("<" not in trace["name"] for figure in page.figures.values() for trace in figure["data"])
+    report_path = tmp_path / "page.html"
+    page_text = render(read_runs([str(folder)]), "")
+    report_path.write_text(page_text, errors="replace")  # a half of a surrogate pair can be written
+
+
+def test_a_folder_that_is_written_at_the_moment_or_damaged_is_read(tmp_path):
+    records = [record(step) for step in range(1, 6)]
+    junk = '[1]\nnot json\n{"step": "x"}\n{"step": 1e400}\n{"step": 9, "attempt": "one"}\n'
+    junk += '{"step": 6, "train/loss": NaN, "x": "text"}\n'
+    folder = write_run(tmp_path / "mine", records, config="a: [", end=junk + '{"step": 7, "train/lo')
+    (folder / "environment.json").write_text("{")
+    (folder / "samples.jsonl").write_bytes(
+        b'{"step": 1}\n\xff\xfe\n{"step": 2, "name": "eval", "prompt": "p", "text": "t"}\n'
+    )
+    page = page_of(folder)
+    assert page.curve("train/loss") == {**{step: 5 - step / 10 for step in range(1, 6)}, 6: None}
+    assert ["2", "pt"] in page.rows
+    (folder / "metrics.jsonl").write_text("")
+    assert "No step is recorded yet" in page_of(folder).text
+
+
+def test_a_run_that_went_back_shows_the_line_that_survives(tmp_path):
+    first = [record(step, **{"train/loss": 9.0}) for step in range(1, 11)]
+    second = [record(step, attempt=1, **{"train/loss": 1.0}) for step in range(6, 9)]
+    second[0]["throughput/resumed_from"] = 5
+    texts = [{"step": step, "name": "eval", "prompt": "p", "text": f"old {step}"} for step in (5, 10)]
+    page = page_of(write_run(tmp_path / "mine", first + second, texts))
+    assert page.curve("train/loss") == dict.fromkeys(range(1, 6), 9.0) | dict.fromkeys(range(6, 9), 1.0)
+    assert marks(page) >= {(5, "resumed")}
+    assert "old 5" in page.text
+    assert "old 10" not in page.text
+
+
+def test_skipped_steps_have_the_text_of_the_log(tmp_path):
+    log = START + "step 3: loss is not finite; update skipped (1 skipped so far). Batch: wiki: sequence 8 of 9\nother\n"
+    skips = [0, 0, 1, 1, 2]
+    folder = write_run(
+        tmp_path / "mine", [record(n, **{"train/skipped_steps": s}) for n, s in enumerate(skips, 1)], log=log
+    )
+    page = page_of(folder)
+    assert page.row("3") == ["loss is not finite", "wiki: sequence 8 of 9"]
+    assert page.row("5") == ["not in train.log", ""]
+    assert page.row("skipped steps") == ["2"]
+
+
+def test_several_runs_lie_over_each_other_and_differ_where_they_differ(tmp_path):
+    one = write_run(tmp_path / "x" / "mine", [record(step) for step in range(1, 4)], config="a: {b: 1, c: [1, 2]}\n")
+    two = write_run(
+        tmp_path / "y" / "mine", [record(step) for step in range(1, 6)], config="a: {b: 2, c: [1, 2], d: no}\n"
+    )
+    page = page_of(one, two)
+    assert page.curve(str(one)) == pytest.approx({step: 5 - step / 10 for step in range(1, 4)})
+    assert page.curve(str(two)) == pytest.approx({step: 5 - step / 10 for step in range(1, 6)})
+    assert (page.row("a.b"), page.row("a.d")) == (["1", "2"], ["–", "no"])
+    assert "a.c" not in [row[0] for row in page.rows if row]
+    assert "The environments are the same." in page.text
+
+
+def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
+    samples = [
+        {"step": step, "name": "eval", "prompt": f"p{prompt}", "text": "x" * 5000}
+        for step in range(200)
+        for prompt in range(20)
+    ]
+    many = {f"grad/norm/layer {n}": 1.0 for n in range(300)}
+    folder = write_run(tmp_path / "mine", [record(step, **many) for step in range(1, 4)], samples)
+    text = render(read_runs([str(folder)]), "")
+    assert len(text) < 3_000_000
+    page = Page(text)
+    assert "170 others are in samples.jsonl" in page.text
+    shown = [int(row[0].replace(",", "")) for row in page.rows if len(row) == 2 and row[1].startswith("p0x")]
+    assert (len(shown), shown[0], shown[-1]) == (30, 199, 0)
+    assert len(page.figures) == 42  # loss, throughput and 40 of 300
+
+
+def test_goodput_is_a_bar_and_a_table():
+    run = LoggedRun("mine", {}, goodput={"step": 30.0, "compile": 10.0, "save": 0.0})
+    page = Page(render([run], ""))
+    assert [page.row("step"), page.row("compile")] == [["30.0 s", "75.0%"], ["10.0 s", "25.0%"]]
+    widths = [attrs["style"] for tag, attrs in page.tags if tag == "span" and "width" in attrs.get("style", "")]
+    assert [style.split(";")[0] for style in widths] == ["width: 75.0000%", "width: 25.0000%"]
+    assert "Wall time" not in render([LoggedRun("mine", {})], "")
+
+
+def test_a_page_loads_nothing_and_is_the_same_again(tmp_path):
+    folder = write_run(tmp_path / "mine", [record(step) for step in range(1, 4)])
+    text = render([read_run(str(folder))], "")
+    assert text == render([read_run(str(folder))], "")
+    page = Page(text)
+    assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
+    (policy,) = [attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_a_run_is_a_path_an_id_or_a_url(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "logs" / "mine", [record(step) for step in range(1, 4)])
+    monkeypatch.chdir(tmp_path)
+    store = fsspec.filesystem("memory")
+    store.put(str(folder), "/bucket/mine", recursive=True)
+    found = [read_run(given) for given in ("mine", "logs/mine", str(folder), "memory://bucket/mine/")]
+    assert [run.name for run in found] == ["mine"] * 4
+    assert [run.latest("train/loss") for run in found] == [4.7] * 4
+    assert {run.config for run in found} == {"trainer: {seed: 0}\n"}
+
+
+@pytest.fixture
+def no_library(monkeypatch):
+    monkeypatch.setattr(page, "has_library", lambda: False)
+    monkeypatch.setattr(final_report, "has_library", lambda: False)
+
+
+@pytest.fixture
+def small_library(monkeypatch):
+    monkeypatch.setattr(page, "library", lambda: "/* library */")
+    monkeypatch.setattr(final_report, "has_library", lambda: True)
+
+
+def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys, small_library):
+    folder = write_run(tmp_path / "logs" / "mine", [record(1)])
+    write_run(tmp_path / "logs" / "other", [record(1)])
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "mine"]) == 0
+    assert (folder / "report.html").read_text() == render([read_run("mine")], "/* library */")
+    assert main(["report", "mine", "logs/other"]) == 0
+    assert main(["report", "mine", "--output_path", "new/page.html"]) == 0
+    assert (tmp_path / "new" / "page.html").read_text() == (folder / "report.html").read_text()
+    assert capsys.readouterr().out.split() == ["logs/mine/report.html", "report.html", "new/page.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent"], "'absent' given, which is no run: it has no metrics.jsonl.*there are mine"),
+        (["logs"], "'logs' given, which is no run"),
+        (["memory://bucket/absent"], "'memory://bucket/absent' given, which is no run"),
+        (["mine", "mine"], "mine given twice"),
+        (["mine", "--output_path", "logs"], "logs cannot be written"),
+        (["nothing://x"], "fsspec does not support nothing://"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path, monkeypatch, capsys, small_library, arguments, message):
+    write_run(tmp_path / "logs" / "mine", [record(1)])
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert re.search(message, said)
+    assert said.count("\n") == 1
+
+
+def test_without_the_library_the_command_says_how_to_install_it(tmp_path, capsys, no_library):
+    folder = write_run(tmp_path / "mine", [record(1)])
+    assert main(["report", str(folder)]) == 2
+    assert capsys.readouterr().err == "error: report: the page needs plotly. Run: pip install 'jaxlm[report]'\n"
+    assert final_report.report_page(folder) == f"pip install 'jaxlm[report]', then jaxlm report {folder}"
+
+
+def test_a_page_that_cannot_be_written_is_a_row_of_the_final_report(tmp_path, small_library):
+    folder = write_run(tmp_path / "mine", [record(1)])
+    assert final_report.report_page(folder) == str(folder / "report.html")
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    assert final_report.report_page(folder).startswith("not written: ")
+
+
+def test_the_command_needs_no_jax(tmp_path):
+    folder = write_run(tmp_path / "mine", [record(1)])
+    program = f"""
+import sys
+from jaxlm.__main__ import main
+from jaxlm.observe.page import page
+page.library = lambda: ""
+assert main(["report", {str(folder)!r}]) == 0
+print(sorted({{"jax", "torch", "plotly", "haliax"}} & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_library_is_inlined(tmp_path):
+    pytest.importorskip("plotly", reason="pip install 'jaxlm[report]'")
+    folder = write_run(tmp_path / "mine", [record(step) for step in range(1, 4)])
+    assert report.main([str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    assert "plotly.js v" in text
+    assert Page(text).curve("train/loss") == pytest.approx({1: 4.9, 2: 4.8, 3: 4.7})
