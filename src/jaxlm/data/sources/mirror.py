@@ -55,13 +55,16 @@ class MirroredSource(DataSource):
     def is_local(self, mirror: Path) -> bool:
         return self._copy_path(mirror).is_file()
 
+    def paths(self, mirror: Path) -> list[tuple[str, Path]]:
+        return self._copied_files(self._copy_path(mirror))
+
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
         copy = self._copy_path(mirror)
         if not self.is_local(mirror):
             with folder_lock(writable_folder(copy.parent), log):
                 if not self.is_local(mirror):  # another process may have copied it meanwhile
                     self._make_copy(copy, log)
-        return self._copied_files(copy)
+        return self.paths(mirror)
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,20 @@ class RemoteFile(MirroredSource):
         return self.size
 
     @property
+    def identity(self) -> str | None:
+        # A hash, because the URL may contain a signature.
+        return hashlib.sha256(self._stated.encode()).hexdigest() if self.version and self.size is not None else None
+
+    @property
+    def _stated(self) -> str:
+        return f"{self.url} {self.size} {self.version}"
+
+    @property
     def has_records(self) -> bool:
         return has_records(_basename(self.url))
 
     def _copy_path(self, mirror: Path) -> Path:
-        return mirror / copy_folder_name(f"{self.url} {self.size} {self.version}") / _basename(self.url)
+        return mirror / copy_folder_name(self._stated) / _basename(self.url)
 
     def _make_copy(self, copy: Path, log: Log) -> None:
         fs, path = open_store(self.url, self.key)
