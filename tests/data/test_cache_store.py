@@ -75,7 +75,7 @@ def test_the_first_machine_builds_and_the_second_reads_blocks(tmp_path, monkeypa
 def blocks_line(memory, share: float, limit: str = "50") -> str:
     size = memory.info("/shared/cache/train/tokens.bin")["size"] / 1e9
     return (
-        f"{size:.3g} GB at {URL}/train, read in blocks of 4.19 MB; {size * share:.3g} GB of it in cache/blocks (at most"
+        f"{size:.3g} GB at {URL}/train, read in blocks of 0.262 MB; {size * share:.3g} GB of it in cache/blocks (at most"
         f" {limit} GB)"
     )
 
@@ -86,16 +86,16 @@ def test_a_cache_without_checksums_of_blocks_is_copied_and_gets_them(tmp_path, m
     text.write_text("a text of words " * 500)
     machine(tmp_path / "one", monkeypatch)
     built, _ = opened(section(text))
-    sums = memory.cat_file("/shared/cache/train/blocks.json")
-    memory.rm_file("/shared/cache/train/blocks.json")
+    sums = memory.cat_file("/shared/cache/train/blocks.crc32")
+    memory.rm_file("/shared/cache/train/blocks.crc32")
     for name, changed in (("two", None), ("three", sums.replace(b'"tokens_crc32": ', b'"tokens_crc32": 1'))):
         machine(tmp_path / name, monkeypatch)
         if changed:
-            memory.pipe_file("/shared/cache/train/blocks.json", changed)
+            memory.pipe_file("/shared/cache/train/blocks.crc32", changed)
         copied, said = opened(section(text))
         np.testing.assert_array_equal(copied, built)
         assert sum("copying" in line for line in said) == 2  # the tokenizer and the tokens
-        assert memory.cat_file("/shared/cache/train/blocks.json") == sums
+        assert memory.cat_file("/shared/cache/train/blocks.crc32") == sums
 
 
 def test_a_cache_that_was_deleted_and_built_again_is_not_mixed_with_the_old_one(tmp_path, monkeypatch, memory):
@@ -172,7 +172,7 @@ def test_a_dry_run_says_what_a_start_will_do(tmp_path, monkeypatch, memory):
     tokens = memory.cat_file("/shared/cache/train/tokens.bin")
     memory.pipe_file("/shared/cache/train/tokens.bin", tokens[:-2])
     assert said(section(text)).startswith("a start would end with: the token cache is damaged")
-    memory.rm_file("/shared/cache/train/blocks.json")
+    memory.rm_file("/shared/cache/train/blocks.crc32")
     assert said(section(text)).endswith(
         f"GB at {URL}/train, without checksums of blocks, copied as a whole to {folder}"
     )

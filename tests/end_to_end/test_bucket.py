@@ -169,7 +169,7 @@ def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(g
         assert "copying" in died.out
         assert "training a BPE tokenizer" not in died.out
         assert "mirror: " not in died.out
-        assert "train, read in blocks of 4.19 MB; 0 GB of it in cache/blocks" in died.out
+        assert "train, read in blocks of 0.262 MB; 0 GB of it in cache/blocks" in died.out
         assert not list(machine[number].folder.rglob("tokens.bin"))
     last = machine[3].run(*run, *of_x, **gcs)
     assert last.code == 0, last.err

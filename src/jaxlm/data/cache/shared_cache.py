@@ -1,6 +1,6 @@
 """Opens a token cache in a store without copying its tokens, and makes caches that can be opened so.
 
-<local folder>/<split>          a whole cache: built on this machine, or copied because the store has no blocks.json
+<local folder>/<split>          a whole cache: built on this machine, or copied because the store has no blocks.crc32
                <split>.parts    everything except tokens.bin, which is read in blocks
 """
 
@@ -108,7 +108,7 @@ def share_sums(store: CacheStore, folder: Path, log: Log) -> None:
         with storage_errors(_UploadError):
             if not _has_sums(fs, f"{root}/{BLOCKS}", metadata):
                 sums = BlockSums.of_file(folder / TOKENS, metadata["crc32"][TOKENS])
-                fs.pipe_file(f"{root}/{BLOCKS}", sums.to_json())
+                fs.pipe_file(f"{root}/{BLOCKS}", sums.to_bytes())
     except _UploadError as error:
         log(f"{store.key}: {url}/{BLOCKS} cannot be written ({error}), so other machines copy the cache as a whole")
 

@@ -1,12 +1,13 @@
 """The tokens of a cache at a URL, read in blocks: only those that are needed, each checked and kept in a mirror.
 
-blocks.json, next to tokens.bin in the store, has the checksum of each block. Caches that have none are copied as a whole.
+blocks.crc32, next to tokens.bin in the store, has the checksum of each block. Caches that have none are copied as a whole.
 """
 
 import functools
 import hashlib
 import json
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,28 +22,30 @@ from jaxlm.core.stores import WHILE_TRAINING_S, open_store, retried, storage_err
 from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.token_cache import TOKENS, DamagedCacheError
 
-BLOCKS = "blocks.json"
-BLOCK_BYTES = 1 << 22
-_CONCURRENT_DOWNLOADS = 16
-_MAX_AHEAD = 32  # blocks that wait to be read ahead
+BLOCKS = "blocks.crc32"
+BLOCK_BYTES = 1 << 18  # see docs/design/0014
+_HEADER = ("block_bytes", "num_bytes", "tokens_crc32")
+_CONCURRENT_DOWNLOADS = 32
+_MAX_AHEAD = 512  # blocks that wait to be read ahead
+_PAUSE_S = 30.0  # without reading ahead, after a failure
 _TRIES_IF_DAMAGED = 3  # it may be the transfer that is damaged
 
 
 @dataclass(frozen=True)
 class BlockSums:
-    """The content of `blocks.json`.
+    """The content of the file `BLOCKS`: one line of JSON, then the checksums.
 
     Attributes:
         block_bytes: size of each block; the last may be smaller.
         num_bytes: size of tokens.bin.
         tokens_crc32: CRC-32 of tokens.bin, which ties it to its `cache.json`.
-        crc32: CRC-32 of each block.
+        crc32: uint32 [blocks], CRC-32 of each block.
     """
 
     block_bytes: int
     num_bytes: int
     tokens_crc32: int
-    crc32: tuple[int, ...]
+    crc32: np.ndarray
 
     @staticmethod
     def of_file(path: Path, tokens_crc32: int) -> "BlockSums":
@@ -51,23 +54,30 @@ class BlockSums:
         with open(path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
                 crc32.append(zlib.crc32(block))
-        return BlockSums(BLOCK_BYTES, path.stat().st_size, tokens_crc32, tuple(crc32))
+        return BlockSums(BLOCK_BYTES, path.stat().st_size, tokens_crc32, np.array(crc32, "<u4"))
 
     @staticmethod
     def parse(raw: bytes, cache: Mapping[str, Any]) -> "BlockSums | None":
         """None if these are not the checksums of a cache. Args: cache: the content of its `cache.json`."""
+        header, _, raw_sums = raw.partition(b"\n")
         try:
-            found = json.loads(raw)
-            sums = BlockSums(**{**found, "crc32": tuple(found["crc32"])})
-            is_complete = len(sums.crc32) == -(-sums.num_bytes // sums.block_bytes)
+            found = json.loads(header)
+            sums = BlockSums(**{name: found[name] for name in _HEADER}, crc32=np.frombuffer(raw_sums, "<u4"))
         except (ValueError, TypeError, KeyError):
             return None
+        is_complete = len(sums.crc32) == -(-sums.num_bytes // sums.block_bytes) and sums.header == header
         num_bytes = cache["num_tokens"] * np.dtype(cache["dtype"]).itemsize
         belongs = (sums.tokens_crc32, sums.num_bytes) == (cache["crc32"][TOKENS], num_bytes)
         return sums if is_complete and belongs else None
 
-    def to_json(self) -> bytes:
-        return json.dumps(vars(self)).encode()
+    @property
+    def header(self) -> bytes:
+        """The line of JSON. It identifies the tokens and the checksums."""
+        fields = {name: getattr(self, name) for name in _HEADER}
+        return json.dumps({**fields, "crc32": zlib.crc32(self.crc32.tobytes())}).encode()
+
+    def to_bytes(self) -> bytes:
+        return self.header + b"\n" + self.crc32.tobytes()
 
 
 class TokenBlocks:
@@ -82,12 +92,13 @@ class TokenBlocks:
     def __init__(self, url: str, key: str, sums: BlockSums, dtype: np.dtype, mirror: BlockMirror):
         """Args: key: the configuration key of the URL, for messages."""
         self.url, self.num_bytes, self.mirror = url, sums.num_bytes, mirror
-        self.identity = hashlib.sha256(f"{url} {sums.to_json().decode()}".encode()).hexdigest()[:16]
+        self.identity = hashlib.sha256(f"{url} {sums.header.decode()}".encode()).hexdigest()[:16]
         self.dtype = dtype
         self._key, self._sums = key, sums
         self._fs, self._path = open_store(f"{url}/{TOKENS}", key)  # once: fsspec would open it anew in every thread
         self._verified: set[int] = set()  # blocks in the mirror whose checksum this process knows to be right
-        self._waiting: set[int] = set()
+        self._waiting: set[int] = set()  # to be read ahead
+        self._paused_until = 0.0
         self._guard = threading.Lock()
 
     def __len__(self) -> int:
@@ -132,7 +143,10 @@ class TokenBlocks:
 
     def _read_in_advance(self, number: int) -> None:
         try:
-            self._read(number, 0, 0, in_advance=True)
+            if time.monotonic() > self._paused_until:
+                self._read(number, 0, 0, in_advance=True)
+        except ConfigError:
+            self._paused_until = time.monotonic() + _PAUSE_S  # a process that ends does not wait for the others
         finally:
             with self._guard:
                 self._waiting.discard(number)
