@@ -151,7 +151,8 @@ def evaluate(
             f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
             " batch"
         )
-    differs = dataclasses.replace(data, cache_dir=opened.data.cache_dir) != opened.data
+    places = {key: getattr(opened.data, key) for key in ("cache_dir", "cache_mirror_gb")}
+    differs = dataclasses.replace(data, **places) != opened.data
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
         model, token_bytes = opened.load(), opened.tokenizer.token_bytes()

@@ -139,7 +139,7 @@ def describe_cache(examples: Examples) -> list[tuple[str, str]]:
         ("sequences", f"{len(examples):,} of {examples.seq_len:,} tokens"),
         ("padding", f"{examples.padding:.4%} of all positions{where}"),
         ("fingerprint", cache.fingerprint),
-        ("folder", str(cache.folder)),
+        ("folder", cache.location),
     ]
 
 

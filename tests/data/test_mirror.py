@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import http.server
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources import mirror
@@ -160,6 +162,31 @@ def test_memory(memory, tmp_path):
     assert texts(files(f"{address}/**/*.txt", folder=tmp_path)) == ["c", "a"]
     with pytest.raises(ConfigError, match=r"\*\.json' matches no readable file"):
         listed(f"{address}/*.json")
+
+
+def test_a_file_that_changes_while_it_is_copied_is_not_recorded(memory, tmp_path, monkeypatch):
+    address, write = memory
+    write("x.txt", "one")
+    copy, info = MemoryFileSystem.get_file, MemoryFileSystem.info
+
+    def with_tag(self, path, **options):
+        return info(self, path, **options) | {"ETag": hashlib.md5(self.cat_file(path)).hexdigest()}
+
+    def change(self, path, local, **options):
+        write("x.txt", "two")  # the same size
+        copy(self, path, local, **options)
+
+    data = TokensConfig(train_urls=[f"{address}/x.txt"], cache_dir=str(tmp_path), vocab_size=257)
+    monkeypatch.setattr(MemoryFileSystem, "info", with_tag)
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "get_file", change)
+        with pytest.raises(ConfigError, match=r"x\.txt changed during the copy: was ETag .*, is now ETag"):
+            data.identity()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
+    mirror.list_remote.cache_clear()
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "x.txt").write_text("two")
+    assert data.identity() == dataclasses.replace(data, train_urls=[str(tmp_path / "local")]).identity()
 
 
 def test_names_equal_those_of_a_local_copy(tmp_path):

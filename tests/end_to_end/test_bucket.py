@@ -146,22 +146,31 @@ def losses_in_bucket(run_id: str) -> dict[int, str]:
 
 @pytest.mark.slow
 def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(gcs, shared, tmp_path):
-    """Cache, logs, exports and checkpoints. Each machine starts with an empty disk; the first two are killed."""
+    """Text, configuration, cache, logs, exports and checkpoints. Each machine starts with an empty disk; the first two are
+    killed.
+    """
     fs = fsspec.filesystem("gs")
+    fs.put(str(shared / "corpus"), f"{EVERYTHING}/corpus", recursive=True)
     machine = []
     for number in range(4):
         (tmp_path / f"{number}").mkdir()
         machine.append(Workplace(tmp_path / f"{number}", tmp_path / f"{number}" / "cache", shared / "corpus"))
         machine[-1].write()
-    run = ("--config_path", "run.yaml", *IN_BUCKET)
+    text = machine[0].write().read_text().replace(str(shared / "corpus"), f"{EVERYTHING}/corpus")
+    fs.pipe_file(f"{EVERYTHING}/run.yaml", text.encode())
+    run = ("--config_path", f"{EVERYTHING}/run.yaml", *IN_BUCKET)
     of_x = ("--trainer.id", "x", "--hf_save_path", f"{EVERYTHING}/hf/x")
     whole = machine[0].run(*run, "--trainer.id", "whole", "--hf_save_path", f"{EVERYTHING}/hf/whole", **gcs)
     assert whole.code == 0, whole.err
+    assert "mirror: " in whole.out
     for number, place in ((1, "first phase"), (2, "second phase")):
         died = machine[number].run(*run, *of_x, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=place, **gcs)
         assert died.code == -signal.SIGKILL, died.err
         assert "copying" in died.out
         assert "training a BPE tokenizer" not in died.out
+        assert "mirror: " not in died.out
+        assert "train, read in blocks of 0.262 MB; 0 GB of it in cache/blocks" in died.out
+        assert not list(machine[number].folder.rglob("tokens.bin"))
     last = machine[3].run(*run, *of_x, **gcs)
     assert last.code == 0, last.err
     assert re.search(f"resuming, from {EVERYTHING}/runs/x/step-(9|12)", last.out)

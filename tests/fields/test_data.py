@@ -24,6 +24,7 @@ SHOWN_ELSEWHERE = {
     "source": "tests/data/test_corpus.py::test_records_are_used_like_those_of_a_file",
     "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",
     "ignore_token_id": LIMITS + "test_ignored_tokens_are_no_targets_in_training_and_validation",
+    "cache_mirror_gb": "tests/data/test_cache_store.py::test_the_mirror_has_a_limit",
     "max_train_batches": LIMITS + "test_training_repeats_the_first_batches_of_a_source",
     "num_validation_sequences": LIMITS + "test_the_last_sequences_are_held_out_of_training_and_evaluated",
     **dict.fromkeys(("tags", "configs", "train_weights", "stop_strategy", "mixture_block_size"), MIXTURE),

@@ -3,9 +3,15 @@
 import contextlib
 from collections.abc import Iterator
 
+import fsspec
+import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.cache import token_blocks
+from jaxlm.data.examples import Examples
+from jaxlm.data.sources.mirror import list_remote
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.gcs import BUCKET
 from tests.run.test_init_from import Trainings
@@ -54,6 +60,41 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
     run("z", 1, "third", initialize_from=f"{bucket}/runs")
     assert "/step-6; step, optimizer state and data position start from scratch" in trainings.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["bucket", "gcs"])
+def test_token_caches_and_text_in_an_object_store(store, request, tmp_path, monkeypatch):
+    """The second machine reads the tokens in blocks and none of the text. Text that has changed is noticed."""
+    found = request.getfixturevalue(store)
+    url = found if store == "bucket" else f"gs://{BUCKET}"
+    monkeypatch.setattr(token_blocks, "BLOCK_BYTES", 1000)
+    fs, path = fsspec.core.url_to_fs(f"{url}/text")
+    for number in range(3):
+        fs.pipe_file(f"{path}/{number}.txt", f"a text of words {number} ".encode() * 500)
+    data = TokensConfig(train_urls=[f"{url}/text/*.txt"], cache_dir=f"{url}/tokens", vocab_size=300)
+
+    def opened(folder: str) -> Examples:
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        list_remote.cache_clear()
+        return data.open(data.load_tokenizer(print), 16, print).train[""]
+
+    here, identity = opened("one"), data.identity()
+    there = opened("two")
+    assert data.identity() == identity
+    few, rows = np.arange(3), np.arange(len(here))
+    np.testing.assert_array_equal(there.read(few)["tokens"], here.read(few)["tokens"])
+    assert len(list((tmp_path / "two" / "cache" / "blocks").glob("*/*"))) == 1
+    np.testing.assert_array_equal(there.read(rows)["tokens"], here.read(rows)["tokens"])
+    assert len(list((tmp_path / "two" / "cache" / "blocks").glob("*/*"))) > 3
+    assert not list((tmp_path / "two").rglob("*.txt"))
+    fs.pipe_file(f"{path}/1.txt", b"other words " * 500)
+    fs.invalidate_cache()
+    with pytest.raises(ConfigError, match=r"files changed: 1 \(1\.txt\)"):
+        opened("three")
+    assert data.identity() != identity
+    assert len(list((tmp_path / "three").rglob("*.txt"))) == 1
 
 
 @pytest.mark.slow

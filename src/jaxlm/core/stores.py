@@ -4,15 +4,22 @@ import contextlib
 import hashlib
 import logging
 import posixpath
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.errors import ConfigError
 
 # Packages that are not named like the module in fsspec's table.
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
+
+T = TypeVar("T")
+
+AT_START_S = (0.5, 1.0, 2.0)
+WHILE_TRAINING_S = (*AT_START_S, 4.0, 8.0, 16.0, 32.0)
+"""Pauses between the tries of `retried`."""
 
 
 def is_url(path: Path | str) -> bool:
@@ -45,6 +52,25 @@ def open_store(url: str, key: str) -> tuple[Any, str]:
         known = ", ".join(sorted(known_implementations))
         raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
     return fs, path.rstrip("/")
+
+
+def retried(call: Callable[[], T], pauses_s: Sequence[float]) -> T:
+    """Calls a store until it answers, in addition to what its client library retries.
+
+    Args:
+        pauses_s: seconds to wait before each further try.
+
+    Raises:
+        Exception: what the last try raised; or the first, if nothing is there or access is denied.
+    """
+    for pause in pauses_s:
+        try:
+            return call()
+        except (FileNotFoundError, PermissionError, ConfigError):
+            raise
+        except Exception:  # client libraries of stores raise their own types
+            time.sleep(pause)
+    return call()
 
 
 def local_copy(folder: Path, url: str) -> Path:

@@ -15,15 +15,21 @@ class DataSource(abc.ABC):
         name: used in fingerprints; relative to the URL.
         num_bytes: size of the files; None if the server does not report it.
         has_records: whether the files hold records, with the text under a key.
+        identity: equal for equal content of a single remote file, as far as the server reports it; None for other sources.
     """
 
     name: str
     num_bytes: int | None
     has_records: bool
+    identity: str | None = None
 
     @abc.abstractmethod
     def is_local(self, mirror: Path) -> bool:
         """Whether `files` has nothing to copy: the source is local, or the mirror has a copy."""
+
+    @abc.abstractmethod
+    def paths(self, mirror: Path) -> list[tuple[str, Path]]:
+        """Names and local paths that `files` returns. Only for sources that are local, or have an `identity`."""
 
     @abc.abstractmethod
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:

@@ -10,9 +10,10 @@ import draccus
 
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.data.base import Log
 from jaxlm.data.batch import BatchSpec, Columns
+from jaxlm.data.cache.block_mirror import FOLDER, BlockMirror
 from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
@@ -20,7 +21,7 @@ from jaxlm.data.data import Data, StopStrategy, ValidationData
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.shuffle import EraShuffle
-from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig
+from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, check_source_names
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +30,6 @@ from jaxlm.data.train_weights import block_counts, weight_stages
 
 TRAIN_BPE = "bpe"
 _DEFAULT_VOCABULARY = 8192
-_RESERVED = ("train", "validation", "tokenizer", "mirror", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     Attributes:
         cache_dir: folder for token caches, the tokenizer trained here, and copies of remote files. If it lies inside a folder
             of training text, its files are not read as text. At a URL (`gs://bucket/cache`), caches and tokenizer are shared:
-            the first machine builds them, and each machine copies them once to a folder in `cache/`.
+            the first machine builds them, and the others read only the parts of the caches that they need.
+        cache_mirror_gb: most GB of disk for `cache/blocks`, the parts of token caches at a URL that a machine read last.
         tokenizer: path of a tokenizer.json, or of a folder that contains one; `bpe` trains a tokenizer on the training
             files.
         vocab_size: vocabulary size of the tokenizer trained here; null means 8192. For a loaded tokenizer, the size it must
@@ -66,6 +67,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     """
 
     cache_dir: str = "cache/"
+    cache_mirror_gb: PositiveFloat = 50.0
     tokenizer: str = TRAIN_BPE
     vocab_size: PositiveInt | None = None
     shuffle: bool | EraShuffle = True
@@ -106,7 +108,10 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 (name, key := f"data.configs.{name}", config, self._store_of(name, config, f"{key}.cache_dir"))
                 for name, config in self.configs.items()
             ]
-        return tuple(NamedSource(*args, store.folder, bos=self.enforce_bos, eos=self.enforce_eos) for args in sections)
+        blocks = BlockMirror(FOLDER, int(self.cache_mirror_gb * 1e9))
+        return tuple(
+            NamedSource(*args, store.folder, blocks, bos=self.enforce_bos, eos=self.enforce_eos) for args in sections
+        )
 
     @property
     def cache_store(self) -> CacheStore:
@@ -148,7 +153,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             source.check()
 
     def identity(self) -> dict[str, Any]:
-        """The identity of the training data, by content and not by path. Reads all files, remote ones through the mirror.
+        """The identity of the training data, by content and not by path. Reads all local files, and remote ones once.
 
         Excludes `cache_dir`, the validation text (nothing is trained on it), and `train_weights` (they may change during a
         run).
@@ -178,7 +183,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 return load_or_train_tokenizer(
                     folder,
                     self._all_files(log),
-                    self._all_texts,
+                    lambda: self._all_texts(log),
                     size,
                     log,
                     formats={name: format_key for name, format_key in formats.items() if format_key},
@@ -308,11 +313,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return [
             replace(file, name=f"{source.name}/{file.name}") if source.name else file
             for source in self.sources()
-            for file in source.files(TRAIN, log)
+            for file in source.identified(TRAIN, log)
         ]
 
-    def _all_texts(self) -> Iterator[str]:
-        return itertools.chain.from_iterable(source.documents(TRAIN) for source in self.sources())
+    def _all_texts(self, log: Log) -> Iterator[str]:
+        return itertools.chain.from_iterable(source.documents(TRAIN, log) for source in self.sources())
 
     def check_mixture(self) -> None:
         """Checks `configs`, `train_weights` and `mixture_block_size` without reading any file."""
@@ -340,12 +345,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                     f"data.{key}: has no effect together with data.configs, where each source has its own. Move it into a"
                     " source, or remove it"
                 )
-        for name in self.configs:
-            if not name.replace("_", "").replace("-", "").replace(".", "").isalnum() or name in _RESERVED:
-                raise ConfigError(
-                    f"data.configs: '{name}' is not a valid source name. Use letters, digits, '_', '-' and '.'; reserved:"
-                    f" {', '.join(_RESERVED)}"
-                )
+        check_source_names(self.configs)
         folders = [source.folder for source in self.sources()]
         shared = {str(folder) for folder in folders if folders.count(folder) > 1}
         if shared:

@@ -18,7 +18,7 @@ from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.loader import BatchReader, ExampleBatches, eval_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
-from jaxlm.data.shuffle import Shuffle
+from jaxlm.data.shuffle import EraShuffle, Shuffle
 from jaxlm.data.sources.config import VALIDATION
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.train_weights import WeightStage, block_counts
@@ -125,6 +125,25 @@ class Data:
                 " exhausted. Give it a weight above 0 in the last stage, or choose another stop_strategy"
             )
         return max(end for end in ends if end is not None)
+
+    def slow_sources(self) -> list[str]:
+        """A line for each training source that is read from a URL in an order for which the mirror is too small."""
+        lines = []
+        for name, examples in self.train.items():
+            blocks, era = examples.cache.blocks, self.shuffle
+            if blocks is None or not era:
+                continue
+            at_random = blocks.num_bytes
+            if isinstance(era, EraShuffle):
+                at_random = min(at_random, era.era_length * examples.seq_len * blocks.dtype.itemsize)
+            if at_random > blocks.mirror.max_bytes:
+                lines.append(
+                    f"the training data{f' of {name}' if name else ''} is read in random order from {at_random / 1e9:.3g} GB"
+                    f" at {blocks.url}, but only {blocks.mirror.max_bytes / 1e9:.3g} GB are kept here, so most sequences"
+                    " download a block of their own. Raise data.cache_mirror_gb, or shuffle within shorter eras"
+                    " (data.shuffle: {type: era, era_length: N})"
+                )
+        return lines
 
     def _stages(self, batches: BatchSchedule) -> list[MixtureStage]:
         names = list(self.train)

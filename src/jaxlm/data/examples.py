@@ -45,6 +45,11 @@ class Examples(abc.ABC):
         """int64 [len(indices), seq_len]: the index in the cache of each target of the examples' first sequence."""
         return self.starts(indices)[:, None] + np.arange(1, self.seq_len + 1)
 
+    def read_ahead(self, indices: np.ndarray) -> None:
+        """Starts to download examples that will be read soon, if the cache is at a URL."""
+        if self.cache.blocks is not None:
+            self.cache.blocks.read_ahead(self.starts(indices), self.seq_len + 1)
+
     @abc.abstractmethod
     def read(self, indices: np.ndarray) -> Columns:
         """The columns of some examples, [len(indices), ...] each.

@@ -18,6 +18,7 @@ from jaxlm.data.mixture import Mixture
 from jaxlm.data.prefetch import Prefetch
 
 _PREFETCHED = 2
+_READ_AHEAD = 4  # batches whose tokens are downloaded, if they are at a URL, while earlier ones are prefetched
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class BatchReader:
         """The batch whose first example is `first`."""
 
         def read(rows: np.ndarray) -> Columns:
-            return _zero_rows(self.mixture.read(first + rows), rows >= stage.size)
+            columns = self.mixture.read(first + rows)
+            self.mixture.read_ahead(first + _READ_AHEAD * stage.size + rows)
+            return _zero_rows(columns, rows >= stage.size)
 
         return self.spec.assemble(read, leading_axes(stage), self.layout)
 
@@ -122,6 +125,7 @@ def eval_batches(
 
 
 def _read_padded(examples: Examples, indices: np.ndarray) -> Columns:
+    examples.read_ahead(np.minimum(indices + _READ_AHEAD * len(indices), len(examples) - 1))
     return _zero_rows(examples.read(np.minimum(indices, len(examples) - 1)), indices >= len(examples))
 
 

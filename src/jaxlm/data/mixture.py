@@ -58,6 +58,14 @@ class Mixture:
                 columns[name][rows] = part
         return columns
 
+    def read_ahead(self, examples: np.ndarray) -> None:
+        """Starts to download examples that will be read soon, if caches are at a URL."""
+        if all(source.cache.blocks is None for source in self._sources):
+            return
+        numbers, indices = self.find(examples)
+        for number in np.unique(numbers):
+            self._sources[number].read_ahead(indices[numbers == number])
+
     def find(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64: the number of each example's source, and the index of its sequence in that source."""
         numbers, ranks = self._source_ranks(examples)

@@ -1,11 +1,19 @@
 """`--dry_run true`: plans and compiles a run without training. Needs no data, tokenizer or writable folder.
 
-It only writes the plot of the learning-rate schedule to the run's log folder; if that fails, it logs a line.
+It asks for token caches at a URL, and only writes the plot of the learning-rate schedule to the run's log folder. If either
+fails, it logs a line.
 """
 
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxlm.config.run import RunConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.sources.config import TRAIN, VALIDATION
+from jaxlm.data.sources.named import NamedSource
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
@@ -16,6 +24,7 @@ from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe
 
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's
+_ANSWER_S = 10.0  # client libraries repeat a request that nobody answers for up to a minute
 _MAX_CORNERS = 16  # corner points of a schedule to list
 
 
@@ -29,7 +38,7 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
 
 def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
-    rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1])]
+    rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
     console.log(table("plan (dry run: no data is read, no training)", rows))
     for note in import_notes(plan):
         console.log(f"note: {note}")
@@ -44,6 +53,29 @@ def dry_run(plan: Plan, console: Console) -> None:
             console.log(table(f"phase '{phase.name}'", phase_rows))
     console.log(f"schedule: {_plot_schedule(plan)}")
     console.log("dry run complete: all training steps compile")
+
+
+def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What a start will do about each token cache."""
+    sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
+    answers: dict[tuple[Path, str], str] = {}
+    asked = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
+    # A thread that is still waiting must not delay the end of the process.
+    threads = [threading.Thread(target=_ask, args=(*item, answers), daemon=True) for item in asked]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _ANSWER_S
+    for thread, (source, split) in zip(threads, asked, strict=True):
+        thread.join(max(0.0, until - time.monotonic()))
+        answer = answers.get((source.folder, split), f"{source.store.url} has not answered for {_ANSWER_S:g} s")
+        yield f"token cache {f'{source.name} {split}'.strip()}", answer
+
+
+def _ask(source: NamedSource, split: str, answers: dict[tuple[Path, str], str]) -> None:
+    try:
+        answers[source.folder, split] = source.describe_cache(split)
+    except ConfigError as error:
+        answers[source.folder, split] = f"a start would end with: {error}"
 
 
 def _plot_schedule(plan: Plan) -> str:

@@ -82,7 +82,7 @@ class Run:
         plan = self.plan
         data = plan.data[phase.index]
         opened = main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
-        for line in small_sources(opened, plan.batches.train.first.size):
+        for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
             self.console.log(f"warning: {line}")
         return opened
 

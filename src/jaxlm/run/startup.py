@@ -226,7 +226,7 @@ def check_same_start(config: RunConfig, run_id: str) -> None:
 
 # Keys that may differ between machines. What they name is compared by content, or only used by process 0.
 _LOCAL_KEYS = re.compile(
-    r"config\.(trainer\.(log_dir|compilation_cache_dir|checkpointer\.staging_dir|(distributed|tracker|ray)\b.*)|.*(cache_dir|_urls))"
+    r"config\.(trainer\.(log_dir|compilation_cache_dir|checkpointer\.staging_dir|(distributed|tracker|ray)\b.*)|.*(cache_dir|cache_mirror_gb|_urls))"
 )
 _JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 

@@ -39,11 +39,12 @@ def file_digests(files: Sequence[TextFile]) -> dict[str, str]:
         return dict(zip([f.name for f in files], pool.map(lambda file: file.digest, files), strict=True))
 
 
-def check_cache_key(kind: str, folder: Path, before: CacheKey, now: CacheKey) -> None:
+def check_cache_key(kind: str, folder: Path | str, before: CacheKey, now: CacheKey) -> None:
     """Compares the key of an existing cache with the current one.
 
     Args:
         kind: what was built (`token cache`), for the message.
+        folder: its folder or URL, for the message.
         before: key of what is in `folder`.
         now: key that the configuration gives.
 

@@ -1,4 +1,7 @@
-"""Shares token caches and tokenizers through a URL: built by one machine, copied once by each of the others."""
+"""Shares token caches and tokenizers through a URL: built by one machine, then used by the others.
+
+Tokenizers are copied, and caches that cannot be read in blocks (`shared_cache.py`).
+"""
 
 import contextlib
 import posixpath
@@ -45,6 +48,11 @@ class CacheStore:
         if self.url is not None:
             open_store(self.url, self.key)
 
+    def url_of(self, folder: Path) -> str:
+        """Where a folder in `self.folder` is shared."""
+        assert self.url is not None, "only the folders of a URL are shared"
+        return f"{self.url}/{folder.relative_to(self.folder).as_posix()}"
+
     @contextlib.contextmanager
     def shared(self, folder: Path, last: str, log: Callable[[str], None]) -> Iterator[None]:
         """Copies a cache from the URL before the block, if it is there and not here, and to the URL after the block.
@@ -59,7 +67,7 @@ class CacheStore:
         if self.url is None:
             yield
             return
-        url = f"{self.url}/{folder.relative_to(self.folder).as_posix()}"
+        url = self.url_of(folder)
         if not folder.exists():
             with folder_lock(writable_folder(folder.parent), log):
                 self._fetch(url, folder, last, log)
@@ -69,7 +77,7 @@ class CacheStore:
 
     def _fetch(self, url: str, folder: Path, last: str, log: Callable[[str], None]) -> None:
         fs, root = open_store(url, self.key)
-        with disk_full_errors(folder), self._errors("read", folder):
+        with disk_full_errors(folder), self.errors("read", folder):
             if folder.exists() or not fs.exists(f"{root}/{last}"):
                 return
             log(f"{self.key}: copying {url} to {folder}")
@@ -81,13 +89,18 @@ class CacheStore:
 
     def _upload(self, url: str, folder: Path, last: str, log: Callable[[str], None]) -> None:
         fs, root = open_store(url, self.key)
-        with self._errors("write to", folder):
+        with self.errors("write to", folder):
             if fs.exists(f"{root}/{last}"):
                 return
             log(f"{self.key}: sharing {folder} at {url}")
             put_folder(fs, folder, root, last)
 
-    def _errors(self, doing: str, folder: Path) -> contextlib.AbstractContextManager[None]:
+    def errors(self, doing: str, folder: Path) -> contextlib.AbstractContextManager[None]:
+        """Converts errors of the store to `ConfigError`. Those of the local `folder` are raised unchanged.
+
+        Args:
+            doing: `read` or `write to`, for the message.
+        """
         advice = "Check the address, the network and your credentials, or set it to a local folder"
         error = lambda reason: ConfigError(f"{self.key}: cannot {doing} {self.url} ({reason}). {advice}")  # noqa: E731
         return storage_errors(error, local=folder)

@@ -11,12 +11,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key
+
+if TYPE_CHECKING:
+    from jaxlm.data.cache.token_blocks import TokenBlocks
 
 TOKENS, OFFSETS, TARGETS, METADATA = "tokens.bin", "offsets.bin", "targets.bin", "cache.json"
 _SEAL = "seal"
@@ -31,24 +34,31 @@ class TokenCache:
     """An open token cache.
 
     Attributes:
-        folder: folder of the cache.
-        tokens: [num_tokens], memory-mapped.
+        folder: folder of the cache; if its tokens are at a URL, of its other files.
+        tokens: [num_tokens], memory-mapped, or in blocks at a URL.
         offsets: int64 [documents + 1]: the first token of each document, then the total number of tokens.
         vocab_size: all ids are below this.
         num_bytes: bytes of the documents' text.
         fingerprint: CRC-32 of the content; equal for equal data.
         documents_of: file name -> number of documents from that file, in order.
         target_mask: uint8 [num_tokens], 1 where the loss is computed on a token; None means all tokens.
+        blocks: the same as `tokens` if they are at a URL; None if they are on the disk.
     """
 
     folder: Path
-    tokens: np.ndarray
+    tokens: "np.ndarray | TokenBlocks"
     offsets: np.ndarray
     vocab_size: int
     num_bytes: int
     fingerprint: str
     documents_of: Mapping[str, int]
     target_mask: np.ndarray | None = None
+    blocks: "TokenBlocks | None" = None
+
+    @property
+    def location(self) -> str:
+        """The folder or URL of the tokens."""
+        return str(self.folder) if self.blocks is None else self.blocks.url
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +71,8 @@ class TokenCache:
         Raises:
             DamagedCacheError: an id is outside the vocabulary. The message names the cache file, the token, and its source.
         """
+        if self.blocks is not None:
+            self.blocks.fetch(starts, length)
         ids = np.zeros((len(starts), length), np.int32)
         for row, start in zip(ids, starts.tolist(), strict=True):
             available = self.tokens[start : start + length]
@@ -69,8 +81,8 @@ class TokenCache:
             row, column = np.unravel_index(int(ids.argmax()), ids.shape)
             position = int(starts[row] + column)
             raise DamagedCacheError(
-                f"{self.folder / TOKENS}: token {position} ({self.source_of(position)}) is {ids[row, column]},"
-                f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.folder} and start again"
+                f"{self.location}/{TOKENS}: token {position} ({self.source_of(position)}) is {ids[row, column]},"
+                f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.location} and start again"
             )
         return ids
 
@@ -94,8 +106,11 @@ class TokenCache:
         raise AssertionError(f"no source has token {position}")
 
 
-def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
+def open_cache(folder: Path, made_from: CacheKey | None = None, blocks: "TokenBlocks | None" = None) -> TokenCache:
     """Opens an existing cache and verifies its checksums.
+
+    Args:
+        blocks: its tokens, if they are not in the folder. They are verified as they are read.
 
     Raises:
         ConfigError: the cache was not built from `made_from`.
@@ -103,11 +118,9 @@ def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
     """
     metadata = read_metadata(folder)
     if made_from is not None:
-        check_cache_key("token cache", folder, metadata["made_from"], made_from)
-    dtype, crc32 = np.dtype(metadata["dtype"]), metadata["crc32"]
-    # As a plain array: slicing a `memmap` is slow.
-    tokens = np.asarray(np.memmap(_sized(folder / TOKENS, metadata["num_tokens"] * dtype.itemsize), dtype, mode="r"))
-    _check_sum(folder / TOKENS, tokens, crc32[TOKENS])
+        check_cache_key("token cache", folder if blocks is None else blocks.url, metadata["made_from"], made_from)
+    crc32 = metadata["crc32"]
+    tokens = _map_tokens(folder, metadata) if blocks is None else blocks
     offsets = np.fromfile(_sized(folder / OFFSETS, (metadata["num_documents"] + 1) * 8), np.int64)
     _check_sum(folder / OFFSETS, offsets, crc32[OFFSETS])
     target_mask = None
@@ -123,22 +136,37 @@ def open_cache(folder: Path, made_from: CacheKey | None = None) -> TokenCache:
         num_bytes=metadata["num_bytes"],
         fingerprint="".join(f"{crc32[name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in crc32),
         documents_of=dict(zip(metadata["made_from"]["files"], metadata["documents_of_files"], strict=True)),
+        blocks=blocks,
     )
+
+
+def _map_tokens(folder: Path, metadata: Mapping[str, Any]) -> np.ndarray:
+    dtype = np.dtype(metadata["dtype"])
+    # As a plain array: slicing a `memmap` is slow.
+    tokens = np.asarray(np.memmap(_sized(folder / TOKENS, metadata["num_tokens"] * dtype.itemsize), dtype, mode="r"))
+    _check_sum(folder / TOKENS, tokens, metadata["crc32"][TOKENS])
+    return tokens
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
     """Reads `cache.json` of a complete cache: `made_from` (the cache key), counts, checksums."""
     try:
-        metadata = json.loads((folder / METADATA).read_text())
+        return parse_metadata((folder / METADATA).read_bytes(), str(folder / METADATA))
     except FileNotFoundError:
         raise _damaged(folder / METADATA, "the file is missing") from None
+
+
+def parse_metadata(raw: bytes, path: str) -> dict[str, Any]:
+    """The content of a `cache.json`. Args: path: its path or URL, for messages."""
+    try:
+        metadata = json.loads(raw)
     except ValueError as error:
-        raise _damaged(folder / METADATA, f"not JSON ({error})") from error
+        raise _damaged(path, f"not JSON ({error})") from error
     expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
     if not isinstance(metadata, dict) or metadata.keys() != expected | {_SEAL}:
-        raise _damaged(folder / METADATA, "its keys are not those that this version of jaxlm writes")
+        raise _damaged(path, "its keys are not those that this version of jaxlm writes")
     if metadata.pop(_SEAL) != _seal(metadata):
-        raise _damaged(folder / METADATA, "its checksum does not match its content")
+        raise _damaged(path, "its checksum does not match its content")
     return metadata
 
 
@@ -165,10 +193,9 @@ def _check_sum(path: Path, content: np.ndarray, crc32: int) -> None:
         raise _damaged(path, "its checksum does not match its content")
 
 
-def _damaged(path: Path, problem: str) -> DamagedCacheError:
-    return DamagedCacheError(
-        f"the token cache is damaged: {path}: {problem}. Delete the folder {path.parent} to rebuild it"
-    )
+def _damaged(path: Path | str, problem: str) -> DamagedCacheError:
+    folder = str(path).rpartition("/")[0]
+    return DamagedCacheError(f"the token cache is damaged: {path}: {problem}. Delete the folder {folder} to rebuild it")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ saved/            a saved dataset         stdlib:train, stdlib:validation  Pytho
 import difflib
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import DataSource, Log
@@ -46,24 +47,34 @@ class LocalFile(DataSource):
         del mirror
         return True
 
-    def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
-        del mirror, log
+    def paths(self, mirror: Path) -> list[tuple[str, Path]]:
+        del mirror
         return [(self.name, self.path)]
+
+    def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
+        del log
+        return self.paths(mirror)
 
 
 def open_files(
-    listed: Sequence[tuple[str, Sequence[DataSource]]], text_key: str, mirror: Path, log: Log
+    listed: Sequence[tuple[str, Sequence[DataSource]]],
+    text_key: str,
+    mirror: Path,
+    log: Log,
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TextFile]:
-    """The files of sources in order, without duplicates. Remote files are copied first.
+    """The files of sources in order, without duplicates. Remote files are copied first, except those that are known.
 
     Args:
         listed: pairs of the config path of a URL (`data.train_urls[0]`) and its sources.
+        known: `DataSource.identity` -> SHA-256 of the content.
     """
     files: dict[Path, TextFile] = {}
     names: set[str] = set()
-    _copy([source for _, sources in listed for source in sources], mirror, log)
+    _copy([source for _, sources in listed for source in sources if source.identity not in known], mirror, log)
     for where, sources in listed:
-        for name, path in (file for source in sources for file in source.files(mirror, log)):
+        found = ((source.identity or "", *file) for source in sources for file in source.paths(mirror))
+        for identity, name, path in found:
             resolved = path.resolve()
             if resolved in files:
                 continue
@@ -71,7 +82,7 @@ def open_files(
             candidates = [name, f"{name} ({where})"]
             name = next((c for c in candidates if c not in names), f"{candidates[1]} {len(files)}")
             names.add(name)
-            files[resolved] = TextFile(path, name, text_key)
+            files[resolved] = TextFile(path, name, text_key, identity, known.get(identity))
     return list(files.values())
 
 

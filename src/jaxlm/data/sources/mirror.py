@@ -27,8 +27,9 @@ from jaxlm.data.sources.document_files import format_of, has_records
 from jaxlm.data.sources.globs import before_wildcards
 
 # Names of version fields in fsspec implementations, the most reliable first.
+_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "content_md5")
 _VERSION_FIELDS = (
-    *("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "content_md5"),
+    *_TAGS,
     *("mtime", "Last-Modified", "LastModified", "last_modified", "updated", "modified", "created"),
 )
 _LOG_INTERVAL_S = 2.0
@@ -55,13 +56,16 @@ class MirroredSource(DataSource):
     def is_local(self, mirror: Path) -> bool:
         return self._copy_path(mirror).is_file()
 
+    def paths(self, mirror: Path) -> list[tuple[str, Path]]:
+        return self._copied_files(self._copy_path(mirror))
+
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
         copy = self._copy_path(mirror)
         if not self.is_local(mirror):
             with folder_lock(writable_folder(copy.parent), log):
                 if not self.is_local(mirror):  # another process may have copied it meanwhile
                     self._make_copy(copy, log)
-        return self._copied_files(copy)
+        return self.paths(mirror)
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,20 @@ class RemoteFile(MirroredSource):
         return self.size
 
     @property
+    def identity(self) -> str | None:
+        # A hash, because the URL may contain a signature.
+        return hashlib.sha256(self._stated.encode()).hexdigest() if self.version and self.size is not None else None
+
+    @property
+    def _stated(self) -> str:
+        return f"{self.url} {self.size} {self.version}"
+
+    @property
     def has_records(self) -> bool:
         return has_records(_basename(self.url))
 
     def _copy_path(self, mirror: Path) -> Path:
-        return mirror / copy_folder_name(f"{self.url} {self.size} {self.version}") / _basename(self.url)
+        return mirror / copy_folder_name(self._stated) / _basename(self.url)
 
     def _make_copy(self, copy: Path, log: Log) -> None:
         fs, path = open_store(self.url, self.key)
@@ -97,11 +110,18 @@ class RemoteFile(MirroredSource):
         with disk_full_errors(copy), atomic_file(copy) as unfinished:
             with _read_errors(self.url, self.key, local=copy.parent):
                 fs.get_file(path, str(unfinished), callback=_progress_callback(self, log))
+                fs.invalidate_cache(posixpath.dirname(path))
+                now = _version(fs.info(path))
             size = unfinished.stat().st_size
             if self.size is not None and size != self.size:
                 raise ConfigError(
                     f"{self.key}: {self.url}: received {size:,} bytes instead of {self.size:,}: the connection broke, or"
                     " the file changed during the copy. Start again"
+                )
+            # Other content must not be recorded for this version. Listings report times in other forms than the file itself.
+            if now != self.version and now.split(" ")[0] == self.version.split(" ")[0] in _TAGS:
+                raise ConfigError(
+                    f"{self.key}: {self.url} changed during the copy: was {self.version}, is now {now}. Start again"
                 )
         log(f"mirror: {self.url}: {size / 1e6:.1f} MB copied to {copy}")
 

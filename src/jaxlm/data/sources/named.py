@@ -2,22 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import DataSource, Log
+from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key, check_cache_key, file_digests
 from jaxlm.data.cache.cache_store import CacheStore
+from jaxlm.data.cache.shared_cache import describe_cache, find_blocks, open_in_store, share_sums
 from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_provenance, read_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, TRAIN, VALIDATION, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.text_ledger import TextLedger
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -31,6 +34,7 @@ class NamedSource:
         config: the configuration of the source.
         store: the token caches are in `train` and `validation` of its folder.
         cache_dir: the run's `data.cache_dir`. It holds the mirror, and its files are never read as text.
+        blocks: where blocks of token caches at a URL are kept.
         bos, eos: whether to add BOS and EOS to every document.
     """
 
@@ -39,6 +43,7 @@ class NamedSource:
     config: SourceConfig
     store: CacheStore
     cache_dir: Path
+    blocks: BlockMirror
     bos: bool
     eos: bool
 
@@ -74,16 +79,26 @@ class NamedSource:
 
     def files(self, split: str, log: Log = print) -> list[TextFile]:
         """The files of a split. Remote files are copied first."""
-        return self._files(self._listed(split), log)
+        return self._files(self._listed(split), log, {})
 
-    def documents(self, split: str) -> Iterator[str]:
+    def identified(self, split: str, log: Log = print) -> list[TextFile]:
+        """The files of a split, for their names and digests. Remote files are only copied if their content is unknown."""
+        listed = self._listed(split)
+        known = self._known(listed)
+        files = self._files(listed, log, known)
+        file_digests(files)  # several at once
+        new = {file.identity: file.digest for file in files if file.identity and file.identity not in known}
+        TextLedger(self.store).add(new, log)
+        return files
+
+    def documents(self, split: str, log: Log = print) -> Iterator[str]:
         """The text of the files of a split."""
-        for file in self.files(split):
+        for file in self.files(split, log):
             yield from self.config.format.texts(file)
 
     def content(self) -> dict[str, Any]:
         """The identity of the training data, by content, as plain JSON."""
-        files = file_digests(self.files(TRAIN))
+        files = file_digests(self.identified(TRAIN))
         return {
             "train_files": len(files),
             "train_content": hashlib.sha256("".join(files.values()).encode()).hexdigest(),
@@ -95,8 +110,8 @@ class NamedSource:
         return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
 
     def is_tokenized(self, split: str) -> bool:
-        """Whether the token cache of the split exists."""
-        return (self.folder / split).exists()
+        """Whether the token cache of the split exists, here or at the URL."""
+        return (self.folder / split).exists() or find_blocks(self.store, self.folder / split, self.blocks) is not None
 
     def open_cache(
         self,
@@ -115,14 +130,28 @@ class NamedSource:
         Raises:
             ConfigError: the data cannot be tokenized, or the existing cache was built from something else.
         """
-        encoder, files = self.encoder(tokenizer), self.files(split, log)
-        made_from = cache_key(files, tokenizer, bos=self.bos, eos=self.eos)
+        encoder = self.encoder(tokenizer)
+        made_from = cache_key(self.identified(split, log), tokenizer, bos=self.bos, eos=self.eos)
         made_from = {**made_from, **self.config.format.cache_key(), **encoder.cache_key()}
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
         log = self.log_with_name(log)
+        cache = open_in_store(self.store, folder / split, made_from, self.blocks, log)
+        if cache is not None:
+            return cache
         with self.store.shared(folder / split, METADATA, log):
-            return open_or_build(folder / split, files, encoder, made_from, log, workers)
+            files = () if (folder / split).exists() else self.files(split, log)
+            cache = open_or_build(folder / split, files, encoder, made_from, log, workers)
+        share_sums(self.store, folder / split, log)
+        return cache
+
+    def describe_cache(self, split: str) -> str:
+        """What a start will do about the token cache of the split. Asks the store, and writes nothing.
+
+        Raises:
+            ConfigError: the store cannot be read, or the cache there is damaged.
+        """
+        return describe_cache(self.store, self.folder / split, self.blocks)
 
     def log_with_name(self, log: Log) -> Log:
         """`log` with the source's name, if it has one, before every line."""
@@ -131,14 +160,20 @@ class NamedSource:
     def provenance(self, split: str, cache: TokenCache) -> Provenance:
         """Which URL of the split each token of an open cache came from."""
         listed = list({item.url: item for item in reversed(self._listed(split))}.values())[::-1]
-        files_until = [len(self._files(listed[: n + 1], print)) for n in range(len(listed))]
+        known = self._known(listed)
+        files_until = [len(self._files(listed[: n + 1], print, known)) for n in range(len(listed))]
         return make_provenance(cache, [item.url for item in listed], files_until)
 
     def _listed(self, split: str) -> list[ListedUrl]:
         return self.config.list_urls(split, self.key, self.mirror, self.cache_dir)
 
-    def _files(self, listed: list[ListedUrl], log: Log) -> list[TextFile]:
-        return open_files([(item.key, item.sources) for item in listed], self._text_key, self.mirror, log)
+    def _files(self, listed: list[ListedUrl], log: Log, known: Mapping[str, str]) -> list[TextFile]:
+        """Args: known: digests by identity, of files that are not copied."""
+        return open_files([(item.key, item.sources) for item in listed], self._text_key, self.mirror, log, known)
+
+    def _known(self, listed: list[ListedUrl]) -> dict[str, str]:
+        identities = {source.identity for item in listed for source in item.sources if source.identity}
+        return TextLedger(self.store).known(identities) if identities else {}
 
     @property
     def _text_key(self) -> str:

@@ -15,14 +15,18 @@ class TextFile:
     """A file of documents.
 
     Attributes:
-        path: local path.
+        path: local path. If `known_digest` is given, the file need not be there, and can then not be read.
         name: name used in fingerprints: relative to the URL, so the data may move to another folder or machine.
         text_key: key of the text in a record, or column of the text in a table.
+        identity: `DataSource.identity` of a remote file; empty for others.
+        known_digest: SHA-256 of the content, if it is known without reading it.
     """
 
     path: Path
     name: str
     text_key: str
+    identity: str = ""
+    known_digest: str | None = None
 
     @property
     def has_records(self) -> bool:
@@ -37,6 +41,8 @@ class TextFile:
     @property
     def digest(self) -> str:
         """SHA-256 of the content."""
+        if self.known_digest is not None:
+            return self.known_digest
         stat = self.path.stat()
         return _digest(self.path.resolve(), stat.st_size, stat.st_mtime_ns)
 

@@ -1,0 +1,135 @@
+"""Opens a token cache in a store without copying its tokens, and makes caches that can be opened so.
+
+<local folder>/<split>          a whole cache: built on this machine, or copied because the store has no blocks.crc32
+               <split>.parts    everything except tokens.bin, which is read in blocks
+"""
+
+import posixpath
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.atomic_io import atomic_folder, folder_lock
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
+from jaxlm.data.base import Log
+from jaxlm.data.cache.block_mirror import BlockMirror
+from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
+from jaxlm.data.cache.cache_key import CacheKey
+from jaxlm.data.cache.cache_store import CacheStore
+from jaxlm.data.cache.token_blocks import BLOCKS, BlockSums, TokenBlocks
+from jaxlm.data.cache.token_cache import METADATA, TOKENS, DamagedCacheError, TokenCache, open_cache, parse_metadata
+
+
+class _UploadError(Exception):
+    pass
+
+
+def find_blocks(store: CacheStore, folder: Path, mirror: BlockMirror) -> tuple[TokenBlocks, bytes] | None:
+    """The tokens of a cache in the store, and the content of its `cache.json`. Reads nothing else, and writes nothing.
+
+    Returns:
+        None if the cache is in `folder`, or the store does not have it, or it has no checksums of blocks.
+
+    Raises:
+        ConfigError: the store cannot be read, or the cache there is damaged.
+    """
+    if store.url is None or folder.exists():
+        return None
+    fs, root = open_store(url := store.url_of(folder), store.key)
+    with store.errors("read", folder):
+        try:
+            raw = retried(lambda: fs.cat_file(f"{root}/{METADATA}"), AT_START_S)
+            raw_sums = retried(lambda: fs.cat_file(f"{root}/{BLOCKS}"), AT_START_S)
+            size = retried(lambda: fs.info(f"{root}/{TOKENS}")["size"], AT_START_S)
+        except FileNotFoundError:
+            return None
+    metadata = parse_metadata(raw, f"{url}/{METADATA}")
+    sums = BlockSums.parse(raw_sums, metadata)
+    if sums is None:
+        return None
+    if size != sums.num_bytes:
+        raise DamagedCacheError(
+            f"the token cache is damaged: {url}/{TOKENS}: its size is {size:,} bytes instead of {sums.num_bytes:,}. Delete"
+            f" {url} to rebuild it"
+        )
+    return TokenBlocks(url, store.key, sums, np.dtype(metadata["dtype"]), mirror), raw
+
+
+def open_in_store(
+    store: CacheStore, folder: Path, made_from: CacheKey, mirror: BlockMirror, log: Log
+) -> TokenCache | None:
+    """Opens a cache whose tokens stay in the store. Returns and raises like `find_blocks`.
+
+    Raises:
+        ConfigError: the cache was built from something else.
+    """
+    found = find_blocks(store, folder, mirror)
+    if found is None:
+        return None
+    blocks, metadata = found
+    parts = parts_of(folder)
+    with folder_lock(writable_folder(folder.parent), log):
+        # The cache in the store may have been deleted and built again.
+        if not (parts / METADATA).is_file() or (parts / METADATA).read_bytes() != metadata:
+            shutil.rmtree(parts, ignore_errors=True)
+            _copy_parts(store, blocks.url, parts)
+    mirror.trim()
+    log(f"{store.key}: {blocks.describe()}")
+    return open_cache(parts, made_from, blocks)
+
+
+def describe_cache(store: CacheStore, folder: Path, mirror: BlockMirror) -> str:
+    """What a start will do about a cache. Writes nothing, and raises like `find_blocks`."""
+    if folder.exists():
+        return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e9:,.3g} GB in {folder}"
+    if found := find_blocks(store, folder, mirror):
+        return found[0].describe()
+    if store.url is None:
+        return f"not built yet: the text is tokenized to {folder}"
+    fs, root = open_store(url := store.url_of(folder), store.key)
+    with store.errors("read", folder):
+        infos = fs.find(root, detail=True) if fs.exists(f"{root}/{METADATA}") else {}
+    if not infos:
+        return f"not built yet: the text is tokenized to {folder}, and the cache uploaded to {url}"
+    num_bytes = sum(info["size"] for info in infos.values())
+    return f"{num_bytes / 1e9:,.3g} GB at {url}, without checksums of blocks, copied as a whole to {folder}"
+
+
+def share_sums(store: CacheStore, folder: Path, log: Log) -> None:
+    """Uploads the checksums of the blocks of a whole cache, if the store lacks them. Does nothing if it cannot be written."""
+    if store.url is None or not is_main_process() or not folder.exists():
+        return
+    metadata = parse_metadata((folder / METADATA).read_bytes(), str(folder / METADATA))
+    fs, root = open_store(url := store.url_of(folder), store.key)
+    try:
+        with storage_errors(_UploadError):
+            if not _has_sums(fs, f"{root}/{BLOCKS}", metadata):
+                sums = BlockSums.of_file(folder / TOKENS, metadata["crc32"][TOKENS])
+                fs.pipe_file(f"{root}/{BLOCKS}", sums.to_bytes())
+    except _UploadError as error:
+        log(f"{store.key}: {url}/{BLOCKS} cannot be written ({error}), so other machines copy the cache as a whole")
+
+
+def parts_of(folder: Path) -> Path:
+    """The local folder with what is not read in blocks."""
+    return folder.with_name(f"{folder.name}.parts")
+
+
+def _has_sums(fs: Any, path: str, metadata: dict[str, Any]) -> bool:
+    try:
+        return BlockSums.parse(fs.cat_file(path), metadata) is not None
+    except FileNotFoundError:
+        return False
+
+
+def _copy_parts(store: CacheStore, url: str, parts: Path) -> None:
+    fs, root = open_store(url, store.key)
+    with disk_full_errors(parts), store.errors("read", parts), atomic_folder(parts) as unfinished:
+        unfinished.mkdir()
+        for path in retried(lambda: fs.find(root), AT_START_S):
+            name = posixpath.relpath(path, root)
+            if name not in (TOKENS, BLOCKS):
+                retried(lambda path=path, name=name: fs.get_file(path, str(unfinished / name)), AT_START_S)

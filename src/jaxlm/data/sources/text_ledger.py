@@ -1,0 +1,85 @@
+"""Which content remote text has, so that it is read once and not on every machine and at every start.
+
+<folder of the source>/text.json    identity of a remote file, as the server reports it -> SHA-256 of its content
+
+Caches and runs are identified by content. A file whose identity is unknown, because it is new or was changed, is read.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from jaxlm.core.atomic_io import atomic_file, folder_lock
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
+from jaxlm.data.base import Log
+from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
+from jaxlm.data.cache.cache_store import CacheStore
+
+_NAME = "text.json"
+
+
+class _UploadError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class TextLedger:
+    """The ledger of a source. Args: store: the source's caches, which share it."""
+
+    store: CacheStore
+
+    def known(self, identities: Collection[str]) -> dict[str, str]:
+        """The SHA-256 of those contents that are known, by identity. Raises `ConfigError` if the store cannot be read."""
+        found = self._here()
+        if self.store.url is not None and not found.keys() >= set(identities):
+            found = self._in_store() | found
+        return {identity: found[identity] for identity in identities if identity in found}
+
+    def add(self, digests: Mapping[str, str], log: Log) -> None:
+        """Records contents: here, and on process 0 in the store, unless it cannot be written."""
+        if not digests:
+            return
+        path = self.store.folder / _NAME
+        with folder_lock(writable_folder(path.parent), log), disk_full_errors(path):
+            merged = self._here() | dict(digests)
+            with atomic_file(path) as unfinished:
+                unfinished.write_bytes(_json(merged))
+        if self.store.url is None or not is_main_process():
+            return
+        fs, root = open_store(self.store.url, self.store.key)
+        merged = self._in_store() | merged
+        try:
+            with storage_errors(_UploadError):
+                fs.makedirs(root, exist_ok=True)
+                retried(lambda: fs.pipe_file(f"{root}/{_NAME}", _json(merged)), AT_START_S)
+        except _UploadError as error:
+            log(
+                f"{self.store.key}: {self.store.url}/{_NAME} cannot be written ({error}), so other machines read the text"
+            )
+
+    def _here(self) -> dict[str, str]:
+        path = self.store.folder / _NAME
+        return _parse(path.read_bytes()) if path.is_file() else {}
+
+    def _in_store(self) -> dict[str, str]:
+        assert self.store.url is not None
+        fs, root = open_store(self.store.url, self.store.key)
+        with self.store.errors("read", self.store.folder):
+            try:
+                return _parse(retried(lambda: fs.cat_file(f"{root}/{_NAME}"), AT_START_S))
+            except FileNotFoundError:
+                return {}
+
+
+def _json(digests: Mapping[str, str]) -> bytes:
+    return json.dumps(digests, indent=1).encode()
+
+
+def _parse(raw: bytes) -> dict[str, str]:
+    """Empty if the content is damaged: the text is then read again."""
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        return {}
+    return {str(identity): str(digest) for identity, digest in found.items()} if isinstance(found, dict) else {}
