@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, outcome_of, outcome_of_run
@@ -111,7 +112,7 @@ def attempts(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     command = hashlib.sha256(repr((options.arguments, options.env)).encode()).hexdigest()[:8]
     while True:
         if not current.exists() or not current.read_text().endswith(command):
-            current.write_text(f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 1000}-{command}")
+            current.write_text(f"{datetime.now():%Y%m%d-%H%M%S-%f}-{command}")
         yield current.read_text()
         current.unlink(missing_ok=True)
 

@@ -68,6 +68,28 @@ def test_tpu_two_v5p_slices():
     ]
 
 
+def test_jaxlm_is_installed_again_only_if_its_wheel_has_changed(tmp_path):
+    wheel = tmp_path / "jaxlm-1-py3-none-any.whl"
+
+    def install_script(content: bytes) -> str:
+        wheel.write_bytes(content)
+        _, make, copy, install = tpu_pod("create", "--zone", "z", "--install", str(wheel))
+        assert "mkdir -p jaxlm" in make[-2]
+        assert copy[4:8] == ["scp", "--recurse", str(wheel), "mine:jaxlm/"]
+        return shlex.split(install[-2].partition("=")[2])[2]
+
+    first, second = install_script(b"one"), install_script(b"two")
+    assert "'./jaxlm-1-py3-none-any.whl[tpu,gs]'" in first
+    # The workers' Python; it fails, so an installation is seen.
+    (tmp_path / "jaxlm").mkdir()
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "python3").chmod(0o755)
+    (stamp,) = re.findall(r"^echo (\w+) > installed$", first, re.MULTILINE)
+    (tmp_path / "jaxlm" / "installed").write_text(f"{stamp}\n")
+    variables = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert [subprocess.run(["bash", "-c", script], env=variables).returncode for script in (first, second)] == [0, 9]
+
+
 def without_variables(words: list[str]) -> list[str]:
     return words[next((n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), 0) :]
 
