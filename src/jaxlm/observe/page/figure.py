@@ -16,7 +16,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _MAX_BUCKETS = 2000  # of all curves of a chart together
 _MIN_BUCKETS = 100
 _MAX_MARKERS = 60  # points of a curve that shows each of them as a marker
-_LARGE = 1e5  # written as 100k
+_LARGE = 1e4  # written as 10k
 _DIGITS = 7  # float32 has no more
 _LAYOUT = {
     "height": 320,
