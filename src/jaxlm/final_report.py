@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxlm.config.decode import choice_name
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import SKIPPED
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.ledger import account, read_lines
@@ -90,8 +89,8 @@ def report_page(folder: Path) -> str:
         return f"{INSTALL}, then jaxlm report {folder}"
     try:
         write_page([read_run(str(folder))], folder / FILE)
-    except (OSError, ConfigError) as error:
-        return f"not written: {error}"
+    except Exception as error:  # the run is complete: no fault of the page may end it
+        return f"not written: {type(error).__name__}: {error}"
     return str(folder / FILE)
 
 

@@ -91,8 +91,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         _prepared(plan, console) as (plan, tokenizer, init_from, logs),
         plan.layout.use(),
         stop_on_signals() as stop,
+        Watchdog(config.trainer.watchdog, clock, plan.log_folder),
         open_run(plan, tokenizer, console, stop, init_from, logs, clock) as run,
-        Watchdog(config.trainer.watchdog, clock, plan.log_folder, console.log),
     ):
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):

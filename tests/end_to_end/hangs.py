@@ -1,6 +1,8 @@
-"""`jaxlm.train` that hangs for ever at the point that the environment names."""
+"""`jaxlm.train` that hangs for ever, or is paused, at the point that the environment names."""
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 
@@ -12,6 +14,7 @@ from jaxlm.engine import metrics as reports
 from jaxlm.engine.checkpoint.local import LocalFolder
 
 FIRST_ROW = 16 * 9  # of step 10
+PAUSE_S = 9
 
 
 def hang(*_args, **_kwargs):
@@ -27,23 +30,35 @@ def in_the_loader():
     Mixture.read = reading
 
 
-def in_a_save():
+def in_the_save(checkpoint):
     commit = LocalFolder.commit
-    LocalFolder.commit = lambda self, name: hang() if name == "step-5" else commit(self, name)
+    LocalFolder.commit = lambda self, name: hang() if name == checkpoint else commit(self, name)
 
 
-def on_process_1():
+def at_step(number, action):
     push = reports.AsyncMetrics.push
 
     def pushing(self, step, *args):
         push(self, step, *args)
-        if step == 7 and jax.process_index() == 1:
-            hang()
+        if step == number:
+            action()
 
     reports.AsyncMetrics.push = pushing
 
 
-PLACES = {"loader": in_the_loader, "save": in_a_save, "process 1": on_process_1}
+def pause():
+    """Stops this process, which another one continues."""
+    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+PLACES = {
+    "loader": in_the_loader,
+    "save": lambda: in_the_save("step-5"),
+    "last save": lambda: in_the_save("step-24"),
+    "process 1": lambda: at_step(7, lambda: hang() if jax.process_index() == 1 else None),
+    "pause": lambda: at_step(7, pause),
+}
 
 if __name__ == "__main__":
     PLACES[os.environ["JAXLM_TEST_HANGS_IN"]]()

@@ -23,7 +23,7 @@ def again(finished, workplace) -> Workplace:
 def test_files_of_a_finished_run(finished):
     logs = finished.folder / "logs" / "run"
     assert {path.name for path in logs.iterdir()} - {"report.html"} == {  # the page needs plotly
-        *("config.yaml", "environment.json", "metrics.jsonl", "train.log"),
+        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log"),
         *("loss.png", "schedule.png", "step_time.png"),
     }
     for picture in logs.glob("*.png"):

@@ -26,7 +26,7 @@ def test_local(launched, expected):
     assert place.result() == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ray(launched, expected):
     """A cluster; the actor that watches one of the processes is killed, which kills the process."""
     pytest.importorskip("ray")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 
 EXIT_CONFIG = 2
+EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: a start may succeed
 EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE
 
 

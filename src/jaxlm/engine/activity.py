@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Activity(enum.StrEnum):
-    """What the main thread of a process does. Each moment belongs to one of these."""
+    """What the main thread of a process is doing."""
 
     START = "start"  # everything that is not named below: imports, reading the configuration, opening data, and the end
     COMPILE = "compile"
@@ -21,7 +21,7 @@ class Activity(enum.StrEnum):
 
 
 class ActivityClock:
-    """Adds up the seconds that a process spends on each activity. Only the main thread switches; others may read.
+    """Adds up the seconds that a process spends on each activity. Other threads may read `activity` and `silent_s`.
 
     Attributes:
         activity: the current one.
@@ -71,7 +71,8 @@ class ActivityClock:
     def _switch(self, activity: Activity) -> None:
         now = self._now()
         self._seconds[self.activity] += now - self._since
-        self.activity, self._since, self._progress = activity, now, now
+        self._progress = self._since = now  # before the activity: the watchdog reads both
+        self.activity = activity
 
 
 def process_age_s() -> float:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.checkpoint.manager import CheckpointWriter
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged, restore
@@ -106,15 +107,18 @@ class Conductor:
             self._log(f"going on with the weights of {best.location}")
             counts = [_on_devices(count, self._layout) for count in (step, skipped)]
             state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
-            ended.evaluations.run(step, state)
+            with ended.clock.during(ended.evaluations.activity):
+                ended.evaluations.run(step, state)
         for export in ended.exports:
-            export.run(step, state)
+            with ended.clock.during(export.activity):
+                export.run(step, state)
         if step != phase.end:
             ends = (*(earlier.end for earlier in self.state_builder.phases[: phase.index]), step)
             self.state_builder = with_phase_ends(self.state_builder, ends)
             history = replace(history, phase_ends=ends)
         saver.history = history.in_next_phase()
-        saver.save_end(state, step, ended.batches.state())
+        with ended.clock.during(Activity.SAVE):
+            saver.save_end(state, step, ended.batches.state())
         self._enter_next(saver.history)
         return state
 

@@ -31,9 +31,10 @@ class Goodput:
     """What a run's wall time was spent on.
 
     Attributes:
-        wall_s: from the start of the first process to the last line of the last one.
+        wall_s: from the start of the first process to the last line of the last one, without the time for which the machine
+            slept.
         seconds: activity -> seconds, with `IDLE` and `LOST`; together, `wall_s`.
-        num_starts: number of processes that have trained the run, one after another.
+        num_starts: number of processes that have opened the run, one after another.
     """
 
     wall_s: float
@@ -82,7 +83,8 @@ class Ledger:
     def metrics(self) -> dict[str, float]:
         """The share of the run's wall time, since its first start, in which training made progress that is kept."""
         kept = self._kept_before_s + self._clock.seconds()[Activity.STEP]
-        return {"throughput/goodput": kept / max(time.time() - self._began_unix_s, 1e-9)}
+        wall_s = self._clock.started_unix_s + self._clock.elapsed_s() - self._began_unix_s
+        return {"throughput/goodput": kept / max(wall_s, 1e-9)}
 
     def begin_attempt(self, step: int) -> None:
         """The run goes on from `step`, to which it went back."""
@@ -192,6 +194,6 @@ def _parsed(line: str) -> Mapping[str, Any] | None:
         record = json.loads(line)
         numbers = [record["started_unix_s"], record["stretch"]["from_step"], record["step"], record["elapsed_s"]]
         numbers += [record["seconds"][name] for name in Activity]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return record if all(isinstance(number, int | float) for number in numbers) else None
