@@ -273,7 +273,7 @@ def test_standard_errors_are_in_the_table_and_in_the_json(monkeypatch, capsys):
         ["choice", "perplexity,none", "3.0000"],
     ]
     assert json.loads(line)["tasks"]["choice"] == {k: v for k, v in found.items() if isinstance(v, float)}
-    context = SimpleNamespace(tokenizer=None, precision=parse_precision("f32"))
+    context = SimpleNamespace(tokenizer=None, precision=parse_precision("f32"), progress=lambda: None)
     assert harness.HarnessEval(tasks, context).run({}) == {"choice/acc": 0.5, "choice/perplexity": 3.0}
     assert asked[0] >= 1000
     assert asked[1:] == [0], "during training they would cost time and are not logged"

@@ -12,6 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.data import ValidationData
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
@@ -45,7 +46,8 @@ def eval_hook(monkeypatch):
     def make(**trainer: Any) -> tuple[Any, EvalContext]:
         plan = Outcome(merged(tree(), {"trainer": trainer})).plan
         console: Any = SimpleNamespace(log=print)
-        run = Run(plan, tokenizer, console, *(None,) * (len(dataclasses.fields(Run)) - 3))  # pyright: ignore
+        others = dict.fromkeys((field.name for field in dataclasses.fields(Run)[3:]), None)
+        run = Run(plan, tokenizer, console, **others | {"clock": ActivityClock()})  # pyright: ignore
         hook = run.eval_hook(plan.phases[0], data)
         return hook, opened.pop()
 
@@ -82,7 +84,8 @@ def test_the_eval_hook_runs_the_configured_evals(eval_hook, monkeypatch):
         monkeypatch.setattr(config, "open", lambda self, context: opened.append(type(self).__name__))
     plan = Outcome(tree(evals=[{"type": "samples"}, {"type": "loss"}])).plan
     tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32), dummy_prefix=lambda: None)
-    run = Run(plan, tokenizer, SimpleNamespace(log=print), *(None,) * (len(dataclasses.fields(Run)) - 3))  # pyright: ignore
+    others = dict.fromkeys((field.name for field in dataclasses.fields(Run)[3:]), None)
+    run = Run(plan, tokenizer, SimpleNamespace(log=print), **others | {"clock": ActivityClock()})  # pyright: ignore
     run.eval_hook(plan.phases[0], SimpleNamespace(validation=[]))  # pyright: ignore
     assert opened == ["SamplesEvalConfig", "LossEvalConfig"]
 
@@ -97,7 +100,7 @@ def test_harness_fields(monkeypatch):
         return SimpleNamespace(all_tasks=["a", "b"], load=lambda tasks: {"tasks": {}})
 
     monkeypatch.setattr(harness, "_harness", lambda: (lambda **call: calls.append(call) or {"results": {}}, manager))
-    monkeypatch.setattr(harness, "_backend", lambda model, tokenizer, batch_size: f"batches of {batch_size}")
+    monkeypatch.setattr(harness, "_backend", lambda model, tokenizer, batch_size, progress: f"batches of {batch_size}")
     fields = {"tasks": ["b"], "task_folder": "elsewhere", "num_fewshot": 2, "limit": 3, "batch_size": 5}
     assert list(fields) == HARNESS
     for config in (harness.HarnessEvalConfig(tasks=["a"]), harness.HarnessEvalConfig(**fields)):
