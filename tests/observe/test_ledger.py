@@ -52,6 +52,27 @@ class FakeClockRun:
         return goodput
 
 
+def line_of(seconds: str) -> bytes:
+    """A line of another process that did each activity for `seconds`, as JSON."""
+    spent = ", ".join(f'"{name}": {seconds}' for name in Activity)
+    text = f'{{"started_unix_s": 1, "stretch": {{"from_step": 0}}, "step": 9, "elapsed_s": 1, "seconds": {{{spent}}}}}'
+    return text.encode() + b"\n"
+
+
+def test_two_processes_that_write_at_the_same_time_are_two(run, tmp_path):
+    run.start(0)
+    run.steps(1, 4)
+    first = run.clock, run.ledger
+    run.start(0)
+    for number in range(5, 9):
+        run.steps(number, number)
+        first[1].begin_line()
+        run.save(0)
+    found = run.found()
+    assert (found.num_starts, found.seconds[LOST]) == (2, 0)
+    assert min(found.seconds.values()) >= 0
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> FakeClockRun:
     return FakeClockRun(tmp_path, monkeypatch)
@@ -151,7 +172,17 @@ def test_the_last_line_is_written_once_a_second_and_in_place(run, tmp_path):
     assert 45 <= line["step"] < 49  # steps take 0.3 s, so the last of them is not written yet
 
 
-@pytest.mark.parametrize("damage", [b"\x00\xff" * 100, b'{"step": 5}\n', b"[]\n" * 9, b'{"cut": '])
+DAMAGE = [
+    b"\x00\xff" * 100,
+    b'{"step": 5}\n',
+    b"[]\n" * 9,
+    b'{"cut": ',
+    b"[" * 200_000,
+    *(line_of(seconds) for seconds in ("NaN", "1e999", "-5", "1" * 400, '"x"', "true", "null")),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=range(len(DAMAGE)))
 def test_damaged_lines_are_passed_over(run, tmp_path, damage):
     run.start(0)
     run.steps(1, 4)

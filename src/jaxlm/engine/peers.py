@@ -59,13 +59,21 @@ class PeerWatch:
             self._client.key_value_set(f"{_FAILED}{self._index}", failure, allow_overwrite=True)
         self._exit(code)
 
+    def failure(self) -> tuple[int, str] | None:
+        """Exit code and message of a process that has failed; None if none has said so."""
+        failures = self._client.key_value_dir_get(_FAILED)
+        if not failures:
+            return None
+        process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
+        return failure["code"], f"process {process}: {failure['message']}"
+
     def _watch(self) -> None:
         beat = 0
         while not self._ended.wait(_INTERVAL_S):
             beat += 1
             try:
                 self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
-                failures = self._client.key_value_dir_get(_FAILED)
+                failure = self.failure()
                 lost = self._lost_processes() if self._index == 0 else []
                 self._answered = time.monotonic()
             except Exception as error:  # the client's own types; process 0 hosts the service
@@ -75,10 +83,10 @@ class PeerWatch:
                     )
                     self._exit(1)
                 return
-            if failures and not self._ended.is_set():
-                process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
-                self._report(f"process {process}: {failure['message']}")
-                self._exit(failure["code"])
+            if failure is not None and not self._ended.is_set():
+                code, message = failure
+                self._report(message)
+                self._exit(code)
             if lost:
                 names = ", ".join(lost)
                 message = (
@@ -158,6 +166,13 @@ def stop_watching_peers() -> None:
     """Stops watching the other processes, because this one has finished."""
     for watch in _watches:
         watch.stop()
+
+
+def failure_of_a_peer() -> tuple[int, str] | None:
+    """Exit code and message of a process of the run that has failed, if it has said so and process 0 is there."""
+    with contextlib.suppress(Exception):  # the client's own types
+        return next((failure for watch in _watches if (failure := watch.failure()) is not None), None)
+    return None
 
 
 def has_peers() -> bool:

@@ -39,12 +39,13 @@ class WatchdogConfig:
     end_after: timedelta | None = timedelta(hours=1)
 
     def __post_init__(self) -> None:
-        if self.report_after < timedelta(seconds=1):
-            raise ConfigError(f"trainer.watchdog.report_after: {self.report_after} given, 1s or more expected")
+        for name, value in (("report_after", self.report_after), ("end_after", self.end_after)):
+            if value is not None and not timedelta(seconds=1) <= value <= timedelta(days=365):
+                raise ConfigError(f"{name}: {value} given, 1s to 365d expected")
         if self.end_after is not None and self.end_after < self.report_after:
             raise ConfigError(
-                f"trainer.watchdog.end_after: {self.end_after} given, at least report_after ({self.report_after}) expected."
-                " Raise it, lower report_after, or set it to null"
+                f"end_after: {self.end_after} given, at least report_after ({self.report_after}) expected. Raise it, lower"
+                " report_after, or set it to null"
             )
 
 

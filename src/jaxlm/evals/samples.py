@@ -1,6 +1,7 @@
 """Generates text samples from the model during training."""
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -60,12 +61,17 @@ class SamplesEval(Eval):
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
         generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids)
-        continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation)
+        continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation, self._go_on)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
             text = tokenizer.decode(ids)
             self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
             self._ctx.log_sample(prompt, text)
         return {}
+
+    def _go_on(self, _tokens: Sequence[int]) -> bool:
+        """Ends no row: only says after each piece that there is progress."""
+        self._ctx.progress()
+        return False
 
 
 def prompt_ids(tokenizer, prompt: str, *, bos: bool = True) -> list[int]:

@@ -5,7 +5,6 @@ activity when it saved. The last line is rewritten about once a second, so that 
 that a later start, or a run that goes back, trains again are lost work.
 """
 
-import itertools
 import json
 import os
 import time
@@ -24,6 +23,7 @@ IDLE, LOST = "idle between starts", "lost work"
 _REPEATED = (Activity.DATA, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again
 _LINE_BYTES = 512  # every line has this length, so that rewriting one is a single write
 _INTERVAL_S = 1.0
+_LARGEST = 1e15  # of the numbers in a line
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,16 @@ def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
     """The goodput from a ledger's lines, in the order in which they were written; None if there are none."""
     if not lines:
         return None
-    processes = [list(group) for _, group in itertools.groupby(lines, key=lambda line: line["started_unix_s"])]
+    processes: dict[float, Mapping[str, Any]] = {}  # when each one started -> its last line
+    for line in lines:
+        processes[line["started_unix_s"]] = line
     seconds: dict[str, float] = dict.fromkeys((*Activity, LOST, IDLE), 0.0)
-    for process in processes:
-        for name, spent in process[-1]["seconds"].items():
-            seconds[name] = seconds.get(name, 0.0) + spent
-    for before, after in itertools.pairwise(processes):
-        end = before[-1]["started_unix_s"] + before[-1]["elapsed_s"]
-        seconds[IDLE] += max(0.0, after[0]["started_unix_s"] - end)
+    end = min(processes)
+    for started, last in sorted(processes.items()):
+        seconds[IDLE] += max(0.0, started - end)
+        end = max(end, started + last["elapsed_s"])
+        for name in Activity:
+            seconds[name] += last["seconds"][name]
     for name, spent in _repeated(lines):
         seconds[name] -= spent
         seconds[LOST] += spent
@@ -177,14 +179,15 @@ def _repeated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """(activity, seconds) of steps that were trained again later."""
     found = []
     kept: list[tuple[int, dict[str, float]]] = []  # (step, what the way there from the entry before took)
-    for before, line in itertools.pairwise([None, *lines]):
-        assert line is not None
-        is_new = before is None or line["started_unix_s"] != before["started_unix_s"]
-        if is_new or before is None or line["stretch"] != before["stretch"]:
+    newest: dict[float, Mapping[str, Any]] = {}  # when a process started -> its line before
+    for line in lines:
+        before = newest.get(line["started_unix_s"])
+        if before is None or line["stretch"] != before["stretch"]:
             while kept and kept[-1][0] > line["stretch"]["from_step"]:
                 found += kept.pop()[1].items()
-        earlier = {} if is_new or before is None else before["seconds"]
-        kept.append((line["step"], {name: line["seconds"][name] - earlier.get(name, 0.0) for name in _REPEATED}))
+        earlier = dict.fromkeys(_REPEATED, 0.0) if before is None else before["seconds"]
+        kept.append((line["step"], {name: line["seconds"][name] - earlier[name] for name in _REPEATED}))
+        newest[line["started_unix_s"]] = line
     return found
 
 
@@ -194,6 +197,7 @@ def _parsed(line: str) -> Mapping[str, Any] | None:
         record = json.loads(line)
         numbers = [record["started_unix_s"], record["stretch"]["from_step"], record["step"], record["elapsed_s"]]
         numbers += [record["seconds"][name] for name in Activity]
+        is_sound = all(type(number) in (int, float) and 0 <= number < _LARGEST for number in numbers)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return record if all(isinstance(number, int | float) for number in numbers) else None
+    return record if is_sound else None

@@ -122,7 +122,10 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
     except FileNotFoundError:
         raise ConfigError(_no_run(given)) from None
     ends = attempt_ends(records)
-    goodput = account(parse_lines(optional(LEDGER)))
+    try:
+        goodput = account(parse_lines(optional(LEDGER)))
+    except ConfigError:  # it cannot be read; the page is about much more
+        goodput = None
     samples = surviving(parse_jsonl(optional(_SAMPLES))[0], ends)
     return LoggedRun(
         name,
