@@ -63,7 +63,7 @@ def test_two_processes_that_write_at_the_same_time_are_two(run, tmp_path):
     run.start(0)
     run.steps(1, 4)
     first = run.clock, run.ledger
-    run.start(0)
+    run.start(4)
     for number in range(5, 9):
         run.steps(number, number)
         first[1].begin_line()

@@ -113,7 +113,7 @@ def test_samples_of_a_run_begin_as_its_documents(enforce_bos, folder, monkeypatc
     """`adds_bos` is what a checkpoint's data section says."""
     opened, prompts = open_model(str(folder), {}), []
     plain = opened.tokenizer.encode_batch(["The"])[0]
-    monkeypatch.setattr(samples, "generate_tokens", lambda _model, given, _config: prompts.extend(given) or [[], []])
+    monkeypatch.setattr(samples, "generate_tokens", lambda _model, given, *_: prompts.extend(given) or [[], []])
     plan = opened.plan
     context = EvalContext(
         *(plan.layout, plan.precision, opened.tokenizer, np.zeros(1), (), print, 64, score_batch),

@@ -150,9 +150,9 @@ def read_lines(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def parse_lines(content: bytes) -> list[Mapping[str, Any]]:
-    """The undamaged lines of a ledger's file."""
-    lines = content.decode("utf-8", errors="replace").splitlines()
-    return [line for line in map(_parsed, lines) if line is not None]
+    """The undamaged lines of a ledger's file. They are where they were written, whatever is between them."""
+    blocks = (content[start : start + _LINE_BYTES] for start in range(0, len(content), _LINE_BYTES))
+    return [line for line in map(_parsed, blocks) if line is not None]
 
 
 def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
@@ -191,7 +191,7 @@ def _repeated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     return found
 
 
-def _parsed(line: str) -> Mapping[str, Any] | None:
+def _parsed(line: bytes) -> Mapping[str, Any] | None:
     """A line of the ledger; None if it is damaged."""
     try:
         record = json.loads(line)
