@@ -14,6 +14,8 @@ import yaml
 from tests.end_to_end.commands import REPOSITORY, Workplace, make_corpus
 from tests.xla_flags import flags_for
 
+sys.path.insert(0, str(REPOSITORY / "infra"))  # its modules import each other so
+
 NUM_STEPS = 60
 # Small steps: time for a kill between two saves.
 ARGUMENTS = (
