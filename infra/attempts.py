@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 
 DONE, RETRY, STOP = "done", "retry", "stop"
 CONNECTION_LOST = 255  # of ssh
-_STOP = (1, 2, 130, 141)
+HANG = 75  # EX_TEMPFAIL: no step was done for too long, and the run ended itself
+_STOP = (130, 141)  # of those over 128
 
 
 def outcome_of(code: int) -> str:
     """done, retry or stop for the exit code of one process: a shell's (137) or `subprocess`'s (-9).
 
-    143 means saved after SIGTERM. Other codes over 128 mean that a signal killed the process, or that the connection to its
-    machine was lost: the newest checkpoint is complete in any case.
+    143 means saved after SIGTERM, 75 that the run ended itself because it hung. Other codes over 128 mean that a signal
+    killed the process, or that the connection to its machine was lost. The newest checkpoint is complete in any case.
     """
     code = 128 - code if code < 0 else code
     if code == 0:
         return DONE
-    return RETRY if code > 128 and code not in _STOP else STOP
+    return RETRY if code == HANG or (code > 128 and code not in _STOP) else STOP
 
 
 def outcome_of_run(codes: Iterable[int]) -> str:

@@ -9,7 +9,8 @@ usage: infra/local.sh [options] -- ARGUMENTS OF jaxlm train
   --processes N   number of processes (default: 2)
   --gpus N        GPUs of each process; process 0 gets the first N (default: 0, and JAX chooses its devices)
   --port PORT     port of the coordinator on this machine (default: a free one)
-  --retries N     times the run is started again after 143 or a killed process (default: 0)
+  --retries N     times the run is started again after a hang, 143 or a killed process (default: 0)
+  --wait_s N      seconds before it is started again (default: 30)
   --log_dir DIR   output of each process (default: logs/local)
   --dry_run       print the commands, run nothing
   --help
@@ -23,12 +24,12 @@ fail() {
   exit 2
 }
 
-processes=2 gpus=0 port="" retries=0 log_dir=logs/local dry_run=false
+processes=2 gpus=0 port="" retries=0 wait_s=30 log_dir=logs/local dry_run=false
 while [ $# -gt 0 ]; do
   case $1 in
     --help) usage; exit 0 ;;
     --dry_run) dry_run=true; shift ;;
-    --processes | --gpus | --port | --retries | --log_dir)
+    --processes | --gpus | --port | --retries | --wait_s | --log_dir)
       [ $# -gt 1 ] || fail "$1: a value is missing"
       printf -v "${1#--}" %s "$2"
       shift 2
@@ -39,7 +40,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || fail "give the arguments of jaxlm train after --"
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes: '$processes' given, a number from 1 expected"
-for number in "$gpus" "$retries" "${port:-0}"; do
+for number in "$gpus" "$retries" "$wait_s" "${port:-0}"; do
   [[ $number =~ ^[0-9]+$ ]] || fail "'$number' given, a number expected"
 done
 
@@ -62,11 +63,12 @@ render() {
 # Waits for process $1, also when a signal interrupts that; `ended` becomes its exit code.
 wait_for() {
   local now
-  ended=0
+  ended=""
   while true; do
     signaled=false now=0
     wait "$1" || now=$?
-    [ "$now" -eq 127 ] || ended=$now # 127: the first `wait` had its code already
+    # 127 after a signal: the `wait` before had its code already. At first: the program was not found.
+    if [ "$now" -ne 127 ] || [ -z "$ended" ]; then ended=$now; fi
     $signaled || return 0
   done
 }
@@ -77,7 +79,29 @@ pass_on() {
   kill -"$1" "${pids[@]}" 2>/dev/null || true
 }
 
-# Runs all processes; `code` becomes the highest exit code, which is that of a lost process before that of the others (1).
+# Ends those that were started when a signal had been passed on already.
+pass_on_again() {
+  [ "$stopped" -eq 0 ] || kill -TERM "${pids[@]}" 2>/dev/null || true
+}
+
+# Whether the run can go on after exit code $1, as in infra/attempts.py: 75 is a hang that the run ended, 143 is saved after
+# SIGTERM, others above 128 are a process that was killed.
+may_retry() {
+  [ "$1" -eq 75 ] || { [ "$1" -gt 128 ] && [ "$1" -ne 130 ] && [ "$1" -ne 141 ]; }
+}
+
+# Which of several exit codes is that of the run: a mistake or Ctrl-C, before a process that was lost, before the others' 1.
+rank() {
+  if [ "$1" -le 1 ]; then
+    echo "$1"
+  elif may_retry "$1"; then
+    echo 2
+  else
+    echo 3
+  fi
+}
+
+# Runs all processes; `code` becomes the exit code of the run.
 attempt() {
   local number
   pids=() code=0 address_port=$port
@@ -87,12 +111,19 @@ attempt() {
     "${command[@]}" > >(tee -a "$log_dir/$number.log" | sed -u "s/^/[$number] /") 2>&1 &
     pids+=($!)
   done
-  trap 'pass_on TERM 143' TERM
-  trap 'pass_on INT 130' INT
+  pass_on_again
   for number in "${!pids[@]}"; do
     wait_for "${pids[$number]}"
-    [ "$ended" -le "$code" ] || code=$ended
+    [ "$(rank "$ended")" -le "$(rank "$code")" ] || code=$ended
   done
+}
+
+# Waits before the next attempt, unless a signal ends that.
+pause() {
+  sleep "$wait_s" &
+  pids=($!)
+  pass_on_again
+  wait_for "${pids[0]}"
 }
 
 train=("$@") stopped=0
@@ -106,15 +137,18 @@ if $dry_run; then
   exit 0
 fi
 mkdir -p "$log_dir"
+pids=()
+trap 'pass_on TERM 143' TERM
+trap 'pass_on INT 130' INT
 set -m # own process groups: Ctrl-C reaches the processes once, from this script
 while true; do
   attempt
-  case $code in
-    0 | 1 | 2 | 130 | 141) exit "$code" ;;
-  esac
-  # Saved after SIGTERM (143), or killed: start again, unless this script was told to end.
+  may_retry "$code" || exit "$code"
+  # Start again, unless this script was told to end.
   [ "$stopped" -eq 0 ] || exit "$stopped"
   [ "$retries" -gt 0 ] || exit "$code"
   retries=$((retries - 1))
-  echo "infra/local.sh: ended with $code; starting again, $retries times left" >&2
+  echo "infra/local.sh: ended with $code; starting again in $wait_s s, $retries times left" >&2
+  pause
+  [ "$stopped" -eq 0 ] || exit "$stopped"
 done

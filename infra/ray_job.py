@@ -29,7 +29,7 @@ def say(message: str) -> None:
 
 
 def command_of(options: argparse.Namespace, address: str, number: int) -> str:
-    """The command of one node. TPU nodes find each other, and a single process needs nobody."""
+    """The command of one node. TPU nodes find each other, and a single process needs no coordinator."""
     distributed = []
     if options.nodes > 1 and not options.tpu:
         distributed = [ADDRESS, address, "--trainer.distributed.num_processes", str(options.nodes)]
@@ -149,11 +149,11 @@ def run(options: argparse.Namespace) -> int:
 
     backoff = Backoff(options.retries, options.backoff_s)
     while True:
-        began = time.monotonic()
         attempt = Attempt(options)
-        codes = []
+        codes, began = [], None
         try:
             attempt.start()
+            began = time.monotonic()  # the wait for the nodes is no part of a healthy attempt
             codes = attempt.codes()
         except ray.exceptions.RayError as error:
             say(f"the nodes are not there: {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
         if outcome == STOP:
             return max(code for code in codes if outcome_of(code) == STOP)
-        if not backoff.wait(time.monotonic() - began):
+        if not backoff.wait(0.0 if began is None else time.monotonic() - began):
             say(f"giving up after {options.retries + 1} attempts")
             return 1
 

@@ -35,17 +35,20 @@ python3 -m uv pip install --quiet --python venv/bin/python {package}
 echo {stamp} > installed
 """
 # The run does not depend on this connection. Connecting again with the same attempt only follows its output.
+# The exit code of the run goes to stderr with the attempt's name: that of ssh or gcloud may be their own.
 RUN = """cd "$HOME/jaxlm" && mkdir -p run
+byte={byte}
 if [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; then
   [ -s run/pid ] && kill -KILL -- "-$(cat run/pid)" 2>/dev/null
   rm -f run/code
   : > run/log
+  byte=1
   PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c {command} >> run/log 2>&1 < /dev/null &
   echo $! > run/pid
   echo {attempt} > run/attempt
 fi
-tail -n +{line} -s 0.2 -f --pid="$(cat run/pid)" run/log
-exit "$(cat run/code 2>/dev/null || echo 137)"
+tail -c "+$byte" -s 0.2 -f --pid="$(cat run/pid)" run/log
+echo "{attempt} ended with $(cat run/code 2>/dev/null || echo 137)" >&2
 """
 
 
@@ -128,16 +131,19 @@ class Pod:
         make = self.ssh_command(node, "all", "mkdir -p jaxlm")
         return [make, *([copy] if files else []), self.ssh_command(node, "all", script)]
 
-    def run_command(self, node: str, worker: str, attempt: str, line: int = 1) -> list[str]:
-        """Starts the run on a worker, or follows it from a line of its output."""
+    def run_command(self, node: str, worker: str, attempt: str, byte: int = 1) -> list[str]:
+        """Starts the run on a worker, or follows it from a byte of its output, counted from 1."""
         variables = shlex.join(["env", *self.options.env]) + " " if self.options.env else ""
         command = f"{variables}{train_command(self.options.arguments)}; echo $? > run/code"
-        script = RUN.format(attempt=attempt, command=shlex.quote(command), line=line)
+        script = RUN.format(attempt=attempt, command=shlex.quote(command), byte=byte)
         return self.ssh_command(node, worker, script)
 
     def describe(self, group: str, name: str) -> dict:
+        command = self.gcloud(group, "describe", name, "--format=json")
         try:
-            return json.loads(call(self.gcloud(group, "describe", name, "--format=json")))
+            return json.loads(call(command))
+        except ValueError as error:
+            raise GcloudError(command, 0, f"its output is not JSON: {error}") from error
         except GcloudError as error:
             if "NOT_FOUND" in str(error) or "was not found" in str(error):
                 return {"state": ABSENT}
@@ -216,6 +222,6 @@ class Pod:
         try:
             if (state := self.state()) == ABSENT:
                 return say(f"no machine is left of {self.whole_name()}")
-        except (GcloudError, OSError):
+        except Exception:  # whatever it is: that machines may be left is said
             state = "unknown"
         say(f"{self.whole_name()} is left, state {state}, and costs money. To delete it:\n  {self.how_to_delete()}")

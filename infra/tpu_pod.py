@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, outcome_of, ou
 from tpu_nodes import READY, GcloudError, Pod, say
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-RECONNECTIONS = 5
+RECONNECTIONS = 5  # in a row, to a machine that is there
+CONNECTED_S = 180  # a connection that lasted so long was no failure to connect
 WAIT_FOR_OTHERS_S = 300  # after a worker has ended; the others notice it within trainer.distributed.heartbeat_timeout
 
 
@@ -39,64 +41,90 @@ class Watch:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._processes: dict[str, subprocess.Popen] = {}
         self._ending = threading.Event()
-        self.codes: dict[str, int] = {}
 
     def run(self) -> dict[str, int]:
-        """The exit code of each worker. One that does not end some time after another is given up as lost."""
+        """The exit code of each worker. One that does not end some time after another is given up as lost.
+
+        Raises what keeps this machine from following a worker, such as a full disk, or `GcloudError`.
+        """
         workers = self._pod.workers()
         say(f"running on {len(workers)} workers; their output is in {self._logs}/")
-        threads = [threading.Thread(target=self._follow, args=worker, daemon=True) for worker in workers]
-        for thread in threads:
-            thread.start()
+        with ThreadPoolExecutor(max(1, len(workers))) as pool:
+            follows = {f"{node}:{number}": pool.submit(self._follow, node, number) for node, number in workers}
+            try:
+                self._wait_for(set(follows.values()))
+            finally:
+                self._ending.set()
+                for process in list(self._processes.values()):
+                    end(process)
+        return {name: follow.result() for name, follow in follows.items()}
+
+    def _wait_for(self, running: set[Future[int]]) -> None:
+        """Waits until all workers have ended; for a while if one failed. Raises the error of a worker at once."""
         deadline = None
-        try:
-            while any(thread.is_alive() for thread in threads):
-                time.sleep(0.05)
-                if deadline is None and any(self.codes.values()):
-                    deadline = time.monotonic() + self._pod.options.wait_for_others_s
-                if deadline is not None and time.monotonic() > deadline:
-                    break
-        finally:
-            self._ending.set()
-            for process in list(self._processes.values()):
-                end(process)
-        for thread in threads:
-            thread.join()
-        return {f"{node}:{number}": self.codes[f"{node}:{number}"] for node, number in workers}
+        while running and (deadline is None or time.monotonic() < deadline):
+            ended, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+            codes = [follow.result() for follow in ended]
+            if any(codes) and deadline is None:
+                deadline = time.monotonic() + self._pod.options.wait_for_others_s
 
-    def _follow(self, node: str, number: int) -> None:
-        """Follows a worker until its run has ended, across lost connections."""
-        name = f"{node}:{number}"
-        code = CONNECTION_LOST
-        try:
-            for reconnections in range(RECONNECTIONS):
-                code = self._connect(node, number)
-                if code != CONNECTION_LOST or self._ending.wait(self._pod.options.poll_s * (reconnections + 1)):
-                    break
-                if (state := self._pod.describe("tpu-vm", node)["state"]) != READY:
-                    say(f"{name}: its machine is {state}")
-                    break
-                say(f"{name}: connection lost; its machine is {READY}, connecting again")
-        except GcloudError as error:
-            say(f"{name}: {error}")
-        self.codes[name] = code
+    def _follow(self, node: str, number: int) -> int:
+        """Follows a worker until its run has ended or its machine is gone, across lost connections."""
+        name, lost = f"{node}:{number}", 0
+        while True:
+            began = time.monotonic()
+            code, problem = self._connect(node, number)
+            why = f": {problem}" if problem else ""
+            if code is not None or self._ending.is_set():
+                return CONNECTION_LOST if code is None else code
+            lost = 1 if time.monotonic() - began > self._pod.options.connected_s else lost + 1
+            state = self._state_of(node)
+            if state != READY or lost == RECONNECTIONS:
+                say(f"{name}: given up; its machine is {state}{why}")
+                return CONNECTION_LOST
+            say(f"{name}: connection lost; its machine is {READY}, connecting again{why}")
+            if self._ending.wait(self._pod.options.poll_s * lost):
+                return CONNECTION_LOST
 
-    def _connect(self, node: str, number: int) -> int:
+    def _state_of(self, node: str) -> str:
+        """The state of a machine. While gcloud cannot say, as without network, the run goes on: waits, and asks again."""
+        said = ""
+        while True:
+            try:
+                return self._pod.describe("tpu-vm", node)["state"]
+            except GcloudError as error:
+                if error.permanent or self._ending.is_set():
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    say(f"{node}: cannot be seen from here; waiting, its run goes on: {error}")
+                self._ending.wait(self._pod.options.poll_s)
+
+    def _connect(self, node: str, number: int) -> tuple[int | None, str]:
+        """The exit code of the run, None if the connection was lost before; and the last words of gcloud and ssh."""
         path = self._logs / f"{node}-{number}.log"
-        with path.open("a+") as log:
-            log.seek(0)
-            first = sum(1 for _ in log) + 1
-            command = self._pod.run_command(node, str(number), self._attempt, first)
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-            with subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **pipes) as process:
+        with path.open("ab") as log, path.with_suffix(".ssh.log").open("a+b") as messages:
+            messages.seek(0, os.SEEK_END)
+            before = messages.tell()
+            command = self._pod.run_command(node, str(number), self._attempt, log.seek(0, os.SEEK_END) + 1)
+            pipes = {"stdout": subprocess.PIPE, "stderr": messages, "stdin": subprocess.DEVNULL}
+            with subprocess.Popen(command, start_new_session=True, **pipes) as process:
                 self._processes[f"{node}:{number}"] = process
                 if self._ending.is_set():
                     end(process)
-                for line in process.stdout or ():
-                    log.write(line)
-                    log.flush()
-                    print(f"[{node}:{number}] {line}", end="", flush=True)
-            return process.returncode if process.returncode >= 0 else CONNECTION_LOST
+                try:
+                    for line in process.stdout or ():
+                        log.write(line)
+                        log.flush()
+                        print(f"[{node}:{number}] {line.decode(errors='replace')}", end="", flush=True)
+                except BaseException:
+                    end(process)  # the `with` waits for it
+                    raise
+            messages.seek(before)
+            said = messages.read().decode(errors="replace").strip()
+        # gcloud's own exit code says nothing: without network it ends with 1, as a run that failed.
+        code = re.search(rf"^{re.escape(self._attempt)} ended with (\d+)\s*$", said, re.MULTILINE)
+        return int(code[1]) if code else None, said.rpartition("\n")[2]
 
 
 def end(process: subprocess.Popen) -> None:
@@ -184,6 +212,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--retries", type=int, default=20, help="failures in a row after which babysit gives up")
     add("--backoff_s", type=float, default=30.0, help="wait after the first failure; doubles up to 15 minutes")
     add("--poll_s", type=float, default=20.0, help="time between two looks at a machine")
+    add("--connected_s", type=float, default=CONNECTED_S, help=argparse.SUPPRESS)
     add("--wait_for_others_s", type=float, default=WAIT_FOR_OTHERS_S, help=argparse.SUPPRESS)
     add("--keep", action="store_true", help="babysit: do not delete the machines at the end")
     add("--dry_run", action="store_true", help="print the gcloud commands, run nothing")
@@ -280,7 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         pod.say_what_is_left()
         return 0
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if error.filename != "gcloud":
+            pod.say_what_is_left()
+            raise
         say("gcloud is not installed, or not on PATH: https://cloud.google.com/sdk/docs/install")
         return 2
     except GcloudError as error:
@@ -291,6 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("interrupted. A run that has begun goes on without this program; the same command follows it again")
         pod.say_what_is_left()
         return 130
+    except Exception:
+        pod.say_what_is_left()
+        raise
 
 
 if __name__ == "__main__":

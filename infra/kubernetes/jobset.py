@@ -22,40 +22,73 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from attempts import train_command
 
-# GKE's names of accelerators, and chips per machine of slices with several machines.
+CHIPS = 4  # per machine of slices with several machines
+# GKE's names of accelerators, and the topology of one machine.
 TPUS = {
-    "v4": ("tpu-v4-podslice", 4),
-    "v5e": ("tpu-v5-lite-podslice", 4),
-    "v5p": ("tpu-v5p-slice", 4),
-    "v6e": ("tpu-v6e-slice", 4),
+    "v4": ("tpu-v4-podslice", "2x2x1"),
+    "v5e": ("tpu-v5-lite-podslice", "2x2"),
+    "v5p": ("tpu-v5p-slice", "2x2x1"),
+    "v6e": ("tpu-v6e-slice", "2x2"),
 }
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 
+def literal(text: str) -> str:
+    """Text as Kubernetes expects it in arguments and variables, where it replaces $(NAME), and $$ by $."""
+    return text.replace("$", "$$")
+
+
+def num_chips(topology: str) -> int:
+    return math.prod(map(int, topology.split("x")))
+
+
 def manifest(options: argparse.Namespace) -> str:
     """The YAML of the JobSet."""
-    # Kubernetes replaces $(NAME) in arguments; $$ stands for a $.
-    command = train_command(options.arguments).replace("$(", "$$(")
-    variables = [dict(zip(("name", "value"), value.split("=", 1), strict=True)) for value in options.env]
+    pairs = [value.split("=", 1) for value in options.env]
+    variables = [{"name": name, "value": literal(value)} for name, value in pairs]
     values = {
         "name": options.name,
         "namespace": options.namespace,
         "image": options.image,
         "queue": f", kueue.x-k8s.io/queue-name: {options.queue}" if options.queue else "",
         "restarts": options.restarts,
-        "nodes": options.nodes,
-        "gpus": options.gpus,
         "env": json.dumps(variables),
+        "command": literal(train_command(options.arguments)),
     }
-    template = "gpu.yaml"
     if options.tpu:
-        accelerator, chips = TPUS[options.tpu]
-        total = math.prod(map(int, options.topology.split("x")))
-        values |= {"accelerator": accelerator, "topology": options.topology, "slices": options.slices}
-        values |= {"chips": min(chips, total), "nodes": max(1, total // chips)}
-        template = "tpu.yaml"
-    text = string.Template(Path(__file__).with_name(template).read_text())
-    return text.substitute(values, command=command)
+        total = num_chips(options.topology)
+        values |= {"accelerator": TPUS[options.tpu][0], "topology": options.topology, "slices": options.slices}
+        values |= {"chips": min(CHIPS, total), "nodes": max(1, total // CHIPS)}
+    else:
+        values |= {"nodes": options.nodes, "gpus": options.gpus}
+    text = string.Template(Path(__file__).with_name("tpu.yaml" if options.tpu else "gpu.yaml").read_text())
+    return text.substitute(values)
+
+
+def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fills in what was not given about GPUs or TPUs, and refuses what was given about the other."""
+    one_machine = TPUS[options.tpu][1] if options.tpu else None
+    kinds = {"gpu": {"nodes": 1, "gpus": 8}, "tpu": {"topology": one_machine, "slices": 1}}
+    chosen, other = (kinds["tpu"], kinds["gpu"]) if options.tpu else (kinds["gpu"], kinds["tpu"])
+    if ignored := [name for name in other if getattr(options, name) is not None]:
+        how = "given with --tpu, which takes --topology and --slices" if options.tpu else "given without --tpu"
+        parser.error(f"--{ignored[0]}: {how}")
+    for name, default in chosen.items():
+        value = getattr(options, name)
+        setattr(options, name, default if value is None else value)
+    if min(getattr(options, name) for name in chosen if name != "topology") < 1:
+        parser.error("--nodes, --gpus and --slices: 1 or more expected")
+    if options.tpu:
+        check_topology(parser, options.topology, options.tpu)
+
+
+def check_topology(parser: argparse.ArgumentParser, topology: str, tpu: str) -> None:
+    one_machine = TPUS[tpu][1]
+    sizes = rf"[1-9]\d*(x[1-9]\d*){{{one_machine.count('x')}}}"
+    if not re.fullmatch(sizes, topology):
+        parser.error(f"--topology: {topology!r} given, such as {one_machine} expected for {tpu}")
+    if num_chips(topology) > CHIPS and num_chips(topology) % CHIPS:
+        parser.error(f"--topology: {topology!r} given, a multiple of {CHIPS} chips expected, those of a machine")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,11 +103,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="image of infra/Dockerfile.gpu or Dockerfile.tpu, in a registry that the cluster reads",
     )
     add("--namespace", default="default")
-    add("--nodes", type=int, default=1, help="machines with GPUs")
-    add("--gpus", type=int, default=8, help="GPUs of each machine")
+    add("--nodes", type=int, help="machines with GPUs (default: 1)")
+    add("--gpus", type=int, help="GPUs of each machine (default: 8)")
     add("--tpu", choices=TPUS, help="a TPU instead of GPUs")
-    add("--topology", default="2x2x1", help="chips of a slice, such as 2x2x4 for 16")
-    add("--slices", type=int, default=1)
+    add("--topology", help="with --tpu: chips of a slice, such as 2x2x4 or 4x4 for 16 (default: one machine)")
+    add("--slices", type=int, help="with --tpu: number of slices (default: 1)")
     add("--queue", help="Kueue's LocalQueue")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")
     add("--restarts", type=int, default=100, help="times that all pods start again at most")
@@ -87,10 +120,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("the arguments of jaxlm train: a line break cannot be passed on")
     if not NAME.fullmatch(options.name):
         parser.error(f"name: {options.name!r} given, lower-case letters, digits and - expected, 42 at most")
-    if min(options.nodes, options.gpus, options.slices) < 1:
-        parser.error("--nodes, --gpus and --slices: 1 or more expected")
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", options.topology):
-        parser.error(f"--topology: {options.topology!r} given, such as 2x2x4 expected")
+    complete(parser, options)
     if wrong := [value for value in options.env if not re.match(r"[A-Za-z_]\w*=", value)]:
         parser.error(f"--env: {wrong[0]!r} given, NAME=VALUE expected")
     return options

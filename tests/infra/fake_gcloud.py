@@ -2,8 +2,9 @@
 worker.
 
 $FAKE/train is a shell script that stands for the training run: $NODE, $WORKER and $ATTEMPT (from 1) say which one it is.
-$FAKE/create and $FAKE/delete, if they exist, have a line per call: an error message, or nothing for success. If $FAKE/drop
-appears, the connection to worker 0 is lost once, and its run goes on.
+$FAKE/create and $FAKE/delete, if they exist, have a line per call: an error message, or nothing for success; $FAKE/connect
+has one per connection to worker 0. If $FAKE/drop appears, the connection to worker 0 is lost once, and its run goes on.
+While $FAKE/offline exists, this machine has no network. Each connection prints a message to stderr, as ssh does.
 """
 
 import json
@@ -80,8 +81,17 @@ def ssh(node: str, worker: str, command: str) -> None:
             python.write_text(TRAINS)
             python.chmod(0o755)
             continue
+        if number == "0" and worker != "all":
+            planned_failure("connect")
+        print("Warning: Permanently added 'tpu' (ED25519) to the list of known hosts.", file=sys.stderr, flush=True)
         environment = os.environ | {"HOME": str(home), "NODE": node, "WORKER": number}
         with subprocess.Popen(shlex.split(command), env=environment, cwd=home, start_new_session=True) as process:
+
+            def end(*_: object, ssh: int = process.pid) -> None:
+                os.killpg(ssh, signal.SIGKILL)  # gcloud's ssh is in its process group and gets its signals
+                sys.exit(255)
+
+            signal.signal(signal.SIGTERM, end)
             while process.poll() is None:
                 time.sleep(0.02)
                 if worker == "0" and (FAKE / "drop").exists():
@@ -102,6 +112,8 @@ def main() -> None:
     with (FAKE / "calls").open("a") as calls:
         calls.write(json.dumps(sys.argv[1:]) + "\n")
     (FAKE / "state").mkdir(exist_ok=True)
+    if (FAKE / "offline").exists():
+        fail("gcloud crashed (ConnectionError): Failed to establish a new connection: Network is unreachable")
     group, verb, *words = sys.argv[3:]
     names = [word for word in words if not word.startswith("--")]
     flags = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))

@@ -17,12 +17,14 @@ INFRA = REPOSITORY / "infra"
 @pytest.mark.slow
 def test_local(launched, expected):
     place = launched()
-    process = place.launch(str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--", *ARGUMENTS)
+    process = place.launch(
+        str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--wait_s", "0", "--", *ARGUMENTS
+    )
     place.wait_for_checkpoint()
     place.kill_one()
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    assert "starting again, 0 times left" in out
+    assert "starting again in 0 s, 0 times left" in out
     assert place.result() == expected
 
 

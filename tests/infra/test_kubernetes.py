@@ -1,5 +1,6 @@
 """The manifests of `infra/kubernetes/jobset.py`: their values, and their schema where its package is installed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,15 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "kubernetes" / "jobset.py"
-ARGUMENTS = ("--config_path", "my file.yaml", "--trainer.id", "$(HOME): #1")
-LINE = "python -m jaxlm.train --config_path 'my file.yaml' --trainer.id '$$(HOME): #1'"
-GPU = ("--nodes", "4", "--gpus", "8", "--env", "A=b: c", "--queue", "jaxlm")
+ARGUMENTS = ("--config_path", "my file.yaml", "--trainer.id", "$(HOME): #1 $$")
+LINE = "python -m jaxlm.train --config_path 'my file.yaml' --trainer.id '$(HOME): #1 $$'"
+GPU = ("--nodes", "4", "--gpus", "8", "--env", "A=b: $$c $(D)", "--queue", "jaxlm")
 TPU = {
     "v4-32": (("--tpu", "v4", "--topology", "2x2x4"), "tpu-v4-podslice", 1, 4),
     "two v5p slices": (("--tpu", "v5p", "--topology", "4x4x4", "--slices", "2"), "tpu-v5p-slice", 2, 16),
     "one machine": (("--tpu", "v6e", "--topology", "2x2"), "tpu-v6e-slice", 1, 1),
+    "one machine by default, 3-D": (("--tpu", "v4"), "tpu-v4-podslice", 1, 1),
+    "one machine by default, 2-D": (("--tpu", "v5e"), "tpu-v5-lite-podslice", 1, 1),
 }
 
 
@@ -48,13 +51,19 @@ def job_of(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], di
     return replicated, job, job["template"]["spec"]
 
 
+def expanded(text: str) -> str:
+    """What a container gets of an argument or a variable, by the rules of Kubernetes."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda found: "REPLACED" if found[1] else "$", text)
+
+
 def test_four_nodes_of_eight_gpus():
     manifest = jobset(*GPU)
     replicated, job, pod = job_of(manifest)
     (container,) = pod["containers"]
     distributed = "--trainer.distributed."
     expected = f"exec {LINE} {distributed}coordinator_address mine-run-0-0.mine:8476 {distributed}num_processes 4"
-    assert container["args"] == [f'{expected} {distributed}process_id "$JOB_COMPLETION_INDEX"']
+    (line,) = container["args"]
+    assert expanded(line) == f'{expected} {distributed}process_id "$JOB_COMPLETION_INDEX"'
     assert (replicated["replicas"], job["parallelism"], job["completions"], job["completionMode"]) == (
         1,
         4,
@@ -62,7 +71,8 @@ def test_four_nodes_of_eight_gpus():
         "Indexed",
     )
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert container["env"] == [{"name": "A", "value": "b: c"}]
+    ((variable, value),) = [pair.values() for pair in container["env"]]
+    assert (variable, expanded(value)) == ("A", "b: $$c $(D)")
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "jaxlm"
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 130, 141]
 
@@ -73,7 +83,9 @@ def test_tpu_slices(name):
     replicated, job, pod = job_of(jobset(*words))
     assert (replicated["replicas"], job["parallelism"], job["completions"]) == (slices, machines, machines)
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == accelerator
-    assert pod["containers"][0]["args"] == [f"exec {LINE}"]
+    dimensions = 2 if "lite" in accelerator or "v6e" in accelerator else 3
+    assert len(pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")) == dimensions
+    assert [expanded(line) for line in pod["containers"][0]["args"]] == [f"exec {LINE}"]
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
 
 
@@ -103,7 +115,14 @@ def test_the_queue_is_valid_yaml():
 @pytest.mark.parametrize(
     ("words", "arguments", "message"),
     [
-        (("--topology", "16"), ARGUMENTS, "--topology: '16' given, such as 2x2x4 expected"),
+        (("--tpu", "v4", "--topology", "16"), ARGUMENTS, "--topology: '16' given, such as 2x2x1 expected for v4"),
+        (("--tpu", "v5e", "--topology", "2x2x4"), ARGUMENTS, "--topology: '2x2x4' given, such as 2x2 expected for v5e"),
+        (("--tpu", "v6e", "--topology", "2x3"), ARGUMENTS, "--topology: '2x3' given, a multiple of 4 chips expected"),
+        (("--tpu", "v4", "--slices", "0"), ARGUMENTS, "1 or more expected"),
+        (("--tpu", "v4", "--nodes", "1"), ARGUMENTS, "--nodes: given with --tpu, which takes --topology and --slices"),
+        (("--tpu", "v4", "--gpus", "8"), ARGUMENTS, "--gpus: given with --tpu"),
+        (("--topology", "2x2x1"), ARGUMENTS, "--topology: given without --tpu"),
+        (("--slices", "2"), ARGUMENTS, "--slices: given without --tpu"),
         (("--nodes", "0"), ARGUMENTS, "1 or more expected"),
         (("--env", "a"), ARGUMENTS, "--env: 'a' given, NAME=VALUE expected"),
         ((), (), "give the arguments of jaxlm train after --"),

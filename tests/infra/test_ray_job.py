@@ -5,8 +5,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import attempts
 import pytest
+import ray_job
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +60,43 @@ def test_a_v4_32_slice_finds_its_machines_itself():
 def test_mistakes(words, arguments, message):
     result = run(*words, arguments=arguments)
     assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+
+
+class TimeoutOfRay(Exception):
+    """Stands for ray.exceptions.GetTimeoutError."""
+
+
+@pytest.mark.parametrize("nodes_come", [False, True])
+def test_nodes_that_never_come_use_up_the_retries(monkeypatch, nodes_come, capsys):
+    """Ray's stand-in: an hour's wait for nodes passes at once, then it is refused; or they come, and are lost in a minute."""
+    now = [0.0]
+
+    def get(_, timeout):
+        now[0] += timeout
+        raise TimeoutOfRay("no nodes")
+
+    group = SimpleNamespace(ready=lambda: None)
+    util = SimpleNamespace(placement_group=lambda *_, **__: group, remove_placement_group=lambda _: None)
+    exceptions = SimpleNamespace(RayError=TimeoutOfRay)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util, exceptions=exceptions, get=get))
+    if nodes_come:
+        monkeypatch.setattr(ray_job.Attempt, "start", lambda _: now.__setitem__(0, now[0] + 3500))
+        monkeypatch.setattr(ray_job.Attempt, "codes", lambda _: now.__setitem__(0, now[0] + 60) or [1, 255])
+    else:
+        scheduling = SimpleNamespace(PlacementGroupSchedulingStrategy=None)
+        monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", scheduling)
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        assert len(waits) < 9, "it never gives up"
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(ray_job, "time", clock)
+    monkeypatch.setattr(attempts, "time", clock)
+    assert ray_job.run(ray_job.parse(["--nodes", "2", "--retries", "3", "--", "x"])) == 1
+    assert waits == [30, 60, 120]
+    assert "giving up after 4 attempts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["gcp-gpu", "gcp-tpu"])

@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attempts
 import pytest
 import yaml
+
+from tests.infra.test_attempts import OF_RUNS
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
@@ -111,15 +114,41 @@ exit "$code\""""
         ("kill 0", 0, 2),
         ("143 kill 143", 143, 3),
         ("130", 130, 1),
+        ("75 0", 0, 2),
+        ("127", 127, 1),
     ],
 )
 def test_local_starts_again(tmp_path, codes, code, starts):
     (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
     environment = stand_in(tmp_path, python=NEXT)
-    command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "2", "--", "--config_path", "my file.yaml"]
+    command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "2", "--wait_s", "0", "--"]
+    command += ["--config_path", "my file.yaml"]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == code, result.stderr
     assert (tmp_path / "calls").read_text().splitlines() == ["-m jaxlm.train --config_path my file.yaml"] * starts
+
+
+@pytest.mark.parametrize(("codes", "outcome"), OF_RUNS, ids=str)
+def test_local_decides_like_the_other_launchers(tmp_path, codes, outcome):
+    """The last argument is the number of the process, except for a process alone."""
+    lines = [f"[ ${{@: -1}} = {number} ] && code={code}" for number, code in enumerate(codes)]
+    exits = '[ "$code" -ge 0 ] || kill "$code" $$\nexit "$code"'
+    command = [str(INFRA / "local.sh"), "--processes", str(len(codes)), "--port", "1", "--retries", "1"]
+    environment = stand_in(tmp_path, python="\n".join([*lines, 'echo x >> "$HOME/calls"', exits]))
+    result = subprocess.run([*command, "--wait_s", "0", "--", "x"], env=environment, cwd=tmp_path, capture_output=True)
+    starts = (tmp_path / "calls").read_text().count("x") // len(codes)
+    assert starts == (2 if outcome == "retry" else 1)
+    assert (result.returncode == 0) == (outcome == "done")
+
+
+def test_local_waits_and_a_signal_ends_that(tmp_path):
+    command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "1", "--wait_s", "600", "--", "x"]
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    environment = stand_in(tmp_path, python="exit 75")
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
+        assert "starting again in 600 s" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -155,6 +184,9 @@ def slurm(folder: Path, restarts: int = 0, **programs: str) -> tuple[int, str, l
         (130, 0, []),
         (143, 0, ["requeue 7"]),
         (137, 3, ["requeue 7"]),
+        (75, 0, ["requeue 7"]),
+        (134, 0, ["requeue 7"]),
+        (127, 0, []),
         (143, 100, []),
     ],
 )
@@ -163,7 +195,8 @@ def test_slurm_requeues_by_exit_code(tmp_path, code, restarts, requeued):
     ended, out, found = slurm(tmp_path, restarts, srun=NEXT)
     assert (ended, found) == (code, requeued), out
     (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert call.endswith("--label python -m jaxlm.train --config_path my file.yaml")
+    # Nonzero, --kill-on-bad-exit kills slower tasks at once: 137 instead of their code.
+    assert call == "--kill-on-bad-exit=0 --wait=300 --label python -m jaxlm.train --config_path my file.yaml"
 
 
 def test_slurm_signal_before_the_time_limit(tmp_path):
@@ -196,6 +229,12 @@ def test_skypilot_runs_the_command_of_each_node(tmp_path, extras, nodes):
         )
         words += ["--trainer.distributed.process_id", "2"]
     assert result.stdout.splitlines() == words, result.stderr
+
+
+def test_skypilot_recovers_from_what_is_tried_again():
+    codes = SKY["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert {attempts.outcome_of(code) for code in codes} == {"retry"}
+    assert {75, 143, 137, 134} == {*codes}
 
 
 def test_skypilot_accepts_its_file(monkeypatch):

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.commands import REPOSITORY
-from tests.infra.conftest import ARGUMENTS
+from tests.infra.conftest import ARGUMENTS, Launched
+
+SCRIPT = str(REPOSITORY / "infra" / "slurm.sbatch")
 
 CONFIG = """
 ClusterName=test
@@ -86,23 +88,54 @@ def state(variables: dict[str, str], job: str) -> str:
     return output(variables, "squeue", "-h", "-j", job, "-o", "%T").strip()
 
 
+def submit(place: Launched, variables: dict[str, str], *command: str) -> str:
+    """The number of the new job."""
+    (place.folder / "logs").mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["sbatch", "--parsable", *command], env=variables, cwd=place.folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.soak
+def test_a_mistake_of_all_tasks_is_not_requeued(slurm, launched):
+    """SLURM must not kill the task that is slower to say so: its 137 would look like a lost task."""
+    place = launched()
+    variables = place.environment | {"SLURM_CONF": slurm["SLURM_CONF"]}
+    job = submit(place, variables, "--ntasks-per-node", "2", SCRIPT, *ARGUMENTS, "--trainer.num_train_step", "3")
+    wait_until(lambda: state(variables, job) in ("", "FAILED"), "the job does not end")
+    text = (place.folder / f"logs/slurm-{job}.log").read_text()
+    assert "stopped with 2: see the message above; not requeued" in text, text
+    assert "num_train_step" in text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("code", "log"), [(2, "stopped with 2"), (75, "ended with 75: requeued, restart 1")])
+def test_a_slow_task_ends_by_itself(slurm, launched, code, log):
+    """Task 1 ends; task 0 needs a second more, and has the same code."""
+    place = launched()
+    (place.folder / "bin").mkdir()
+    python = place.folder / "bin" / "python"
+    python.write_text(f'#!/bin/bash\n[ "$SLURM_PROCID" = 1 ] || sleep 2\nexit {code}\n')
+    python.chmod(0o755)
+    variables = place.environment | {"SLURM_CONF": slurm["SLURM_CONF"]}
+    variables["PATH"] = f"{place.folder / 'bin'}:{variables['PATH']}"
+    job = submit(place, variables, "--ntasks-per-node", "2", SCRIPT, *ARGUMENTS)
+    path = place.folder / f"logs/slurm-{job}.log"
+    wait_until(lambda: path.exists() and "requeued" in path.read_text(), "the job does not end")
+    assert log in path.read_text()
+
+
 @pytest.mark.soak
 def test_a_preempted_job_is_requeued_and_identical(slurm, launched, expected):
     place = launched()
-    (place.folder / "logs").mkdir()
     variables = place.environment | {"SLURM_CONF": slurm["SLURM_CONF"]}
-    script = str(REPOSITORY / "infra" / "slurm.sbatch")
-
-    def submit(*command: str) -> str:
-        done = subprocess.run(
-            ["sbatch", "--parsable", *command], env=variables, cwd=place.folder, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    job = submit("--ntasks-per-node", "2", script, *ARGUMENTS)
+    job = submit(place, variables, "--ntasks-per-node", "2", SCRIPT, *ARGUMENTS)
     place.wait_for_checkpoint()
-    urgent = submit("--partition", "high", "--exclusive", "--output", "urgent.log", "--wrap", "echo urgent")
+    urgent = submit(
+        place, variables, "--partition", "high", "--exclusive", "--output", "urgent.log", "--wrap", "echo urgent"
+    )
     wait_until(lambda: state(variables, urgent) in ("", "COMPLETED"), "the other job did not run")
     log = Path(place.folder / f"logs/slurm-{job}.log")
     wait_until(lambda: "\ndone" in log.read_text() and state(variables, job) in ("", "COMPLETED"), log.read_text())

@@ -1,5 +1,6 @@
 """`infra/tpu_pod.py` with a stand-in for gcloud that runs the workers' commands and plays preemptions and refusals."""
 
+import argparse
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tpu_nodes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "tpu_pod.py"
@@ -170,6 +172,69 @@ def test_a_lost_connection_does_not_start_the_run_twice(cloud):
     assert out.count("mine:0: connection lost; its machine is READY, connecting again") == 1
     (log,) = cloud.log("mine-0")
     assert log.splitlines()[1:] == ["first", "last of attempt 1"]
+
+
+def test_a_run_goes_on_while_the_network_is_down(cloud):
+    """Worker 0 makes this machine lose its connection and its network, for longer than several looks."""
+    lost = 'touch "$FAKE/offline" "$FAKE/drop"; sleep 1; rm "$FAKE/offline"'
+    cloud.plan(train=f'[ "$WORKER$ATTEMPT" = 01 ] && {{ echo first; {lost}; }}\necho "last of attempt $ATTEMPT"')
+    code, out = cloud.run("babysit")
+    assert code == 0, out
+    assert "mine: cannot be seen from here; waiting, its run goes on:" in out
+    assert "Network is unreachable" in out
+    assert cloud.log("mine-0")[0].splitlines()[1:] == ["first", "last of attempt 1"]
+    assert len(cloud.log("mine-0")) == 1
+
+
+def test_an_exit_code_of_gcloud_is_not_that_of_the_run(cloud):
+    """Without network, gcloud ends with 1, before there is an ssh: like a run that failed."""
+    cloud.plan(train='sleep 0.5; echo "last of attempt $ATTEMPT"', connect="gcloud crashed (ConnectionError)\n" * 2)
+    code, out = cloud.run("babysit")
+    assert code == 0, out
+    assert out.count("connecting again: ERROR: gcloud crashed (ConnectionError)") == 2
+    assert cloud.log("mine-0")[0].splitlines()[1:] == ["last of attempt 1"]
+
+
+@pytest.mark.slow
+def test_many_lost_connections_in_a_long_run_lose_no_output(cloud):
+    """Lines with and without an end, carriage returns, and bytes that are no text, with a message of ssh per connection."""
+    line = r'printf "%s\r\xff half" "$n"; touch "$FAKE/drop"; while [ -e "$FAKE/drop" ]; do sleep 0.05; done; echo " of $n"'
+    cloud.plan(train=f'[ "$WORKER" = 0 ] && for n in 1 2 3 4 5 6 7; do {line}; done\necho "last of attempt $ATTEMPT"')
+    code, out = cloud.run("babysit", "--connected_s", "0")
+    assert code == 0, out
+    assert out.count("connection lost; its machine is READY") == 7
+    (path,) = (cloud.folder / "logs/infra/mine").glob("*/mine-0.log")
+    _, _, stored = path.read_bytes().partition(b"\n")
+    assert stored == b"".join(b"%d\r\xff half of %d\n" % (n, n) for n in range(1, 8)) + b"last of attempt 1\n"
+    assert path.with_suffix(".ssh.log").read_text().count("Permanently added") == 8
+
+
+def test_a_machine_that_cannot_be_connected_to_is_given_up(cloud):
+    cloud.plan(train='[ "$WORKER$ATTEMPT" = 11 ] && sleep 9\ntrue', connect="Permission denied (publickey).\n" * 5)
+    code, out = cloud.run("babysit", "--wait_for_others_s", "0.1")
+    assert code == 0, out
+    assert "mine:0: given up; its machine is READY: ERROR: Permission denied (publickey)." in out
+    assert "retry: mine:0 ended with 255" in out
+
+
+def test_what_is_left_is_said_after_an_error_of_this_machine(cloud):
+    """The disk becomes full."""
+    replaced = (
+        'ln -sf /dev/full "$FAKE"/logs/infra/mine/*/mine-0.log; touch "$FAKE/drop"; sleep 0.5; echo more; sleep 2'
+    )
+    cloud.plan(train=f'[ "$WORKER" = 0 ] && {{ echo first; sleep 0.3; {replaced}; }}')
+    code, out = cloud.run("babysit")
+    assert code == 1, out
+    assert "No space left on device" in out
+    assert "mine (1 x v4-8, z) is left, state READY, and costs money. To delete it:" in out
+
+
+def test_an_answer_that_is_no_json_is_not_permanent(monkeypatch):
+    monkeypatch.setattr(tpu_nodes, "call", lambda _: "<html>")
+    pod = tpu_nodes.Pod(argparse.Namespace(name="mine", zone="z", project=None))
+    with pytest.raises(tpu_nodes.GcloudError, match="not JSON") as found:
+        pod.describe("tpu-vm", "mine")
+    assert not found.value.permanent
 
 
 def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud):
