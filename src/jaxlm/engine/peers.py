@@ -19,6 +19,7 @@ import jax
 
 _INTERVAL_S = 1.0
 _SILENT_S = 3 * _INTERVAL_S
+_NOTICE_S = 1.5 * _INTERVAL_S  # so that the others read why this process ends before their collectives fail
 _LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
 _LEAVING_S = 0.5  # ... and this long to end after saying so: without the store, jax aborts them
 _FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
@@ -57,15 +58,8 @@ class PeerWatch:
         with contextlib.suppress(Exception):  # the service may be gone
             failure = json.dumps({"code": code, "message": message[:4000]})
             self._client.key_value_set(f"{_FAILED}{self._index}", failure, allow_overwrite=True)
+            time.sleep(_NOTICE_S)
         self._exit(code)
-
-    def failure(self) -> tuple[int, str] | None:
-        """Exit code and message of a process that has failed; None if none has said so."""
-        failures = self._client.key_value_dir_get(_FAILED)
-        if not failures:
-            return None
-        process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
-        return failure["code"], f"process {process}: {failure['message']}"
 
     def _watch(self) -> None:
         beat = 0
@@ -73,7 +67,7 @@ class PeerWatch:
             beat += 1
             try:
                 self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
-                failure = self.failure()
+                failures = self._client.key_value_dir_get(_FAILED)
                 lost = self._lost_processes() if self._index == 0 else []
                 self._answered = time.monotonic()
             except Exception as error:  # the client's own types; process 0 hosts the service
@@ -83,10 +77,10 @@ class PeerWatch:
                     )
                     self._exit(1)
                 return
-            if failure is not None and not self._ended.is_set():
-                code, message = failure
-                self._report(message)
-                self._exit(code)
+            if failures and not self._ended.is_set():
+                process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
+                self._report(f"process {process}: {failure['message']}")
+                self._exit(failure["code"])
             if lost:
                 names = ", ".join(lost)
                 message = (
@@ -166,13 +160,6 @@ def stop_watching_peers() -> None:
     """Stops watching the other processes, because this one has finished."""
     for watch in _watches:
         watch.stop()
-
-
-def failure_of_a_peer() -> tuple[int, str] | None:
-    """Exit code and message of a process of the run that has failed, if it has said so and process 0 is there."""
-    with contextlib.suppress(Exception):  # the client's own types
-        return next((failure for watch in _watches if (failure := watch.failure()) is not None), None)
-    return None
 
 
 def has_peers() -> bool:

@@ -13,7 +13,7 @@ from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.metrics import NonFiniteError
-from jaxlm.engine.peers import end_with_peers, failure_of_a_peer, has_peers, is_lost_peer, stop_watching_peers
+from jaxlm.engine.peers import end_with_peers, has_peers, is_lost_peer, stop_watching_peers
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -80,9 +80,6 @@ def _explained(error: BaseException) -> tuple[int, str]:
         ):
             return EXIT_FAILED, f"error: {error}"
     if is_lost_peer(error):
-        if (failure := failure_of_a_peer()) is not None:
-            code, message = failure
-            return code, f"error: {message}"
         first_line = str(error).partition("\n")[0]
         return EXIT_FAILED, (
             f"error: an exchange with the other processes failed ({first_line}): one of them has ended, was killed or cannot"
