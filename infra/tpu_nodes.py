@@ -222,6 +222,6 @@ class Pod:
         try:
             if (state := self.state()) == ABSENT:
                 return say(f"no machine is left of {self.whole_name()}")
-        except Exception:  # whatever it is: that machines may be left is said
+        except Exception:  # the warning about machines that cost money must appear after any error
             state = "unknown"
         say(f"{self.whole_name()} is left, state {state}, and costs money. To delete it:\n  {self.how_to_delete()}")

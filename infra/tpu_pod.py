@@ -204,7 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="another flag of gcloud's create, such as --gcloud_flag=--network=mine",
     )
-    add("--install", default="jaxlm[tpu,gs]", help="a wheel, or what pip is asked for")
+    add("--install", default="jaxlm[tpu,gs]", help="a wheel, or a package name for pip")
     add("--python", default="3.12", help="version of Python on the workers")
     add("--send", action="append", default=[], help="a file or folder to copy to the workers")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")

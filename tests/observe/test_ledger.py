@@ -15,7 +15,7 @@ from jaxlm.observe.ledger import FILE, IDLE, LOST, Ledger, account, read_lines
 
 
 class FakeClockRun:
-    """A run whose clock only moves when it is told to."""
+    """A run with a clock that only its methods move."""
 
     def __init__(self, folder, monkeypatch):
         self.now = 1000.0
