@@ -87,7 +87,8 @@ class Watchdog:
                 silent_s, report_s = 0.0, self._report_s
                 faulthandler.cancel_dump_traceback_later()
                 continue
-            faulthandler.dump_traceback_later(self._report_s + 10 * self._poll_s)
+            # To the descriptor: a notebook's sys.stderr has none.
+            faulthandler.dump_traceback_later(self._report_s + 10 * self._poll_s, file=_STDERR)
             if silent_s >= report_s:
                 report_s *= 2  # steps that are slow but end are not reported again and again
                 self._report(activity, silent_s)

@@ -24,7 +24,7 @@ from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe
 
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's
-_ANSWER_S = 10.0  # client libraries repeat a request that nobody answers for up to a minute
+_ANSWER_S = 10.0  # client libraries repeat an unanswered request for up to a minute
 _MAX_CORNERS = 16  # corner points of a schedule to list
 
 
