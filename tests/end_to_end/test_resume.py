@@ -36,12 +36,12 @@ KRON = ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")
 SOAP = ("--optimizer.type", "soap", "--optimizer.learning_rate", "3e-3", "--optimizer.precondition_frequency", "3")
 OTHERS = {
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
-    "kron, float32 router, tp 2 x fsdp 4": (8, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),
+    "kron, float32 router, tp 2 x fsdp 2": (4, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),
     "adam-mini, fsdp 8": (8, ("--optimizer.type", "adam-mini")),
     "soap, tp 2 x fsdp 4": (8, (*SOAP, *TENSOR_PARALLEL)),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
-PARALLELISM = {name: "2" if "tp 2" in name else {1: "8", 8: "1"}[n] for name, (n, _) in SETTINGS.items()}
+PARALLELISM = {name: str(16 // n if "tp 2" in name else 8 // n) for name, (n, _) in SETTINGS.items()}
 
 
 # Guards and averages have their own state, which must be saved and restored like weights and optimizer.

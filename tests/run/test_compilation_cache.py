@@ -37,3 +37,27 @@ def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):
             for name, value in before.items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
+
+
+def test_each_run_of_a_process_has_its_own_folder(tmp_path):
+    """JAX itself keeps the first folder of a process."""
+
+    def compiled_into() -> list[str]:
+        jax.clear_caches()
+        jax.jit(lambda x: jnp.sin(x) + 1).lower(1.0).compile()
+        return sorted(folder.name for folder in tmp_path.iterdir() if any(folder.glob("*-cache")))
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        found = []
+        for folder in (tmp_path / "first", tmp_path / "second", None):
+            enable_compilation_cache(folder and str(folder))
+            jax.config.update(names[1], 0.0)
+            found.append(compiled_into())
+        assert found == [["first"], ["first", "second"], ["first", "second"]]
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

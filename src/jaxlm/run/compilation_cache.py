@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.stores import is_url
 
 
 def enable_compilation_cache(folder: str | None) -> None:
@@ -20,13 +22,17 @@ def enable_compilation_cache(folder: str | None) -> None:
     An unusable folder only causes a warning. A program that cannot be read is deleted with a warning, because JAX would
     neither replace it nor stop failing on it.
     """
+    if folder is not None and not is_url(folder):
+        folder = str(Path(folder).absolute())  # JAX opens it later, perhaps from another working directory
+    if folder != jax.config.jax_compilation_cache_dir:
+        compilation_cache.reset_cache()  # otherwise JAX goes on with the folder of this process's first run
+        jax.config.update("jax_compilation_cache_dir", folder)
     if folder is None:
         return
     handler = warnings.showwarning
     if not isinstance(handler, _CacheWarnings):
         handler = warnings.showwarning = _CacheWarnings(handler)
     handler.folder = Path(folder)
-    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     # Not "all": XLA's kernel cache drops what TMA kernels need, so a program that reuses one ends with
     # CUDA_ERROR_ILLEGAL_INSTRUCTION on Hopper GPUs (openxla/xla#35951).
