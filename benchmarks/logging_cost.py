@@ -44,7 +44,7 @@ from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.base import RunInfo, Tracker
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
-from jaxlm.run.compile import compile_step
+from jaxlm.run.compilation.step import compile_step
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
 

@@ -15,7 +15,7 @@ import pytest
 
 from jaxlm.__main__ import COMMANDS
 from jaxlm.config.load import read_config
-from jaxlm.run.compile import trace_step
+from jaxlm.run.compilation.step import trace_step
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import make_plan
 from tests.answers import LLAMA

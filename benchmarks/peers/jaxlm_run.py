@@ -18,8 +18,8 @@ with gc_paused():
     from jaxlm.core import tree
     from jaxlm.engine.phases import enter_phase
     from jaxlm.engine.sync import FlagSync, SyncFlags
-    from jaxlm.run.compilation_cache import enable_compilation_cache
-    from jaxlm.run.compile import compile_step
+    from jaxlm.run.compilation.cache import enable_compilation_cache
+    from jaxlm.run.compilation.step import compile_step
     from jaxlm.run.plan import make_plan
 
 

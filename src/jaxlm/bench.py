@@ -1,6 +1,7 @@
 """Benchmarks a configuration: tokens/s, MFU, memory, compile time, kernels and collectives of the compiled step.
 
     jaxlm bench --config_path run.yaml --trainer.train_batch_size 64 --steps 40
+    jaxlm bench --config_path run.yaml --tune
     jaxlm bench --config_path run.yaml --topology v5p-512,h100-64
 
 Trains on random tokens, so it needs no data or tokenizer, and it writes only the compilation cache. The last line of output
@@ -21,10 +22,12 @@ from typing import Any
 import jax
 
 from jaxlm.config.load import load_config, refuse_dry_run, run_id_of
+from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.hardware import peak_flops
+from jaxlm.core.hardware import peak_flops, processor
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.sharding import current_platform
+from jaxlm.core.stores import is_url
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import enter_phase
@@ -33,8 +36,10 @@ from jaxlm.forecast.forecast import forecast_all, simulate_devices
 from jaxlm.forecast.hlo import collectives_per_run, kernels
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.observe.console import Console, table
-from jaxlm.run.compilation_cache import enable_compilation_cache
-from jaxlm.run.compile import CompiledStep, compile_step, gib
+from jaxlm.run.compilation.cache import enable_compilation_cache
+from jaxlm.run.compilation.options import keep
+from jaxlm.run.compilation.step import CompiledStep, compile_step, gib
+from jaxlm.run.compilation.tuning import MIN_ROUNDS, tune
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.exit_codes import command
 from jaxlm.run.plan import Plan, make_plan
@@ -101,6 +106,11 @@ def main(arguments: Sequence[str]) -> int:
         "--topology",
         help="comma-separated machines to forecast performance for, such as v5p-512,h100-64, instead of measuring",
     )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="find the XLA options with which the step is fastest on this machine, and keep them for jaxlm train",
+    )
     options, rest = parser.parse_known_args(arguments)
     steps = _STEPS if options.steps is None else options.steps
     warmup = _WARMUP if options.warmup is None else options.warmup
@@ -108,6 +118,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--steps must be at least 1, and --warmup at least 0")
     config = load_config(rest, "jaxlm.bench")
     refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
+    if options.tune:
+        _check_tunable(options.topology, options.warmup, steps, config)
     if options.topology is not None:
         if options.steps is not None or options.warmup is not None:
             raise ConfigError(
@@ -126,11 +138,58 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     console.log(table("benchmark", describe(plan)))
     enable_compilation_cache(config.trainer.compilation_cache_dir)
+    if options.tune:
+        with plan.layout.use():
+            _tune(plan, console, rounds=steps)
+        return 0
     with plan.layout.use():
         result = measure(plan, console, steps=steps, warmup=warmup)
     console.log(table("result", _rows(result)))
     console.log(json.dumps(asdict(result)))
     return 0
+
+
+def _check_tunable(topology: str | None, warmup: int | None, steps: int, config: RunConfig) -> None:
+    """Raises `ConfigError` for what does not go together with `--tune`."""
+    folder, distributed = config.trainer.compilation_cache_dir, config.trainer.distributed
+    if topology is not None or warmup is not None:
+        raise ConfigError(
+            "--tune measures this machine, after two steps of each program. Remove --topology and --warmup"
+        )
+    if steps < MIN_ROUNDS:
+        raise ConfigError(
+            f"--steps: {steps} given, but --tune needs at least {MIN_ROUNDS} of each program to compare them"
+        )
+    if folder is None or is_url(folder):
+        raise ConfigError(
+            f"trainer.compilation_cache_dir: {folder} given, but --tune keeps what it finds there, in a local folder"
+        )
+    if distributed.num_processes not in (None, 1):
+        raise ConfigError(
+            "--tune runs in one process: start it on one machine, and copy tuned_options.json to the others"
+        )
+
+
+def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
+    """Tunes the first phase's step on random tokens and keeps the result. Call it inside `plan.layout.use()`."""
+    phase = plan.phases[0]
+    compiled = compile_step(plan, phase, console.log)
+    compiled.check_fits_memory()
+    lowered = compiled.traced.lower()
+    state = enter_phase(plan.state_builder, phase, plan.layout, None)()
+    refs = load_references(plan, phase, console.log)
+    batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
+    flags = FlagSync(plan.layout).to_devices(SyncFlags())
+
+    def compile_with(options: Any) -> Any:
+        call = lowered.compile(options)
+        return lambda state, batch: call(state, refs, batch, flags)
+
+    console.log(f"tuning on {processor()}: each program runs {rounds} steps, in turn with the step as it is")
+    tuned = tune(plan, compile_with, state, batches, rounds, console.log)
+    console.log(f"XLA options: {tuned}")
+    console.log(f"kept in {keep(plan, tuned)} for jaxlm train")
+    console.log(json.dumps(asdict(tuned)))
 
 
 def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:

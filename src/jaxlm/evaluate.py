@@ -33,7 +33,7 @@ from jaxlm.data.sources.named import VALIDATION
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.run.compilation_cache import enable_compilation_cache
+from jaxlm.run.compilation.cache import enable_compilation_cache
 from jaxlm.run.exit_codes import command
 from jaxlm.run.generation_options import add_quantize_option
 from jaxlm.run.harness_tasks import add_task_options, check_task_options, evaluate_tasks

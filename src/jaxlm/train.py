@@ -35,8 +35,8 @@ from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.run.annotate import with_annotations
-from jaxlm.run.compilation_cache import enable_compilation_cache
-from jaxlm.run.compile import compile_steps
+from jaxlm.run.compilation.cache import enable_compilation_cache
+from jaxlm.run.compilation.step import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import command
 from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from

@@ -1,5 +1,6 @@
 """kill -9 at a random moment, then the same command again: bit for bit the uninterrupted run."""
 
+import json
 import random
 import re
 import signal
@@ -150,6 +151,30 @@ def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m == "one device" else pytest.mark.soak) for m in MESHES])
 def test_killed_twice(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=10, kills=2)
+
+
+@pytest.mark.slow
+def test_killed_with_tuned_options(workplace):
+    """Every start compiles with the options that `jaxlm bench --tune` kept on this machine."""
+    place = workplace()
+    path = place.write()
+    path.write_text(path.read_text().replace(f"{place.cache}/xla", "xla"))
+    tuned = place.run(*arguments("one device"), "--tune", "--steps", "6", module="jaxlm.bench")
+    assert tuned.code == 0, tuned.err
+    kept = place.folder / "xla" / "tuned_options.json"
+    (entry,) = json.loads(kept.read_text())
+    kept.write_text(json.dumps([{**entry, "options": {"xla_cpu_prefer_vector_width": 512}, "ratio": [1.1, 1.2, 1.3]}]))
+    for run_id in ("whole", "killed"):
+        words = (*arguments("one device"), "--trainer.id", run_id)
+        if run_id == "killed":
+            process = place.start(*words, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
+            process.communicate(timeout=500)
+            assert process.returncode == -signal.SIGKILL
+        finished = place.run(*words)
+        assert finished.code == 0, finished.err
+        assert "xla_cpu_prefer_vector_width=512: 1.20 times as fast as without (1.10 to 1.30)" in finished.out
+    assert place.losses("killed") == place.losses("whole")
+    assert place.digest("step-24", "killed") == place.digest("step-24", "whole")
 
 
 @pytest.mark.soak

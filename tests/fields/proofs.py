@@ -21,7 +21,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.run.compile import trace_step
+from jaxlm.run.compilation.step import trace_step
 from jaxlm.run.plan import Plan, make_plan
 from tests.fields.trees import Tree
 

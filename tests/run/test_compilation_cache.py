@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlm.run.compilation_cache import enable_compilation_cache
+from jaxlm.run.compilation.cache import enable_compilation_cache
 
 
 def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):

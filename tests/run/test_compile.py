@@ -9,7 +9,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.remat import CANDIDATES
-from jaxlm.run.compile import CompiledStep, StepPrograms, compile_step
+from jaxlm.run.compilation.step import CompiledStep, StepPrograms, compile_step
 from jaxlm.run.plan import make_plan
 
 SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4}
@@ -55,7 +55,7 @@ def test_policies_that_need_compiler_remat_are_not_chosen(monkeypatch, compiler_
         ), ""
 
     monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
-    monkeypatch.setattr("jaxlm.run.compile._try_compile", attempt)
+    monkeypatch.setattr("jaxlm.run.compilation.step._try_compile", attempt)
     assert compiled(plan_of(), limit=1000)[0].remat_policy == chosen
 
 
@@ -77,7 +77,7 @@ def test_a_compiler_out_of_memory_is_one_message(monkeypatch):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
-    monkeypatch.setattr("jaxlm.run.compile.trace_step", refuse)
+    monkeypatch.setattr("jaxlm.run.compilation.step.trace_step", refuse)
     with pytest.raises(ConfigError, match="does not fit into a device's memory: RESOURCE_EXHAUSTED"):
         compiled(plan)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxlm.run.compile import TABLE, compiler_options
+from jaxlm.run.compilation.options import TABLE, compiler_options
 
 
 @pytest.mark.parametrize("platform", TABLE)

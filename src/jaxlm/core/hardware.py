@@ -1,7 +1,9 @@
-"""Device capabilities: peak FLOP/s, from which MFU (model FLOPs utilization) is computed, and memory."""
+"""Capabilities of devices and processors: peak FLOP/s, from which MFU (model FLOPs utilization) is computed, and memory."""
 
 import os
+import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,3 +52,18 @@ def memory_limit() -> int | None:
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def processor() -> str:
+    """This machine's processor and the number of its cores that this process may use, as `AMD EPYC 25/17/1, 2 cores`.
+
+    The numbers are family, model and stepping: virtual machines often shorten the name.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:  # not Linux
+        return f"{platform.processor() or platform.machine()}, {cores} cores"
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    numbers = [facts[name] for name in ("cpu family", "model", "stepping") if name in facts]
+    return f"{' '.join([facts.get('model name', platform.machine()), '/'.join(numbers)]).strip()}, {cores} cores"

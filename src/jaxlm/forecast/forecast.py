@@ -33,7 +33,7 @@ from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import FULL
 from jaxlm.observe.console import Console, exact_duration, table
-from jaxlm.run.compile import compile_step, gib
+from jaxlm.run.compilation.step import compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import flops_per_token

@@ -21,7 +21,7 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.engine.phases import Phase
-from jaxlm.run.compile import abstract_batch
+from jaxlm.run.compilation.step import abstract_batch
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import abstract_annotations, load_reference, references_identity
 

@@ -18,7 +18,7 @@ from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
-from jaxlm.run.compile import compile_steps, gib
+from jaxlm.run.compilation.step import compile_steps, gib
 from jaxlm.run.init_from import import_notes
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe

@@ -43,7 +43,7 @@ from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker
-from jaxlm.run.compile import StepPrograms
+from jaxlm.run.compilation.step import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import small_sources

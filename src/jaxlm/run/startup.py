@@ -34,6 +34,7 @@ from jaxlm.observe.console import duration
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.run.batch_plan import describe_batches
+from jaxlm.run.compilation.options import describe_options
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
@@ -66,6 +67,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
         ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
+        *[("XLA options", text) for text in [describe_options(plan)] if text is not None],
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],

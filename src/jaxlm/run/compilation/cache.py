@@ -24,7 +24,7 @@ def enable_compilation_cache(folder: str | None) -> None:
     """
     if folder is not None and not is_url(folder):
         folder = str(Path(folder).absolute())  # JAX opens it later, perhaps from another working directory
-    if folder != jax.config.jax_compilation_cache_dir:
+    if folder != jax.config.values["jax_compilation_cache_dir"]:
         compilation_cache.reset_cache()  # otherwise JAX goes on with the folder of this process's first run
         jax.config.update("jax_compilation_cache_dir", folder)
     if folder is None:

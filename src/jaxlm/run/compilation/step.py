@@ -1,6 +1,5 @@
 """Traces and compiles the training step before its first batch."""
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.forecast.hlo import has_compiler_remat
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, parse_remat
+from jaxlm.run.compilation.options import step_options
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import abstract_annotations, abstract_references
 
@@ -173,7 +173,7 @@ def _try_compile(
 
 def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None) -> CompiledStep:
     started = time.perf_counter()
-    options: Any = compiler_options(plan.layout.platform)  # JAX annotates the parameter by its default only, None
+    options: Any = step_options(plan)  # JAX annotates the parameter by its default only, None
     traced = trace_step(plan, phase, remat_policy, stage=stage)
     call = traced.lower().compile(options)
     memory = call.memory_analysis()
@@ -212,23 +212,3 @@ def abstract_batch(plan: Plan, phase: Phase, stage: BatchStage | None = None) ->
     """Shapes, dtypes and shardings of a training batch {microbatch, batch, ...}; without a stage, of the largest."""
     spec = plan.data[phase.index].batch_spec(plan.config.model.seq_len)
     return spec.abstract(leading_axes(stage or plan.batches.train.largest), plan.layout)
-
-
-Options = dict[str, bool | int | str]
-
-# XLA options by platform. They are passed to each compilation instead of the environment, so that they apply only to the
-# training step and need not be set before JAX starts. XLA_FLAGS take precedence. Every option here needs a reason;
-# docs/howto/watch.md has the same table.
-TABLE: Mapping[str, Options] = {
-    # Fast math, wider vectors, oneDNN and other schedulers were no faster, or slower.
-    "cpu": {},
-    # Overlaps collectives with computation; off by default in XLA. No effect on one device.
-    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    "tpu": {},
-}
-
-
-def compiler_options(platform: str) -> Options:
-    """The options for a platform, without those that XLA_FLAGS sets."""
-    flags = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return {name: value for name, value in TABLE[platform].items() if name not in flags}

@@ -1,0 +1,187 @@
+"""XLA options of the training step: a table by platform, and those that `jaxlm bench --tune` chose on this machine."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jaxlib.version
+
+from jaxlm.config.decode import choice_name, encode
+from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.hardware import processor
+from jaxlm.core.runtime import same_on_all_processes
+from jaxlm.core.stores import is_url
+from jaxlm.run.plan import Plan
+
+Options = dict[str, bool | int | str]
+
+# They are passed to each compilation instead of the environment, so that they apply only to the training step and need not
+# be set before JAX starts. XLA_FLAGS take precedence. Every option here needs a reason; docs/howto/watch.md has the same
+# table.
+TABLE: Mapping[str, Options] = {
+    "cpu": {},  # which options are faster depends on the processor: see CANDIDATES
+    # Overlaps collectives with computation; off by default in XLA. No effect on one device.
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "tpu": {},
+}
+
+CANDIDATES: Mapping[str, Sequence[Options]] = {
+    "cpu": (
+        {"xla_cpu_prefer_vector_width": 512},  # AVX-512 everywhere; XLA prefers 256 bits
+        {"xla_cpu_use_xnnpack": True},  # libraries for matrix products other than Eigen
+        {"xla_cpu_experimental_xnn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+        {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+        {"xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+        {"xla_cpu_enable_concurrency_optimized_scheduler": False},
+    )
+}
+"""What `jaxlm bench --tune` measures on a platform, beside the table. A jaxlib that lacks an option skips it."""
+
+_KNOWN = {name for candidates in CANDIDATES.values() for options in candidates for name in options}
+_FILE = "tuned_options.json"
+
+
+@dataclass(frozen=True)
+class TunedOptions:
+    """Options that were the fastest for a step on a machine.
+
+    Attributes:
+        processor: see `hardware.processor`.
+        jaxlib: version of the compiler.
+        step: see `step_key`.
+        options: what is set besides the table; empty if nothing was faster.
+        ratio: how many times as fast the step is with them: low end, median, high end of a 95 % interval.
+        measured_unix_s: when.
+    """
+
+    processor: str
+    jaxlib: str
+    step: str
+    options: Options
+    ratio: tuple[float, float, float]
+    measured_unix_s: float
+
+    def __str__(self) -> str:
+        low, median, high = self.ratio
+        day = time.strftime("%Y-%m-%d", time.gmtime(self.measured_unix_s))
+        faster = f"{median:.2f} times as fast as without ({low:.2f} to {high:.2f})"
+        return (
+            f"{as_text(self.options)}: {faster}, tuned on {day}"
+            if self.options
+            else f"XLA's own, the fastest when tuned on {day}"
+        )
+
+
+def as_text(options: Options) -> str:
+    """The options as they are written in XLA_FLAGS, without dashes."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
+def compiler_options(platform: str) -> Options:
+    """The options of the table for a platform, without those that XLA_FLAGS sets."""
+    return _not_set_by_user(TABLE[platform])
+
+
+def step_options(plan: Plan) -> Options:
+    """The options of the table and the tuned ones, without those that XLA_FLAGS sets. All processes must call this.
+
+    Processes whose tuned options differ use those of the table.
+    """
+    tuned = tuned_options(plan)
+    options = tuned.options if tuned is not None else {}
+    if not same_on_all_processes(json.dumps(options, sort_keys=True)):
+        options = {}
+    return compiler_options(plan.layout.platform) | _not_set_by_user(options)
+
+
+def tuned_options(plan: Plan) -> TunedOptions | None:
+    """What was tuned for the step of this plan, on this processor with this compiler; None if nothing was."""
+    if plan.layout.platform not in CANDIDATES:
+        return None
+    machine = (processor(), jaxlib.version.__version__, step_key(plan))
+    found = [t for t in _read(_path(plan)) if (t.processor, t.jaxlib, t.step) == machine]
+    return found[-1] if found else None
+
+
+def describe_options(plan: Plan) -> str | None:
+    """Which options the step is compiled with, and why; None if the platform has nothing to tune and no option is set."""
+    fixed = as_text(compiler_options(plan.layout.platform))
+    if plan.layout.platform not in CANDIDATES:
+        return fixed or None
+    tuned, here, key = tuned_options(plan), processor(), step_key(plan)
+    if tuned is not None:
+        return str(tuned)
+    others = [t for t in _read(_path(plan)) if t.step == key and t.options]
+    if others:
+        old = others[-1]
+        was = f"{old.processor}, jaxlib {old.jaxlib}"
+        now = f"{here}, jaxlib {jaxlib.version.__version__}"
+        return (
+            f"XLA's own; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
+        )
+    return "XLA's own; `jaxlm bench --tune` looks for faster ones on this machine"
+
+
+def step_key(plan: Plan) -> str:
+    """Identifies what the speed of the first phase's step depends on: model, batch, mesh and precision."""
+    facts = {
+        "model": encode(plan.config.model),
+        "batch": plan.batches.train.largest.shape,
+        "mesh": str(plan.mesh),
+        "precision": str(plan.precision),
+        "optimizer": choice_name(type(plan.phases[0].optimizer)),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def keep(plan: Plan, tuned: TunedOptions) -> Path | None:
+    """Writes tuned options beside the compiled programs, in place of earlier ones for the same step and machine.
+
+    Returns:
+        The file, or None if there is no local compilation cache.
+    """
+    path = _path(plan)
+    if path is None:
+        return None
+    same = (tuned.processor, tuned.jaxlib, tuned.step)
+    others = [old for old in _read(path) if (old.processor, old.jaxlib, old.step) != same]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(json.dumps([asdict(each) for each in (*others, tuned)], indent=1))
+    return path
+
+
+def _path(plan: Plan) -> Path | None:
+    folder = plan.config.trainer.compilation_cache_dir
+    return None if folder is None or is_url(folder) else Path(folder) / _FILE
+
+
+def _read(path: Path | None) -> list[TunedOptions]:
+    """The readable entries of a file. What is damaged costs a run only speed."""
+    if path is None:
+        return []
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        return list(_entries(content if isinstance(content, list) else []))
+    return []
+
+
+def _entries(content: Sequence[Any]) -> Iterator[TunedOptions]:
+    for entry in content:
+        with contextlib.suppress(TypeError, ValueError, KeyError):
+            low, median, high = (float(number) for number in entry["ratio"])
+            tuned = TunedOptions(**{**entry, "ratio": (low, median, high)})
+            if isinstance(tuned.options, dict) and tuned.options.keys() <= _KNOWN:
+                yield tuned
+
+
+def _not_set_by_user(options: Options) -> Options:
+    flags = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if name not in flags}
