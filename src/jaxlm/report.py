@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write(given: Sequence[str], output_path: Path | None) -> Path:
     runs = read_runs(given)
+    for run in runs:
+        for sentence in run.unread:
+            print(f"warning: {run.name}: {sentence}", file=sys.stderr)
     path = output_path or _default_path(given)
     try:
         write_page(runs, path)

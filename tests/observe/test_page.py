@@ -12,6 +12,8 @@ import pytest
 
 from jaxlm import final_report, report
 from jaxlm.__main__ import main
+from jaxlm.engine.activity import ActivityClock
+from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.page import page
 from jaxlm.observe.page.downsample import extremes, smoothed
 from jaxlm.observe.page.logged_run import LoggedRun, Series, read_run, read_runs
@@ -190,6 +192,32 @@ def test_a_folder_that_is_written_at_the_moment_or_damaged_is_read(tmp_path):
     assert ["2", "pt"] in page.rows
     (folder / "metrics.jsonl").write_text("")
     assert "No step is recorded yet" in page_of(folder).text
+
+
+def test_lines_that_cannot_be_read_are_counted_once(tmp_path, monkeypatch, capsys, small_library):
+    """The log folder of 4 steps, with 3 damaged metrics, 2 damaged samples and 1 damaged line of the ledger."""
+    records = [record(step) for step in range(1, 5)]
+    folder = write_run(tmp_path / "mine", records, end='x\n{"step": -1}\n\n{"step": 5, "tra')
+    (folder / "samples.jsonl").write_text(
+        '{"step": 1}\n{"step": 2, "name": "eval", "prompt": "p", "text": "t"}\n?\n{"step": 3, "name": "ev'
+    )
+    ledger = Ledger(folder, ActivityClock(), step=0, warn=pytest.fail)
+    ledger.begin_line()
+    ledger.begin_line()
+    content = (folder / "goodput.jsonl").read_bytes()
+    (folder / "goodput.jsonl").write_bytes(b"0" * 512 + content[512:] + content[:100])
+    write_run(tmp_path / "sound", records)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "mine", "sound"]) == 0
+    sentences = [
+        "mine: 3 of 7 lines of metrics.jsonl could not be read and are left out",
+        "mine: 2 of 3 lines of samples.jsonl could not be read and are left out",
+        "mine: 1 of 2 lines of goodput.jsonl could not be read and is left out",
+    ]
+    assert capsys.readouterr().err.splitlines() == [f"warning: {one}" for one in sentences]
+    text = (tmp_path / "report.html").read_text()
+    assert [text.count(f"{one}.") for one in sentences] == [1, 1, 1]
+    assert text.count("could not be read") == 3
 
 
 def test_a_run_that_went_back_shows_the_line_that_survives(tmp_path):

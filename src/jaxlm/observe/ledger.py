@@ -144,15 +144,19 @@ class Ledger:
 def read_lines(folder: Path) -> list[Mapping[str, Any]]:
     """The undamaged lines of a ledger; empty if the log folder has none."""
     try:
-        return parse_lines((folder / FILE).read_bytes())
+        return parse_lines((folder / FILE).read_bytes())[0]
     except OSError:
         return []
 
 
-def parse_lines(content: bytes) -> list[Mapping[str, Any]]:
-    """The undamaged lines of a ledger's file. They are where they were written, whatever is between them."""
-    blocks = (content[start : start + _LINE_BYTES] for start in range(0, len(content), _LINE_BYTES))
-    return [line for line in map(_parsed, blocks) if line is not None]
+def parse_lines(content: bytes) -> tuple[list[Mapping[str, Any]], int]:
+    """The undamaged lines of a ledger's file, and the number of damaged ones. Lines are where they were written, whatever is
+    between them. A last line without its end is not counted.
+    """
+    blocks = [content[start : start + _LINE_BYTES] for start in range(0, len(content), _LINE_BYTES)]
+    parsed = [(block, _parsed(block)) for block in blocks]
+    lines = [line for _, line in parsed if line is not None]
+    return lines, sum(line is None and len(block) == _LINE_BYTES for block, line in parsed)
 
 
 def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
