@@ -19,7 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
+from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
 from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
@@ -68,7 +68,7 @@ class TrainResult:
 @command
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(process_age_s())).outcome
+    outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(uncounted_age_s())).outcome
     return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
 
 

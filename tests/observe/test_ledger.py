@@ -215,6 +215,27 @@ def test_the_age_of_a_process_is_that_of_its_start():
     assert process_age_s() > 0
 
 
+def test_two_runs_in_one_process_count_its_age_once(tmp_path):
+    program = f"""
+from pathlib import Path
+from jaxlm import train
+from jaxlm.observe.ledger import Ledger
+
+def fake_train(config, clock):
+    Ledger(Path({str(tmp_path)!r}), clock, 0, print).write()
+    return train.TrainResult(None, train.Done(), None, None)
+
+train.load_config, train.train = lambda *_: None, fake_train
+assert train.main([]) == train.main([]) == 0
+"""
+    before = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True)
+    seconds = time.monotonic() - before
+    goodput = account(read_lines(tmp_path))
+    assert goodput.num_starts == 2
+    assert goodput.wall_s <= seconds + 0.02  # the system counts in hundredths
+
+
 def test_nested_activities_are_counted_once():
     now = [0.0]
     clock = ActivityClock(now=lambda: now[0])
