@@ -244,6 +244,24 @@ def test_skipped_steps_have_the_text_of_the_log(tmp_path):
     assert page.row("skipped steps") == ["2"]
 
 
+def test_the_newest_marks_stay_and_the_others_are_counted(tmp_path):
+    resumes = {2 * n: {"throughput/resumed_from": 2 * n - 1} for n in range(1, 40)}
+    skips = [record(n, **{"train/skipped_steps": n}, **resumes.get(n, {})) for n in range(1, 121)]
+    folder = write_run(tmp_path / "mine", skips)
+    page = page_of(folder)
+    skipped = sorted(step for step, text in marks(page) if text == "skipped")
+    assert skipped == list(range(91, 121))
+    assert sorted(step for step, text in marks(page) if text == "resumed") == list(range(19, 78, 2))
+    assert "90 earlier skipped steps have no line in the charts." in page.text
+    assert "9 earlier resumes have no line in the charts." in page.text
+    shown = [int(row[0]) for row in page.rows if len(row) == 3 and row[1] == "not in train.log"]
+    assert shown == list(range(21, 121))
+    assert "20 earlier ones are left out." in page.text
+    assert page.row("resumed from step") == ["63, 65, 67, 69, 71, 73, 75, 77 (31 earlier ones are left out)"]
+    both = page_of(folder, write_run(tmp_path / "other", skips[:3]))
+    assert "mine: 90 earlier skipped steps have no line in the charts." in both.text
+
+
 def test_several_runs_lie_over_each_other_and_differ_where_they_differ(tmp_path):
     one = write_run(tmp_path / "x" / "mine", [record(step) for step in range(1, 4)], config="a: {b: 1, c: [1, 2]}\n")
     two = write_run(
@@ -269,6 +287,7 @@ def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
     assert len(text) < 3_000_000
     page = Page(text)
     assert "170 others are in samples.jsonl" in page.text
+    assert "8 more prompts are in samples.jsonl." in page.text
     shown = [int(row[0].replace(",", "")) for row in page.rows if len(row) == 2 and row[1].startswith("p0x")]
     assert (len(shown), shown[0], shown[-1]) == (30, 199, 0)
     assert len(page.figures) == 42  # loss, throughput and 40 of 300

@@ -49,11 +49,13 @@ class Charts(NamedTuple):
         main: those to show at once.
         further: those of all other metrics.
         left_out: the metrics for which there were too many.
+        unmarked: (run, sentence) about vertical lines that are left out, because there were too many.
     """
 
     main: Sequence[Chart]
     further: Sequence[Chart]
     left_out: Sequence[str]
+    unmarked: Sequence[tuple[str, str]]
 
 
 def charts(runs: Sequence[LoggedRun]) -> Charts:
@@ -64,11 +66,17 @@ def charts(runs: Sequence[LoggedRun]) -> Charts:
     evals = [name for name in rest if name.startswith("eval/")]
     single = [_Kind(name, "", re.escape(name)) for name in (*evals, *(n for n in rest if n not in evals))]
     end = len(evals) + _MAX_FURTHER
-    marks = [mark for run in runs for mark in _marks(run)]
+    events = [(run.name, kind, found) for run in runs for kind, found in _events(run)]
+    marks = [mark for _, _, found in events for mark in found[-_MAX_MARKS:]]
     return Charts(
         list(_drawn([*_KINDS, *single[: len(evals)]], runs, metrics, marks)),
         list(_drawn(single[len(evals) : end], runs, metrics, marks)),
         [kind.title for kind in single[end:]],
+        [
+            (run, f"{len(found) - _MAX_MARKS:,} earlier {kind} have no line in the charts")
+            for run, kind, found in events
+            if len(found) > _MAX_MARKS
+        ],
     )
 
 
@@ -114,16 +122,12 @@ def _batch_sizes(run: LoggedRun) -> Series:
     return Series(steps[known], products[known].round())
 
 
-def _marks(run: LoggedRun) -> Iterator[Mark]:
-    """Where a run was resumed, where its phases begin, and its skipped steps."""
+def _events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
+    """What charts mark with vertical lines, by kind, oldest first."""
     resumed = run.series[_RESUMED].values if _RESUMED in run.series else np.array([])
+    yield "resumes", [Mark(int(step), "resumed") for step in resumed[np.isfinite(resumed)]]
     phases = [
         (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
     ]
-    found = (
-        [(int(step), "resumed") for step in resumed[np.isfinite(resumed)]],
-        [(int(begin[1]), name) for begin, name in phases[1:] if begin],
-        [(one.step, "skipped") for one in skipped_steps(run)],
-    )
-    for places in found:
-        yield from (Mark(step, text) for step, text in places[:_MAX_MARKS])
+    yield "phases", [Mark(int(begin[1]), name) for begin, name in phases[1:] if begin]
+    yield "skipped steps", [Mark(one.step, "skipped") for one in skipped_steps(run)]

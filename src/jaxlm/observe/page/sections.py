@@ -14,7 +14,7 @@ from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
 ABSENT = "–"
 _MAX_KEYS = 5000
 _MAX_SKIPPED = 100  # shown of each run
-_MAX_PROMPTS = 12
+_MAX_PROMPTS = 12  # shown of each run
 _MAX_STEPS = 30  # samples shown of each prompt
 _MAX_CHARACTERS = 4000  # of a text
 _MAX_RESUMED = 8
@@ -99,7 +99,9 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
     if skipped := skipped_steps(run):
         yield "skipped steps", f"{len(skipped):,}"
     if _RESUMED in run.series:
-        yield "resumed from step", ", ".join(f"{step:,.0f}" for step in run.series[_RESUMED].values[-_MAX_RESUMED:])
+        steps = run.series[_RESUMED].values
+        earlier = f" ({len(steps) - _MAX_RESUMED:,} earlier ones are left out)" if len(steps) > _MAX_RESUMED else ""
+        yield "resumed from step", ", ".join(f"{step:,.0f}" for step in steps[-_MAX_RESUMED:]) + earlier
 
 
 def differences(facts: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> Table:
@@ -136,8 +138,8 @@ def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
     return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in found if steps]
 
 
-def samples(runs: Sequence[LoggedRun]) -> list[Samples]:
-    """The samples of each run by prompt."""
+def samples(runs: Sequence[LoggedRun]) -> tuple[list[Samples], int]:
+    """The samples of each run by prompt, and the number of prompts that are left out."""
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for run in runs:
         for one in run.samples:
@@ -151,7 +153,7 @@ def samples(runs: Sequence[LoggedRun]) -> list[Samples]:
             kept = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_STEPS).round().astype(int))]
             entries = [(step, _shortened(texts[step])) for step in kept]
             groups.append(Samples(run, weights, _shortened(prompt), entries, len(steps) - len(kept)))
-    return groups
+    return groups, len(found) - len(groups)
 
 
 def _shortened(text: str) -> str:
