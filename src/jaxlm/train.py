@@ -33,6 +33,7 @@ from jaxlm.engine.watchdog import Watchdog
 from jaxlm.final_report import final_report
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.run.annotate import with_annotations
 from jaxlm.run.compilation_cache import enable_compilation_cache
@@ -179,7 +180,7 @@ def _start(
     """
     config = plan.config
     try:
-        console.log_to(plan.log_folder / "train.log")
+        console.log_to(plan.log_folder / TRAIN_LOG)
     except OSError as error:
         raise ConfigError(
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Set it to a writable folder"

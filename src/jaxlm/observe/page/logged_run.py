@@ -11,13 +11,20 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url, open_store, storage_errors
-from jaxlm.observe.ledger import FILE as LEDGER
 from jaxlm.observe.ledger import account, parse_lines
-from jaxlm.observe.records import attempt_ends, parse_jsonl, surviving
+from jaxlm.observe.records import (
+    CONFIG,
+    ENVIRONMENT,
+    LEDGER,
+    METRICS,
+    SAMPLES,
+    TRAIN_LOG,
+    attempt_ends,
+    parse_jsonl,
+    surviving,
+)
 
 LOGS = Path("logs")
-_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
-_CONFIG, _LOG, _ENVIRONMENT = "config.yaml", "train.log", "environment.json"
 _MAX_SHOWN = 8  # names of runs in a message
 _LARGEST = 1e300
 
@@ -120,14 +127,14 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
             return b""
 
     try:
-        records, num_damaged = parse_jsonl(read(_METRICS))
+        records, num_damaged = parse_jsonl(read(METRICS))
     except FileNotFoundError:
         raise ConfigError(_no_run(given)) from None
     ends = attempt_ends(records)
-    samples, num_damaged_samples = _samples(optional(_SAMPLES))
+    samples, num_damaged_samples = _samples(optional(SAMPLES))
     unread = [
-        *_left_out(_METRICS, len(records), num_damaged),
-        *_left_out(_SAMPLES, len(samples), num_damaged_samples),
+        *_left_out(METRICS, len(records), num_damaged),
+        *_left_out(SAMPLES, len(samples), num_damaged_samples),
     ]
     goodput = None
     try:
@@ -140,9 +147,9 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
         name,
         _series(surviving(records, ends)),
         surviving(samples, ends),
-        optional(_CONFIG).decode(errors="replace"),
-        optional(_LOG).decode(errors="replace"),
-        _texts(optional(_ENVIRONMENT)),
+        optional(CONFIG).decode(errors="replace"),
+        optional(TRAIN_LOG).decode(errors="replace"),
+        _texts(optional(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
         unread,
     )
@@ -164,10 +171,10 @@ def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:
 
 
 def _no_run(given: str) -> str:
-    found = sorted(path.parent.name for path in LOGS.glob(f"*/{_METRICS}"))
+    found = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
     listed = ", ".join(found if len(found) <= _MAX_SHOWN else [*found[:_MAX_SHOWN], "..."])
     return (
-        f"report: '{given}' given, which is no run: it has no {_METRICS}. Give the log folder of a run, its URL, or a run's"
+        f"report: '{given}' given, which is no run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
         f" id below ./{LOGS} ({f'there are {listed}' if found else 'there are none'})"
     )
 

@@ -12,7 +12,6 @@ from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.sections import config_values, differences, goodput, results, samples, skipped
 
 INSTALL = "pip install 'jaxlm[report]'"
-FILE = "report.html"
 _TEMPLATE = "page.html.j2"
 
 
