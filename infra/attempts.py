@@ -1,4 +1,4 @@
-"""What the exit codes of a run mean (docs/reference/exit-codes.md), and when to try again."""
+"""What launchers share: the command of a run, what its exit codes mean (docs/reference/exit-codes.md), and when to retry."""
 
 import shlex
 import time
@@ -9,6 +9,10 @@ DONE, RETRY, STOP = "done", "retry", "stop"
 CONNECTION_LOST = 255  # of ssh
 HANG = 75  # EX_TEMPFAIL: no step was done for too long, and the run ended itself
 _STOP = (130, 141)  # of those over 128
+
+
+def say(message: str) -> None:
+    print(f"infra: {message}", flush=True)
 
 
 def outcome_of(code: int) -> str:
@@ -26,8 +30,8 @@ def outcome_of(code: int) -> str:
 def outcome_of_run(codes: Iterable[int]) -> str:
     """done, retry or stop for the exit codes of all processes of a run.
 
-    When a process is lost, the others end with 1, so a 1 only stops a run that lost no process. A mistake (2) or Ctrl-C stops
-    it in any case.
+    When a process is lost, the others end with 1. So a 1 stops only a run that lost no process. A configuration error (2) or
+    Ctrl-C always stops it.
     """
     codes = list(codes)
     outcomes = {outcome_of(code) for code in codes}
@@ -43,12 +47,12 @@ def train_command(arguments: Sequence[str]) -> str:
 
 @dataclass
 class Backoff:
-    """Waits longer after each failure in a row, and says when there were too many.
+    """Waits longer after each consecutive failure, and gives up after too many.
 
     Attributes:
-        limit: failures in a row that are followed by another attempt.
+        limit: consecutive failures after which there is another attempt.
         first_s: seconds to wait after the first failure; doubled after each further one, up to `longest_s`.
-        healthy_s: an attempt that ran this many seconds was no failure at the start, so counting begins again.
+        healthy_s: an attempt that ran longer than this many seconds did not fail at the start: counting begins again.
     """
 
     limit: int
@@ -58,11 +62,11 @@ class Backoff:
     failures: int = field(default=0, init=False)
 
     def wait(self, ran_s: float = 0.0) -> bool:
-        """Waits until the next attempt may begin. Returns False, without waiting, if there is none left."""
+        """Waits until the next attempt may begin. Returns False at once if none is left."""
         self.failures = 1 if ran_s > self.healthy_s else self.failures + 1
         if self.failures > self.limit:
             return False
         seconds = min(self.longest_s, self.first_s * 2 ** (self.failures - 1))
-        print(f"infra: trying again in {seconds:.0f} s ({self.failures} of {self.limit})", flush=True)
+        say(f"trying again in {seconds:.0f} s ({self.failures} of {self.limit})")
         time.sleep(seconds)
         return True

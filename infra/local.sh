@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Several processes of one run on this machine, each with its share of the GPUs, or with CPU devices.
+# Several processes of one run on this machine, each with some of its GPUs, or with CPU devices.
 set -euo pipefail
 
 usage() {
@@ -9,13 +9,13 @@ usage: infra/local.sh [options] -- ARGUMENTS OF jaxlm train
   --processes N   number of processes (default: 2)
   --gpus N        GPUs of each process; process 0 gets the first N (default: 0, and JAX chooses its devices)
   --port PORT     port of the coordinator on this machine (default: a free one)
-  --retries N     times the run is started again after a hang, 143 or a killed process (default: 0)
+  --retries N     how often the run starts again after a hang, 143 or a killed process (default: 0)
   --wait_s N      seconds before it is started again (default: 30)
   --log_dir DIR   output of each process (default: logs/local)
   --dry_run       print the commands, run nothing
   --help
 
-Without --gpus, select devices with JAX_PLATFORMS and XLA_FLAGS. Ends with the exit code of the run.
+Without --gpus, select devices with JAX_PLATFORMS and XLA_FLAGS. The exit code is that of the run.
 TEXT
 }
 
@@ -67,30 +67,31 @@ wait_for() {
   while true; do
     signaled=false now=0
     wait "$1" || now=$?
-    # 127 after a signal: the `wait` before had its code already. At first: the program was not found.
+    # 127 means that the program was not found, or after a signal, that the `wait` before had returned the code already.
     if [ "$now" -ne 127 ] || [ -z "$ended" ]; then ended=$now; fi
     $signaled || return 0
   done
 }
 
-# Passes a signal on to the processes, which save then.
+# Passes a signal on to the processes, so that they save.
 pass_on() {
   signaled=true stopped=$2
   kill -"$1" "${pids[@]}" 2>/dev/null || true
 }
 
-# Ends those that were started when a signal had been passed on already.
+# Ends processes that were started after a signal had been passed on.
 pass_on_again() {
   [ "$stopped" -eq 0 ] || kill -TERM "${pids[@]}" 2>/dev/null || true
 }
 
-# Whether the run can go on after exit code $1, as in infra/attempts.py: 75 is a hang that the run ended, 143 is saved after
-# SIGTERM, others above 128 are a process that was killed.
+# Whether the run can start again after exit code $1, as in infra/attempts.py: 75 means that the run ended because it hung, 143
+# saved after SIGTERM, others above 128 a killed process.
 may_retry() {
   [ "$1" -eq 75 ] || { [ "$1" -gt 128 ] && [ "$1" -ne 130 ] && [ "$1" -ne 141 ]; }
 }
 
-# Which of several exit codes is that of the run: a mistake or Ctrl-C, before a process that was lost, before the others' 1.
+# The exit code of the run is the one that ranks highest: a configuration error or Ctrl-C, then that of a lost process, then
+# the 1 of the others.
 rank() {
   if [ "$1" -le 1 ]; then
     echo "$1"
@@ -118,7 +119,7 @@ attempt() {
   done
 }
 
-# Waits before the next attempt, unless a signal ends that.
+# Waits before the next attempt, or until a signal.
 pause() {
   sleep "$wait_s" &
   pids=($!)
@@ -144,7 +145,6 @@ set -m # own process groups: Ctrl-C reaches the processes once, from this script
 while true; do
   attempt
   may_retry "$code" || exit "$code"
-  # Start again, unless this script was told to end.
   [ "$stopped" -eq 0 ] || exit "$stopped"
   [ "$retries" -gt 0 ] || exit "$code"
   retries=$((retries - 1))

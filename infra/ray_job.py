@@ -1,4 +1,4 @@
-"""A run on the nodes of a Ray cluster: one process per node, started again together when one is lost.
+"""A run on the nodes of a Ray cluster: one process per node. If one is lost, all start again together.
 
     python infra/ray_job.py --address 10.0.0.1:6379 --nodes 4 --gpus 8 -- --config_path /shared/mine.yaml
 
@@ -19,13 +19,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from attempts import CONNECTION_LOST, DONE, STOP, Backoff, outcome_of, outcome_of_run, train_command
+from attempts import CONNECTION_LOST, DONE, STOP, Backoff, outcome_of, outcome_of_run, say, train_command
 
 ADDRESS = "--trainer.distributed.coordinator_address"
-
-
-def say(message: str) -> None:
-    print(f"infra: {message}", flush=True)
 
 
 def command_of(options: argparse.Namespace, address: str, number: int) -> str:
@@ -39,7 +35,7 @@ def command_of(options: argparse.Namespace, address: str, number: int) -> str:
 
 
 class Node:
-    """An actor on a node, which runs the command there. If Ray kills it, its command is killed too."""
+    """An actor that runs the command on its node. If Ray kills the actor, the command is killed too."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -53,8 +49,8 @@ class Node:
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
     def start(self, command: str, folder: str) -> None:
-        """Starts the command in a folder. Its output is that of the actor, which Ray shows with the node's address."""
-        # The kernel kills it with the actor's process: two attempts never run at the same time.
+        """Starts the command in a folder. Its output is the actor's, which Ray prints with the node's address."""
+        # The kernel kills it together with the actor's process, so that two attempts never run at the same time.
         command = f"exec setpriv --pdeathsig KILL {command}"
         self._process = subprocess.Popen(["bash", "-c", command], cwd=folder, start_new_session=True)
 
@@ -64,7 +60,7 @@ class Node:
         return self._process.poll()
 
     def end(self) -> None:
-        """Lets the command save and end."""
+        """Asks the command to save and end."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
 
@@ -105,7 +101,7 @@ class Attempt:
         say(f"running on {o.nodes} nodes; the coordinator is {address}")
 
     def codes(self) -> list[int]:
-        """Waits for the exit codes. A node that is lost, or does not end some time after another, counts as one."""
+        """Waits for the exit codes. A node that still runs some time after another has failed counts as lost."""
         import ray
 
         deadline = None
@@ -136,7 +132,7 @@ class Attempt:
             say("saving: the run ends after its current step")
             for actor in self._actors:
                 actor.end.remote()
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # whatever goes wrong, the nodes are given back
                 self.codes()
         for actor in self._actors:
             ray.kill(actor)
@@ -144,7 +140,7 @@ class Attempt:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Attempts until the run is done, must stop, or the limit of failures in a row is reached. Returns the exit code."""
+    """Starts attempts until the run is done, must stop, or has failed too often in a row. Returns the exit code."""
     import ray
 
     backoff = Backoff(options.retries, options.backoff_s)
@@ -153,10 +149,10 @@ def run(options: argparse.Namespace) -> int:
         codes, began = [], None
         try:
             attempt.start()
-            began = time.monotonic()  # the wait for the nodes is no part of a healthy attempt
+            began = time.monotonic()  # waiting for the nodes does not count as running
             codes = attempt.codes()
         except ray.exceptions.RayError as error:
-            say(f"the nodes are not there: {type(error).__name__}: {str(error).splitlines()[0]}")
+            say(f"the nodes are not available: {type(error).__name__}: {str(error).splitlines()[0]}")
         except KeyboardInterrupt:
             attempt.end(save=True)
             say("interrupted; the same command resumes the run")
@@ -186,7 +182,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--share_nodes", action="store_true", help="allow several processes on a node")
     add("--folder", default=os.getcwd(), help="where the run starts, on each node (default: this folder)")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")
-    add("--retries", type=int, default=20, help="failures in a row after which it gives up")
+    add("--retries", type=int, default=20, help="consecutive failures before it gives up")
     add("--backoff_s", type=float, default=30.0, help="wait after the first failure; doubles up to 15 minutes")
     add("--wait_s", type=float, default=3600.0, help="time to wait for the nodes in each attempt")
     add("--wait_for_others_s", type=float, default=300.0, help=argparse.SUPPRESS)
@@ -219,13 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     try:
-        ray.init(
-            **(
-                {"address": "local", "include_dashboard": False}
-                if options.address == "local"
-                else {"address": options.address}
-            )
-        )
+        ray.init(address=options.address, include_dashboard=False if options.address == "local" else None)
     except (ConnectionError, ValueError, RuntimeError) as error:
         say(f"--address: {options.address!r} cannot be reached ({error}). Start a cluster with `ray start --head`")
         return 2

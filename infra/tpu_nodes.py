@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attempts import train_command
+from attempts import say, train_command
 
 READY, ABSENT = "READY", "absent"
-# States of nodes and of queued resources that end by themselves. All others but READY: delete, and create again.
-PASSING = {"CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "STOPPING", "DELETING"} | {
+# States of nodes and queued resources that end by themselves. In any other state but READY: delete, and create again.
+TRANSIENT = {"CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "STOPPING", "DELETING"} | {
     *("ACCEPTED", "PROVISIONING", "WAITING_FOR_RESOURCES", "SUSPENDING")
 }
-# gcloud's messages that a repetition does not change. "No capacity" and "quota" are not among them.
+# Errors of gcloud that a retry does not cure. "No capacity" and "quota" are not among them.
 PERMANENT = re.compile(
     r"PERMISSION_DENIED|INVALID_ARGUMENT|UNAUTHENTICATED|Reauthentication|do not currently have an active"
 )
-DELETIONS = 3  # tries
+MAX_DELETIONS = 3
 KEEP_ALIVE = ("--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oServerAliveCountMax=4")
 
 SET_UP = """set -e
@@ -34,8 +34,8 @@ python3 -m uv venv --quiet --clear --python {python} venv
 python3 -m uv pip install --quiet --python venv/bin/python {package}
 echo {stamp} > installed
 """
-# The run does not depend on this connection. Connecting again with the same attempt only follows its output.
-# The exit code of the run goes to stderr with the attempt's name: that of ssh or gcloud may be their own.
+# The run does not depend on this connection. A second connection with the same attempt only follows its output.
+# The exit code of the run goes to stderr with the attempt's name, because the exit code of ssh or gcloud may be their own.
 RUN = """cd "$HOME/jaxlm" && mkdir -p run
 byte={byte}
 if [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; then
@@ -53,19 +53,19 @@ echo "{attempt} ended with $(cat run/code 2>/dev/null || echo 137)" >&2
 
 
 class GcloudError(Exception):
-    """gcloud failed. `permanent`: it would fail again."""
+    """gcloud failed.
+
+    Attributes:
+        permanent: whether a retry would fail too.
+    """
 
     def __init__(self, command: Sequence[str], code: int, message: str):
         super().__init__(f"`{shlex.join(command)}` ended with {code}:\n{message.strip()}")
         self.permanent = code == 2 or PERMANENT.search(message) is not None  # 2: gcloud does not accept its arguments
 
 
-def say(message: str) -> None:
-    print(f"infra: {message}", flush=True)
-
-
 def call(command: Sequence[str]) -> str:
-    """Runs gcloud; returns its stdout."""
+    """Runs gcloud and returns what it prints. Raises `GcloudError`."""
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise GcloudError(command, done.returncode, done.stderr)
@@ -117,7 +117,7 @@ class Pod:
         return self.gcloud("tpu-vm", "ssh", node, *where, f"--command=bash -c {shlex.quote(script)}")
 
     def set_up_commands(self, node: str) -> list[list[str]]:
-        """Installs jaxlm on all workers of a node, if this version is not there yet, and copies the files of the run."""
+        """Commands that copy the run's files to all workers of a node, and install jaxlm if they do not have this version."""
         o = self.options
         package, files = o.install, list(o.send)
         if o.install.endswith(".whl"):
@@ -132,7 +132,7 @@ class Pod:
         return [make, *([copy] if files else []), self.ssh_command(node, "all", script)]
 
     def run_command(self, node: str, worker: str, attempt: str, byte: int = 1) -> list[str]:
-        """Starts the run on a worker, or follows it from a byte of its output, counted from 1."""
+        """Starts the run on a worker, or follows its output from a byte, counted from 1."""
         variables = shlex.join(["env", *self.options.env]) + " " if self.options.env else ""
         command = f"{variables}{train_command(self.options.arguments)}; echo $? > run/code"
         script = RUN.format(attempt=attempt, command=shlex.quote(command), byte=byte)
@@ -150,7 +150,7 @@ class Pod:
             raise
 
     def state(self) -> str:
-        """READY if all nodes are; otherwise the state of what is not."""
+        """READY if all nodes are ready; otherwise the state of the first that is not."""
         if self.queued:
             state = self.describe("queued-resources", self.name)["state"]
             state = state if isinstance(state, str) else state["state"]
@@ -164,10 +164,10 @@ class Pod:
         found = {node: self.describe("tpu-vm", node).get("networkEndpoints", ()) for node in self.nodes}
         return [(node, number) for node, endpoints in found.items() for number in range(len(endpoints))]
 
-    def wait_while(self, passing: set[str]) -> str:
-        """Waits until the state is none of `passing`; returns it."""
+    def wait_while(self, transient: set[str]) -> str:
+        """Waits until the state is none of `transient`, and returns it."""
         said = ""
-        while (state := self.state()) in passing:
+        while (state := self.state()) in transient:
             if state != said:
                 say(f"{self.name} is {state}; waiting")
                 said = state
@@ -175,8 +175,8 @@ class Pod:
         return state
 
     def bring_up(self) -> None:
-        """Creates what does not exist, and creates again what was preempted or is broken."""
-        state = self.wait_while(PASSING)
+        """Creates the nodes if they do not exist, or were preempted or are broken."""
+        state = self.wait_while(TRANSIENT)
         if state not in (READY, ABSENT):
             say(f"{self.name} is {state}; deleting it, to create it again")
             self.delete()
@@ -184,7 +184,7 @@ class Pod:
         if state == ABSENT:
             say(f"creating {self.name} ({self.options.slices} x {self.options.type} in {self.options.zone})")
             call(self.create_command())
-        if (state := self.wait_while(PASSING)) != READY:
+        if (state := self.wait_while(TRANSIENT)) != READY:
             raise GcloudError(self.create_command(), 0, f"{self.name} is {state} instead of {READY}")
 
     def set_up(self) -> None:
@@ -194,8 +194,8 @@ class Pod:
                 call(command)
 
     def delete(self) -> None:
-        """Deletes, and makes sure that nothing is left."""
-        for tries in range(1, DELETIONS + 1):
+        """Deletes the nodes, and makes sure that none is left. Raises `GcloudError` if some remain."""
+        for tries in range(1, MAX_DELETIONS + 1):
             problem = ""
             try:
                 call(self.delete_command())
@@ -204,7 +204,7 @@ class Pod:
             if (state := self.wait_while({"DELETING", "SUSPENDING", "STOPPING"})) == ABSENT:
                 return
             problem = problem or f"{self.name} is {state} after its deletion"
-            say(f"deletion {tries} of {DELETIONS} failed: {problem}")
+            say(f"deletion {tries} of {MAX_DELETIONS} failed: {problem}")
             time.sleep(self.options.poll_s)
         raise GcloudError(self.delete_command(), 0, f"{self.name} could not be deleted")
 
@@ -218,7 +218,7 @@ class Pod:
         return shlex.join(["python", sys.argv[0], "delete", self.name, "--zone", o.zone, *more])
 
     def say_what_is_left(self) -> None:
-        """Names what exists, or may exist."""
+        """Names the machines that exist, or may exist, and how to delete them."""
         try:
             if (state := self.state()) == ABSENT:
                 return say(f"no machine is left of {self.whole_name()}")

@@ -23,12 +23,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 from pathlib import Path
 
-from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, outcome_of, outcome_of_run
-from tpu_nodes import READY, GcloudError, Pod, say
+from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, outcome_of, outcome_of_run, say
+from tpu_nodes import READY, GcloudError, Pod
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-RECONNECTIONS = 5  # in a row, to a machine that is there
-CONNECTED_S = 180  # a connection that lasted so long was no failure to connect
+RECONNECTIONS = 5  # in a row, to a machine that is up
+CONNECTED_S = 180  # a connection that lasted longer was not a failure to connect
 WAIT_FOR_OTHERS_S = 300  # after a worker has ended; the others notice it within trainer.distributed.heartbeat_timeout
 
 
@@ -43,9 +43,9 @@ class Watch:
         self._ending = threading.Event()
 
     def run(self) -> dict[str, int]:
-        """The exit code of each worker. One that does not end some time after another is given up as lost.
+        """The exit code of each worker. A worker that still runs some time after another has failed counts as lost.
 
-        Raises what keeps this machine from following a worker, such as a full disk, or `GcloudError`.
+        Raises whatever keeps this machine from following a worker: `GcloudError`, or `OSError` if the disk is full.
         """
         workers = self._pod.workers()
         say(f"running on {len(workers)} workers; their output is in {self._logs}/")
@@ -60,7 +60,7 @@ class Watch:
         return {name: follow.result() for name, follow in follows.items()}
 
     def _wait_for(self, running: set[Future[int]]) -> None:
-        """Waits until all workers have ended; for a while if one failed. Raises the error of a worker at once."""
+        """Waits until all workers have ended, but only for a while once one has failed. Raises a worker's error at once."""
         deadline = None
         while running and (deadline is None or time.monotonic() < deadline):
             ended, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
@@ -87,7 +87,7 @@ class Watch:
                 return CONNECTION_LOST
 
     def _state_of(self, node: str) -> str:
-        """The state of a machine. While gcloud cannot say, as without network, the run goes on: waits, and asks again."""
+        """The state of a machine. While gcloud cannot tell, for example without network, waits and asks again."""
         said = ""
         while True:
             try:
@@ -97,11 +97,11 @@ class Watch:
                     raise
                 if str(error) != said:
                     said = str(error)
-                    say(f"{node}: cannot be seen from here; waiting, its run goes on: {error}")
+                    say(f"{node}: gcloud cannot reach it from here; waiting while its run goes on: {error}")
                 self._ending.wait(self._pod.options.poll_s)
 
     def _connect(self, node: str, number: int) -> tuple[int | None, str]:
-        """The exit code of the run, None if the connection was lost before; and the last words of gcloud and ssh."""
+        """The run's exit code, None if the connection was lost first, and the last line that gcloud or ssh printed."""
         path = self._logs / f"{node}-{number}.log"
         with path.open("ab") as log, path.with_suffix(".ssh.log").open("a+b") as messages:
             messages.seek(0, os.SEEK_END)
@@ -122,19 +122,19 @@ class Watch:
                     raise
             messages.seek(before)
             said = messages.read().decode(errors="replace").strip()
-        # gcloud's own exit code says nothing: without network it ends with 1, as a run that failed.
+        # gcloud's own exit code does not help: without network it is 1, like that of a run that failed.
         code = re.search(rf"^{re.escape(self._attempt)} ended with (\d+)\s*$", said, re.MULTILINE)
         return int(code[1]) if code else None, said.rpartition("\n")[2]
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends gcloud and its ssh, not what they started on the other machine."""
+    """Ends gcloud and its ssh, but not what they started on the worker."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
 
 
 def attempts(folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    """Names of attempts. The first is the one that an interrupted watch of the same command left running, if any."""
+    """Names of attempts, first that of the attempt of the same command that an interrupted `babysit` left running, if any."""
     current = folder / "attempt"
     folder.mkdir(parents=True, exist_ok=True)
     command = hashlib.sha256(repr((options.arguments, options.env)).encode()).hexdigest()[:8]
@@ -146,7 +146,7 @@ def attempts(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def babysit(pod: Pod, *, create: bool, limit: int) -> int:
-    """Attempts until the run is done, must stop, or the limit of failures in a row is reached. Returns the exit code."""
+    """Starts attempts until the run is done, must stop, or has failed too often in a row. Returns the exit code."""
     backoff = Backoff(limit, pod.options.backoff_s)
     names = attempts(Path(pod.options.log_dir) / pod.name, pod.options)
     name = next(names)
@@ -174,10 +174,7 @@ def babysit(pod: Pod, *, create: bool, limit: int) -> int:
             return max(codes.values(), default=1)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    at = words.index("--") if "--" in words else len(words)
-    words, train = words[:at], words[at + 1 :]
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = {
         "babysit": "create, set up, run, start again when preempted; delete at the end",
@@ -209,14 +206,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--send", action="append", default=[], help="a file or folder to copy to the workers")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")
     add("--log_dir", default="logs/infra", help="where the workers' output is stored")
-    add("--retries", type=int, default=20, help="failures in a row after which babysit gives up")
+    add("--retries", type=int, default=20, help="consecutive failures before babysit gives up")
     add("--backoff_s", type=float, default=30.0, help="wait after the first failure; doubles up to 15 minutes")
-    add("--poll_s", type=float, default=20.0, help="time between two looks at a machine")
+    add("--poll_s", type=float, default=20.0, help="seconds between two checks of a machine's state")
     add("--connected_s", type=float, default=CONNECTED_S, help=argparse.SUPPRESS)
     add("--wait_for_others_s", type=float, default=WAIT_FOR_OTHERS_S, help=argparse.SUPPRESS)
     add("--keep", action="store_true", help="babysit: do not delete the machines at the end")
     add("--dry_run", action="store_true", help="print the gcloud commands, run nothing")
-    options = parser.parse_args(words)
+    return parser
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, train: Sequence[str]) -> None:
     if options.slices < 1:
         parser.error(f"--slices: {options.slices} given, 1 or more expected")
     if options.spot and options.reserved:
@@ -231,6 +231,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--send: {missing[0]} does not exist")
     if options.install.endswith(".whl") and not Path(options.install).is_file():
         parser.error(f"--install: {options.install} does not exist")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    at = words.index("--") if "--" in words else len(words)
+    words, train = words[:at], words[at + 1 :]
+    parser = parser_of_options()
+    options = parser.parse_args(words)
+    check_options(parser, options, train)
     for before, path in itertools.pairwise(train):
         if before == "--config_path" and Path(path).is_file() and path not in options.send:
             options.send.append(path)
@@ -240,19 +249,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_wheel(options: argparse.Namespace) -> list[str]:
-    """Replaces the checkout of `--install` by the wheel that the returned command makes of it."""
+    """Builds a wheel of the checkout in `--install`, installs that instead, and returns the command."""
     folder = Path(options.log_dir) / "wheel"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(folder),
-        options.install,
-    ]
+    pip = [sys.executable, "-m", "pip"]
+    command = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), options.install]
     if not options.dry_run:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run(command, check=True)
@@ -261,7 +261,7 @@ def build_wheel(options: argparse.Namespace) -> list[str]:
 
 
 def dry_run(pod: Pod) -> None:
-    """Prints what each command would call."""
+    """Prints the gcloud commands of a command."""
     command = pod.options.command
     lines = []
     if command in ("babysit", "create"):
@@ -274,6 +274,30 @@ def dry_run(pod: Pod) -> None:
     deletes = command == "delete" or (command == "babysit" and not pod.options.keep)
     for line in [*lines, *([pod.delete_command()] if deletes else [])]:
         print(shlex.join(line))
+
+
+def carry_out(pod: Pod) -> int:
+    """Does what the command says. Returns the exit code."""
+    options = pod.options
+    if options.command == "status":
+        say(f"{pod.whole_name()}: {pod.state()}")
+        return 0
+    if options.command == "delete":
+        pod.delete()
+        return 0
+    if options.command == "create":
+        pod.bring_up()
+        pod.set_up()
+        return 0
+    is_babysitting = options.command == "babysit"
+    code = babysit(pod, create=is_babysitting, limit=options.retries if is_babysitting else 0)
+    if is_babysitting and not options.keep:
+        try:
+            pod.delete()
+        except GcloudError as error:
+            say(str(error))
+            return code or 1
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -289,26 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     if options.command in ("babysit", "create") and Path(options.install).is_dir():
         build_wheel(options)
-    code = 1
     try:
-        if options.command == "status":
-            say(f"{pod.whole_name()}: {pod.state()}")
-            return 0
-        if options.command == "delete":
-            pod.delete()
-        elif options.command == "create":
-            pod.bring_up()
-            pod.set_up()
-        else:
-            code = babysit(
-                pod, create=options.command == "babysit", limit=options.retries * (options.command == "babysit")
-            )
-            if options.command == "babysit" and not options.keep:
-                pod.delete()
-            pod.say_what_is_left()
-            return code
-        pod.say_what_is_left()
-        return 0
+        code = carry_out(pod)
     except FileNotFoundError as error:
         if error.filename != "gcloud":
             pod.say_what_is_left()
@@ -317,15 +323,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except GcloudError as error:
         say(str(error))
-        pod.say_what_is_left()
-        return code or 1
+        code = 1
     except KeyboardInterrupt:
         say("interrupted. A run that has begun goes on without this program; the same command follows it again")
-        pod.say_what_is_left()
-        return 130
-    except Exception:
+        code = 130
+    except Exception:  # after any error, the machines that cost money must be named
         pod.say_what_is_left()
         raise
+    if code or options.command != "status":
+        pod.say_what_is_left()
+    return code
 
 
 if __name__ == "__main__":

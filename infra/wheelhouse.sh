@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Downloads jaxlm and all that it needs into a folder, for machines without network.
+# Downloads jaxlm and its dependencies into a folder, for machines without network.
 set -euo pipefail
 
 usage() {
   cat <<'TEXT'
 usage: infra/wheelhouse.sh [options]
 
-  --extras NAMES   what to install beside jaxlm, such as gpu,gs,hf (default: gpu)
+  --extras NAMES   extras of jaxlm to install, such as gpu,gs,hf (default: gpu)
   --python NAME    interpreter of the same version as on the machines (default: python3)
   --output DIR     folder of the wheels (default: wheelhouse)
   --dry_run        print the commands, run nothing
   --help
 
-Run it on a machine with the operating system and the processor of those without network.
+Run it on a machine with the same operating system and processor as those without network.
 TEXT
 }
 

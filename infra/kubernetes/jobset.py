@@ -4,7 +4,7 @@
     python infra/kubernetes/jobset.py mine --image registry/jaxlm:1 --tpu v5p --topology 4x4x4 --slices 2 -- --config_path ...
 
 What follows `--` are the arguments of `jaxlm train`. `--dry_run` prints the manifest instead of applying it. The cluster
-needs the JobSet controller; for `--queue`, also Kueue. All other things are kubectl's: get, logs, delete.
+needs the JobSet controller, and Kueue for `--queue`. For anything else, use kubectl: get, logs, delete.
 """
 
 import argparse
@@ -34,7 +34,7 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 
 def literal(text: str) -> str:
-    """Text as Kubernetes expects it in arguments and variables, where it replaces $(NAME), and $$ by $."""
+    """Escapes text for arguments and variables, in which Kubernetes expands $(NAME) and turns $$ into $."""
     return text.replace("$", "$$")
 
 
@@ -66,7 +66,7 @@ def manifest(options: argparse.Namespace) -> str:
 
 
 def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Fills in what was not given about GPUs or TPUs, and refuses what was given about the other."""
+    """Fills in the defaults of the options for GPUs or TPUs, and refuses options for the other."""
     one_machine = TPUS[options.tpu][1] if options.tpu else None
     kinds = {"gpu": {"nodes": 1, "gpus": 8}, "tpu": {"topology": one_machine, "slices": 1}}
     chosen, other = (kinds["tpu"], kinds["gpu"]) if options.tpu else (kinds["gpu"], kinds["tpu"])
@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--slices", type=int, help="with --tpu: number of slices (default: 1)")
     add("--queue", help="Kueue's LocalQueue")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")
-    add("--restarts", type=int, default=100, help="times that all pods start again at most")
+    add("--restarts", type=int, default=100, help="how often all pods start again at most")
     add("--dry_run", action="store_true", help="print the manifest, apply nothing")
     options = parser.parse_args(words[:at])
     options.arguments = words[at + 1 :]

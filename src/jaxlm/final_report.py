@@ -8,12 +8,13 @@ from pathlib import Path
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
+from jaxlm.engine.metric_names import EVAL_BPB, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.page.logged_run import read_run
-from jaxlm.observe.page.page import FILE, INSTALL, has_library, write_page
+from jaxlm.observe.page.page import INSTALL, has_library, write_page
 from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.observe.trackers import SAMPLES, read_jsonl
+from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES, read_jsonl
 from jaxlm.run.plan import Plan
 
 _MAX_COMPRESSED_BYTES = 64 << 20
@@ -22,7 +23,7 @@ _MAX_SPANS = 8  # of skipped steps, in the report
 
 def final_report(plan: Plan, console: Console) -> None:
     """Logs losses, bits per byte next to those of compressors, and the paths of the results; writes plots and page."""
-    records = read_jsonl(plan.log_folder / "metrics.jsonl")
+    records = read_jsonl(plan.log_folder / METRICS)
     latest = {name: value for record in records for name, value in record.items() if value is not None}
     checkpoint = plan.checkpoints.checkpoints()[-1].location
     rows = [
@@ -30,8 +31,8 @@ def final_report(plan: Plan, console: Console) -> None:
         ("training loss", training_loss(records)),
         *skipped_updates(records),
     ]
-    if "eval/loss" in latest:
-        rows += [("validation loss", _number(latest, "eval/loss")), ("bits per byte", _number(latest, "eval/bpb"))]
+    if EVAL_LOSS in latest:
+        rows += [("validation loss", _number(latest, EVAL_LOSS)), ("bits per byte", _number(latest, EVAL_BPB))]
         rows += compressors(plan.data[-1].validation_documents())
     rows += [
         ("checkpoint", str(checkpoint)),
@@ -54,7 +55,7 @@ def time_spent(log_folder: Path) -> list[tuple[str, str]]:
 
 def outputs(plan: Plan) -> list[tuple[str, str]]:
     """Where the numbers and texts of the run are, and how to open those that went to trackers."""
-    rows = [("metrics", str(plan.log_folder / "metrics.jsonl"))]
+    rows = [("metrics", str(plan.log_folder / METRICS))]
     if (samples := plan.log_folder / SAMPLES).exists():
         rows.append(("samples", str(samples)))
     opened = ((choice_name(type(c)), c.how_to_open(plan.run_id)) for c in plan.config.trainer.trackers)
@@ -88,10 +89,10 @@ def report_page(folder: Path) -> str:
     if not has_library():
         return f"{INSTALL}, then jaxlm report {folder}"
     try:
-        write_page([read_run(str(folder))], folder / FILE)
+        write_page([read_run(str(folder))], folder / REPORT_PAGE)
     except Exception as error:  # the run is complete: no fault of the page may end it
         return f"not written: {type(error).__name__}: {error}"
-    return str(folder / FILE)
+    return str(folder / REPORT_PAGE)
 
 
 def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
@@ -116,7 +117,7 @@ def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 def training_loss(records: Records) -> str:
     """The loss of the last step. If it is not finite, the last finite loss too."""
-    losses = [(_count(record, "step"), record["train/loss"]) for record in records if "train/loss" in record]
+    losses = [(_count(record, "step"), record[TRAIN_LOSS]) for record in records if TRAIN_LOSS in record]
     finite = [(step, loss) for step, loss in losses if loss is not None]
     if not finite:
         return "never finite" if losses else "none"

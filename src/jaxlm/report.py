@@ -15,7 +15,8 @@ from pathlib import Path
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError
 from jaxlm.core.stores import is_url
 from jaxlm.observe.page.logged_run import local_folder, read_runs
-from jaxlm.observe.page.page import FILE, write_page
+from jaxlm.observe.page.page import write_page
+from jaxlm.observe.records import REPORT_PAGE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write(given: Sequence[str], output_path: Path | None) -> Path:
     runs = read_runs(given)
+    for run in runs:
+        for sentence in run.unread:
+            print(f"warning: {run.name}: {sentence}", file=sys.stderr)
     path = output_path or _default_path(given)
     try:
         write_page(runs, path)
@@ -43,7 +47,7 @@ def _write(given: Sequence[str], output_path: Path | None) -> Path:
 
 def _default_path(given: Sequence[str]) -> Path:
     is_one_folder = len(given) == 1 and not is_url(given[0])
-    return local_folder(given[0]) / FILE if is_one_folder else Path(FILE)
+    return local_folder(given[0]) / REPORT_PAGE if is_one_folder else Path(REPORT_PAGE)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "jaxlm report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="log folder, its URL, or a run's id below ./logs")
-    parser.add_argument("--output_path", type=Path, help=f"the file to write; by default {FILE}, see above")
+    parser.add_argument("--output_path", type=Path, help=f"the file to write; by default {REPORT_PAGE}, see above")
     return parser
 
 

@@ -19,7 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
+from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
 from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
@@ -33,6 +33,7 @@ from jaxlm.engine.watchdog import Watchdog
 from jaxlm.final_report import final_report
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.run.annotate import with_annotations
 from jaxlm.run.compilation.cache import enable_compilation_cache
@@ -68,7 +69,7 @@ class TrainResult:
 @command
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(process_age_s())).outcome
+    outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(uncounted_age_s())).outcome
     return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
 
 
@@ -179,7 +180,7 @@ def _start(
     """
     config = plan.config
     try:
-        console.log_to(plan.log_folder / "train.log")
+        console.log_to(plan.log_folder / TRAIN_LOG)
     except OSError as error:
         raise ConfigError(
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Set it to a writable folder"

@@ -109,6 +109,41 @@ MISTAKES = {
 }
 
 
+# (text of run.yaml, options, how the whole message begins)
+MISTAKES_IN_KEYS = {
+    "watchdog": (
+        "trainer:\n  seed: 1\n  watchdog:\n    report_after: 5m\n    end_after: 2m\n",
+        (),
+        "run.yaml:5: trainer.watchdog.end_after: 0:02:00 given, at least report_after",
+    ),
+    "range of a duration": (
+        "trainer:\n  watchdog:\n    end_after: 2h\n    report_after: 0s\n",
+        (),
+        "run.yaml:4: trainer.watchdog.report_after: 0:00:00 given, 1s to 365d expected",
+    ),
+    "option": (
+        "trainer:\n  watchdog:\n    report_after: 5m\n",
+        ("--trainer.watchdog.end_after", "2m"),
+        "command line --trainer.watchdog.end_after: 0:02:00 given, at least",
+    ),
+    "absolute path": (
+        "model:\n  type: llama\n  gradient_checkpointing: some\n",
+        (),
+        "run.yaml:3: model.gradient_checkpointing: 'some' given",
+    ),
+    "section in a phase": (
+        "phases:\n- name: a\n  optimizer:\n    type: adam\n    skip_bad_steps:\n      rewind_after: 50\n",
+        (),
+        "run.yaml:6: phases.0.optimizer.skip_bad_steps.rewind_after: 50 given, null or 1 to",
+    ),
+    "two keys of a section": (
+        "phases:\n- name: a\n  optimizer:\n    update_rms_clipping: 1.0\n    clip_update_norm: {}\n",
+        (),
+        "run.yaml:3: phases.0.optimizer: update_rms_clipping and clip_update_norm are both set",
+    ),
+}
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -127,6 +162,14 @@ def test_an_error_is_one_message_and_nothing_is_written(name, here, capsys):
     for part in parts:
         assert part in message, message
     assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "text.txt"]
+
+
+@pytest.mark.parametrize("name", MISTAKES_IN_KEYS)
+def test_what_a_section_refuses_names_the_line_of_the_key(name, here, capsys):
+    text, options, start = MISTAKES_IN_KEYS[name]
+    (here / "run.yaml").write_text(text)
+    assert train.main(["--config_path", "run.yaml", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {start}")
 
 
 def test_a_missing_file(here, capsys):

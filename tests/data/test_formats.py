@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.sources.record_files import read_records
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import small_tokenizer, some_text
 
@@ -131,6 +133,7 @@ def test_token_ids_are_used_unchanged(base, tokenizer, tmp_path):
         ([True], "got an array of bool"),
         (0, "got an array of int64"),
         ({"1": 2}, "got an array of object"),
+        ([7, "\ud800"], r"a\.jsonl: line 1: the text is not valid Unicode"),
         (None, r"a\.jsonl: line 1: the token ids under 'input_ids' are null"),
     ],
 )
@@ -138,6 +141,23 @@ def test_invalid_token_ids_are_refused(base, tmp_path, ids, message):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": ids}) + "\n")
     with pytest.raises(ConfigError, match=message):
         sequences_of(base, train_urls=[f"{tmp_path}/a.jsonl"], format=PretokenizedFormat())
+
+
+def test_a_list_of_token_ids_costs_no_call_for_each_id(tmp_path):
+    """Counts the calls of Python functions that reading a record makes."""
+
+    def num_calls(num_ids):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [7] * num_ids}))
+        calls = []
+        sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
+        try:
+            (record,) = read_records(tmp_path / "a.jsonl", ["input_ids"])
+        finally:
+            sys.setprofile(None)
+        assert record.values == {"input_ids": [7] * num_ids}
+        return len(calls)
+
+    assert num_calls(10_000) == num_calls(1)
 
 
 def test_ragged_rows_with_nulls_in_tables_of_token_ids(base, tmp_path):

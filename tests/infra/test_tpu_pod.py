@@ -180,7 +180,7 @@ def test_a_run_goes_on_while_the_network_is_down(cloud):
     cloud.plan(train=f'[ "$WORKER$ATTEMPT" = 01 ] && {{ echo first; {lost}; }}\necho "last of attempt $ATTEMPT"')
     code, out = cloud.run("babysit")
     assert code == 0, out
-    assert "mine: cannot be seen from here; waiting, its run goes on:" in out
+    assert "mine: gcloud cannot reach it from here; waiting while its run goes on:" in out
     assert "Network is unreachable" in out
     assert cloud.log("mine-0")[0].splitlines()[1:] == ["first", "last of attempt 1"]
     assert len(cloud.log("mine-0")) == 1

@@ -11,7 +11,8 @@ import pytest
 
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
-from jaxlm.observe.ledger import FILE, IDLE, LOST, Ledger, account, read_lines
+from jaxlm.observe.ledger import IDLE, LOST, Ledger, account, read_lines
+from jaxlm.observe.records import LEDGER
 
 
 class FakeClockRun:
@@ -166,7 +167,7 @@ def test_the_last_line_is_written_once_a_second_and_in_place(run, tmp_path):
     sizes = set()
     for step in range(1, 50):
         run.steps(step, step, seconds=0.3)
-        sizes.add((tmp_path / FILE).stat().st_size)
+        sizes.add((tmp_path / LEDGER).stat().st_size)
     assert sizes == {512}
     (line,) = read_lines(tmp_path)
     assert 45 <= line["step"] < 49  # steps take 0.3 s, so the last of them is not written yet
@@ -187,7 +188,7 @@ def test_damaged_lines_are_passed_over(run, tmp_path, damage):
     run.start(0)
     run.steps(1, 4)
     run.save()
-    with (tmp_path / FILE).open("ab") as file:
+    with (tmp_path / LEDGER).open("ab") as file:
         file.write(damage)
     run.start(4)
     run.steps(5, 6)
@@ -196,12 +197,12 @@ def test_damaged_lines_are_passed_over(run, tmp_path, damage):
 
 
 def test_a_ledger_that_cannot_be_written_is_a_warning_and_the_run_goes_on(run, tmp_path):
-    (tmp_path / FILE).mkdir()
+    (tmp_path / LEDGER).mkdir()
     run.start(0)
     run.steps(1, 5)
     assert len(run.said) == 1
     assert "cannot be written (Is a directory); training goes on" in run.said[0]
-    (tmp_path / FILE).rmdir()
+    (tmp_path / LEDGER).rmdir()
     run.steps(6, 8)
     assert "is written again" in run.said[1]
     assert [line["step"] for line in read_lines(tmp_path)] == [8]
@@ -213,6 +214,27 @@ def test_the_age_of_a_process_is_that_of_its_start():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
     assert 0.3 <= float(done.stdout) <= time.monotonic() - before + 0.02  # the system counts in hundredths
     assert process_age_s() > 0
+
+
+def test_two_runs_in_one_process_count_its_age_once(tmp_path):
+    program = f"""
+from pathlib import Path
+from jaxlm import train
+from jaxlm.observe.ledger import Ledger
+
+def fake_train(config, clock):
+    Ledger(Path({str(tmp_path)!r}), clock, 0, print).write()
+    return train.TrainResult(None, train.Done(), None, None)
+
+train.load_config, train.train = lambda *_: None, fake_train
+assert train.main([]) == train.main([]) == 0
+"""
+    before = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True)
+    seconds = time.monotonic() - before
+    goodput = account(read_lines(tmp_path))
+    assert goodput.num_starts == 2
+    assert goodput.wall_s <= seconds + 0.02  # the system counts in hundredths
 
 
 def test_nested_activities_are_counted_once():

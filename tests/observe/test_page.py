@@ -12,6 +12,8 @@ import pytest
 
 from jaxlm import final_report, report
 from jaxlm.__main__ import main
+from jaxlm.engine.activity import ActivityClock
+from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.page import page
 from jaxlm.observe.page.downsample import extremes, smoothed
 from jaxlm.observe.page.logged_run import LoggedRun, Series, read_run, read_runs
@@ -192,6 +194,32 @@ def test_a_folder_that_is_written_at_the_moment_or_damaged_is_read(tmp_path):
     assert "No step is recorded yet" in page_of(folder).text
 
 
+def test_lines_that_cannot_be_read_are_counted_once(tmp_path, monkeypatch, capsys, small_library):
+    """The log folder of 4 steps, with 3 damaged metrics, 2 damaged samples and 1 damaged line of the ledger."""
+    records = [record(step) for step in range(1, 5)]
+    folder = write_run(tmp_path / "mine", records, end='x\n{"step": -1}\n\n{"step": 5, "tra')
+    (folder / "samples.jsonl").write_text(
+        '{"step": 1}\n{"step": 2, "name": "eval", "prompt": "p", "text": "t"}\n?\n{"step": 3, "name": "ev'
+    )
+    ledger = Ledger(folder, ActivityClock(), step=0, warn=pytest.fail)
+    ledger.begin_line()
+    ledger.begin_line()
+    content = (folder / "goodput.jsonl").read_bytes()
+    (folder / "goodput.jsonl").write_bytes(b"0" * 512 + content[512:] + content[:100])
+    write_run(tmp_path / "sound", records)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "mine", "sound"]) == 0
+    sentences = [
+        "mine: 3 of 7 lines of metrics.jsonl could not be read and are left out",
+        "mine: 2 of 3 lines of samples.jsonl could not be read and are left out",
+        "mine: 1 of 2 lines of goodput.jsonl could not be read and is left out",
+    ]
+    assert capsys.readouterr().err.splitlines() == [f"warning: {one}" for one in sentences]
+    text = (tmp_path / "report.html").read_text()
+    assert [text.count(f"{one}.") for one in sentences] == [1, 1, 1]
+    assert text.count("could not be read") == 3
+
+
 def test_a_run_that_went_back_shows_the_line_that_survives(tmp_path):
     first = [record(step, **{"train/loss": 9.0}) for step in range(1, 11)]
     second = [record(step, attempt=1, **{"train/loss": 1.0}) for step in range(6, 9)]
@@ -214,6 +242,24 @@ def test_skipped_steps_have_the_text_of_the_log(tmp_path):
     assert page.row("3") == ["loss is not finite", "wiki: sequence 8 of 9"]
     assert page.row("5") == ["not in train.log", ""]
     assert page.row("skipped steps") == ["2"]
+
+
+def test_the_newest_marks_stay_and_the_others_are_counted(tmp_path):
+    resumes = {2 * n: {"throughput/resumed_from": 2 * n - 1} for n in range(1, 40)}
+    skips = [record(n, **{"train/skipped_steps": n}, **resumes.get(n, {})) for n in range(1, 121)]
+    folder = write_run(tmp_path / "mine", skips)
+    page = page_of(folder)
+    skipped = sorted(step for step, text in marks(page) if text == "skipped")
+    assert skipped == list(range(91, 121))
+    assert sorted(step for step, text in marks(page) if text == "resumed") == list(range(19, 78, 2))
+    assert "90 earlier skipped steps have no line in the charts." in page.text
+    assert "9 earlier resumes have no line in the charts." in page.text
+    shown = [int(row[0]) for row in page.rows if len(row) == 3 and row[1] == "not in train.log"]
+    assert shown == list(range(21, 121))
+    assert "20 earlier ones are left out." in page.text
+    assert page.row("resumed from step") == ["63, 65, 67, 69, 71, 73, 75, 77 (31 earlier ones are left out)"]
+    both = page_of(folder, write_run(tmp_path / "other", skips[:3]))
+    assert "mine: 90 earlier skipped steps have no line in the charts." in both.text
 
 
 def test_several_runs_lie_over_each_other_and_differ_where_they_differ(tmp_path):
@@ -241,6 +287,7 @@ def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
     assert len(text) < 3_000_000
     page = Page(text)
     assert "170 others are in samples.jsonl" in page.text
+    assert "8 more prompts are in samples.jsonl." in page.text
     shown = [int(row[0].replace(",", "")) for row in page.rows if len(row) == 2 and row[1].startswith("p0x")]
     assert (len(shown), shown[0], shown[-1]) == (30, 199, 0)
     assert len(page.figures) == 42  # loss, throughput and 40 of 300

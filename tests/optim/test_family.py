@@ -517,11 +517,27 @@ def test_every_field_changes_the_result(kind, name):
         ("kron", {"max_dense_size": -1}),
         ("soap", {"precondition_frequency": 0}),
         ("soap", {"max_precond_dim": -1}),
+        ("soap", {"epsilon": 0.0}),
     ],
 )
 def test_invalid_optimizers_are_refused(kind, keys):
     with pytest.raises(ConfigError, match="optimizer"):
         stepper(config_of(kind, **keys))
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-30])
+def test_soap_is_finite_for_gradients_of_low_rank(epsilon):
+    """Only one element of each matrix has a gradient, so that most coordinates in the eigenbases are exactly 0."""
+    gradient = {path: np.zeros_like(array) for path, array in arrays(0).items()}
+    gradient["q.weight"][:, 0, 0, 0] = 0.5
+    gradient["head.weight"][0, 0] = 0.5
+    params, state, step = stepper(config_of("soap", epsilon=epsilon, precondition_frequency=2))
+    before = flat(params)["q.weight"]
+    for number in range(STEPS):
+        params, state = step(params, state, model(gradient), number)
+    after = flat(params)
+    assert all(np.isfinite(array).all() for array in after.values())
+    assert (after["q.weight"][:, 0, 0, 0] < before[:, 0, 0, 0]).all()
 
 
 def test_a_non_finite_curvature_estimate_is_discarded():

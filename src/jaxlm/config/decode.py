@@ -181,7 +181,7 @@ class _Decoder:
         try:
             return kind(**values)
         except ValueError as error:
-            raise self._error(path, str(error)) from error
+            raise self._error(*_located(str(error), kind, path)) from error
 
     def _inheriting(self, kind: Any, sections: Any, path: KeyPath, outer: Any, values: Mapping[str, Any]) -> Any:
         if not isinstance(sections, list):
@@ -297,6 +297,20 @@ def _nearest(given: str, known: Collection[str]) -> str | None:
     words = sorted(given.split("_"))
     reordered = (name for name in known if sorted(name.split("_")) == words)
     return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
+
+
+def _located(problem: str, kind: Any, path: KeyPath) -> tuple[KeyPath, str]:
+    """The path that the message of a section's own check begins with, and the rest of the message.
+
+    The message names a key as in "end_after: ..." or "trainer.watchdog.end_after: ...". In a phase, the path is longer.
+    """
+    name, separator, rest = problem.partition(": ")
+    *parents, key = name.split(".")
+    if not separator or not set(parents) <= set(path):
+        return path, problem
+    if key in (field.name for field in dataclasses.fields(kind)):
+        return (*path, key), rest
+    return (path, rest) if key in path else (path, problem)
 
 
 def _accept(condition: bool, value: Any) -> Any:

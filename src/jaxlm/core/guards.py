@@ -6,9 +6,10 @@ The update of a non-finite step is always skipped, regardless of the guards.
 import abc
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import jax
+if TYPE_CHECKING:  # the report reads the names below, without jax
+    import jax
 
 OBJECTIVE, GRADIENT_NORM, UPDATE_NORM = "train/objective", "grad/norm/total", "updates/norm/total"
 SKIPPED = "train/skipped_steps"
@@ -24,9 +25,9 @@ class StepStats(NamedTuple):
         finite: bool, whether both, and the norm of the optimizer's update, are finite.
     """
 
-    objective: jax.Array
-    norm: jax.Array
-    finite: jax.Array
+    objective: "jax.Array"
+    norm: "jax.Array"
+    finite: "jax.Array"
 
 
 class Verdict(NamedTuple):
@@ -38,9 +39,9 @@ class Verdict(NamedTuple):
         metrics: scalars to log, by name.
     """
 
-    applies: jax.Array
+    applies: "jax.Array"
     slot: Any
-    metrics: dict[str, jax.Array]
+    metrics: "dict[str, jax.Array]"
 
 
 class StepGuard(abc.ABC):

@@ -14,6 +14,19 @@ from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM
 from jaxlm.core.types import Histogram, StepInfo
 from jaxlm.engine.bad_streak import BadStreak
+from jaxlm.engine.metric_names import (
+    DURATION,
+    EXAMPLES_PER_SECOND,
+    GFLOPS_PER_SECOND,
+    GLOBAL_STEP,
+    HOOK_TIME,
+    LOADING_TIME,
+    MFU,
+    PROGRESS,
+    TOKENS_PER_SECOND,
+    TOTAL_GFLOPS,
+    TOTAL_TOKENS,
+)
 from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.step import StepReport
 from jaxlm.engine.watch import WatchConfig, split_watched
@@ -63,23 +76,23 @@ class Workload:
         """Metrics for how far the run is after `step` steps."""
         examples = self.batches.examples_between(self.previous.step, step)
         return {
-            "global_step": step,
-            "run_progress": step / self.num_steps,
-            "throughput/total_tokens": self.previous.tokens + examples * self.tokens,
-            "throughput/total_gflops": self.previous.gflops + examples * self.flops / 1e9,
+            GLOBAL_STEP: step,
+            PROGRESS: step / self.num_steps,
+            TOTAL_TOKENS: self.previous.tokens + examples * self.tokens,
+            TOTAL_GFLOPS: self.previous.gflops + examples * self.flops / 1e9,
         }
 
     def throughput(self, step: int, seconds: float) -> dict[str, float]:
         """Throughput metrics of a step (counted from 1) that took `seconds`."""
         rate = self.batches.at(step - 1).size / seconds
         numbers = {
-            "throughput/duration": seconds,
-            "throughput/examples_per_second": rate,
-            "throughput/tokens_per_second": rate * self.tokens,
-            "throughput/gflops_per_second": rate * self.flops / 1e9,
+            DURATION: seconds,
+            EXAMPLES_PER_SECOND: rate,
+            TOKENS_PER_SECOND: rate * self.tokens,
+            GFLOPS_PER_SECOND: rate * self.flops / 1e9,
         }
         if self.peak_flops is not None:
-            numbers["throughput/mfu"] = rate * self.flops / self.peak_flops
+            numbers[MFU] = rate * self.flops / self.peak_flops
         return numbers
 
 
@@ -169,7 +182,7 @@ class AsyncMetrics:
             metrics |= scalars
         self.flags = np.asarray(report.flags)
         metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
-        metrics |= {"throughput/loading_time": pending.loading_s, "throughput/hook_time": self._hooks_s}
+        metrics |= {LOADING_TIME: pending.loading_s, HOOK_TIME: self._hooks_s}
         self._hooks_s = 0.0
         info = StepInfo(step, self._phase, metrics, histograms)
         for listener in self._listeners:

@@ -25,6 +25,7 @@ from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import Sum
+from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, UpdateCounts, shardings, step_key
 from jaxlm.engine.sync import reduce_flags
@@ -158,8 +159,8 @@ class _GuardedUpdate:
             SKIPPED: skipped,
             GRADIENT_NORM: norm,
             UPDATE_NORM: update_norm,
-            "optim/learning_rate": self.schedule(state.guard.updates),
-            **{f"optim/learning_rate/{name}": other(state.guard.updates) for name, other in others.items()},
+            LEARNING_RATE: self.schedule(state.guard.updates),
+            **{f"{LEARNING_RATE}/{name}": other(state.guard.updates) for name, other in others.items()},
         }
         for verdict in verdicts.values():
             metrics |= verdict.metrics

@@ -11,8 +11,7 @@ from typing import Literal
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.engine.checkpoint.manifest import BestEval
-
-_PREFIX = "eval/"
+from jaxlm.engine.metric_names import EVAL_PREFIX
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class UntilConfig:
 
     def check(self, path: str) -> None:
         """Raises `ConfigError` if the phase could never end by it, or by nothing else. Args: path: of this section."""
-        if not self.metric.startswith(_PREFIX):
+        if not self.metric.startswith(EVAL_PREFIX):
             raise ConfigError(
                 f"{path}.metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss"
             )

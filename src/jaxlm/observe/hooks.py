@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxlm.core.guards import SKIPPED, StepGuard, skip_reason
+from jaxlm.core.guards import OBJECTIVE, SKIPPED, StepGuard, skip_reason
 from jaxlm.core.types import Sample, StepInfo
 from jaxlm.engine.activity import Activity
+from jaxlm.engine.metric_names import DURATION, HOOK_TIME, LEARNING_RATE, MFU, TOKENS_PER_SECOND, TRAIN_LOSS
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval
@@ -71,9 +72,9 @@ class ProgressListener:
         if self._warming_up and self._recent:
             self._recent.clear()  # the first step includes warm-up and is not representative
             self._warming_up = False
-        seconds = info.metrics["throughput/duration"]
-        tokens = info.metrics["throughput/tokens_per_second"] * seconds
-        self._recent.append(_StepTime(tokens, seconds, info.metrics["throughput/hook_time"]))
+        seconds = info.metrics[DURATION]
+        tokens = info.metrics[TOKENS_PER_SECOND] * seconds
+        self._recent.append(_StepTime(tokens, seconds, info.metrics[HOOK_TIME]))
         self._console.progress("  ".join(self._parts(info)), last=info.step == self._phase.end)
 
     def _parts(self, info: StepInfo) -> list[str]:
@@ -82,12 +83,12 @@ class ProgressListener:
         seconds = sum(step.seconds for step in self._recent)
         parts = [
             f"step {info.step}/{self._phase.end}",
-            f"loss {metrics.get('train/loss', metrics['train/objective']):.4f}",
-            f"lr {metrics['optim/learning_rate']:.2e}",
+            f"loss {metrics.get(TRAIN_LOSS, metrics[OBJECTIVE]):.4f}",
+            f"lr {metrics[LEARNING_RATE]:.2e}",
             f"{sum(step.tokens for step in self._recent) / seconds:,.0f} tokens/s",
         ]
-        if "throughput/mfu" in metrics:
-            parts.append(f"MFU {metrics['throughput/mfu']:.1%}")
+        if MFU in metrics:
+            parts.append(f"MFU {metrics[MFU]:.1%}")
         pace = (seconds + sum(step.hook_seconds for step in self._recent)) / len(self._recent)
         parts.append(f"ETA {duration(pace * (self._phase.end - info.step))}")
         return parts

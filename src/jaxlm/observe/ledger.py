@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.metric_names import GOODPUT
+from jaxlm.observe.records import LEDGER
 
 if TYPE_CHECKING:
     from jaxlm.core.types import StepInfo
 
-FILE = "goodput.jsonl"
 IDLE, LOST = "idle between starts", "lost work"
 _REPEATED = (Activity.DATA, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again
 _LINE_BYTES = 512  # every line has this length, so that rewriting one is a single write
@@ -63,7 +64,7 @@ class Ledger:
         step: the step that the process starts from.
         warn: told if the file cannot be written, and when it can be again. Training goes on.
         """
-        self._path = folder / FILE
+        self._path = folder / LEDGER
         self._clock = clock
         self._warn = warn
         self._step = step
@@ -84,7 +85,7 @@ class Ledger:
         """The share of the run's wall time, since its first start, in which training made progress that is kept."""
         kept = self._kept_before_s + self._clock.seconds()[Activity.STEP]
         wall_s = self._clock.started_unix_s + self._clock.elapsed_s() - self._began_unix_s
-        return {"throughput/goodput": kept / max(wall_s, 1e-9)}
+        return {GOODPUT: kept / max(wall_s, 1e-9)}
 
     def begin_attempt(self, step: int) -> None:
         """The run goes on from `step`, to which it went back."""
@@ -144,15 +145,19 @@ class Ledger:
 def read_lines(folder: Path) -> list[Mapping[str, Any]]:
     """The undamaged lines of a ledger; empty if the log folder has none."""
     try:
-        return parse_lines((folder / FILE).read_bytes())
+        return parse_lines((folder / LEDGER).read_bytes())[0]
     except OSError:
         return []
 
 
-def parse_lines(content: bytes) -> list[Mapping[str, Any]]:
-    """The undamaged lines of a ledger's file. They are where they were written, whatever is between them."""
-    blocks = (content[start : start + _LINE_BYTES] for start in range(0, len(content), _LINE_BYTES))
-    return [line for line in map(_parsed, blocks) if line is not None]
+def parse_lines(content: bytes) -> tuple[list[Mapping[str, Any]], int]:
+    """The undamaged lines of a ledger's file, and the number of damaged ones. Lines are where they were written, whatever is
+    between them. A last line without its end is not counted.
+    """
+    blocks = [content[start : start + _LINE_BYTES] for start in range(0, len(content), _LINE_BYTES)]
+    parsed = [(block, _parsed(block)) for block in blocks]
+    lines = [line for _, line in parsed if line is not None]
+    return lines, sum(line is None and len(block) == _LINE_BYTES for block, line in parsed)
 
 
 def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:

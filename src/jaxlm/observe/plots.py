@@ -7,8 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.engine.metric_names import (
+    DURATION,
+    EVAL_LOSS,
+    EXAMPLES_PER_SECOND,
+    LEARNING_RATE,
+    RESUMED_FROM,
+    TRAIN_LOSS,
+)
 from jaxlm.engine.phases import Phase
-from jaxlm.observe.trackers.jsonl import RESUMED_FROM
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
 
@@ -16,7 +23,6 @@ _SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the ste
 _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
 _MAX_LABELS = 24  # labels of points; more would overlap
-_RATE = "optim/learning_rate"
 _RIGHT = 0.8  # points after this fraction of the steps have their label below
 
 Records = Sequence[Mapping[str, float | None]]
@@ -59,7 +65,7 @@ class Marks:
 def loss_curve(records: Records, path: Path, title: str) -> None:
     """Plots training loss (per step, and a centered moving average) and validation loss by step, as a PNG."""
     figure, axes = _figure("xaxis")
-    steps, losses = _series(records, "train/loss")
+    steps, losses = _series(records, TRAIN_LOSS)
     if len(steps):
         half = round(len(steps) * _SMOOTHING_WIDTH / 2)
         width = 2 * half + 1
@@ -68,7 +74,7 @@ def loss_curve(records: Records, path: Path, title: str) -> None:
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
         label = f"training, mean of {width}" if half else "training"
         axes.plot(steps[half : len(steps) - half], smooth, color="tab:blue", label=label)
-    steps, losses = _series(records, "eval/loss")
+    steps, losses = _series(records, EVAL_LOSS)
     if len(steps):
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
     Marks.of(records).draw(axes)
@@ -82,15 +88,15 @@ def schedule_curve(phases: Sequence[Phase], path: Path, title: str, records: Rec
     there on. Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed.
     """
     figure, axes = _figure("xaxis")
-    has_begun = bool(_series(records, _RATE)[0].size)
+    has_begun = bool(_series(records, LEARNING_RATE)[0].size)
     for phase in phases:
         schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
-        applied = _applied(records, phase, _RATE)
+        applied = _applied(records, phase, LEARNING_RATE)
         main_style = {"color": f"C{phase.index % 10}"}
         _plot_rates(axes, phase, schedule, applied, phase.name, main_style, has_begun=has_begun)
         for number, (name, other) in enumerate(groups.items()):
             style = {"color": f"C{(phase.index + number + 1) % 10}", "linestyle": "--", "linewidth": 0.8}
-            own, label = _applied(records, phase, f"{_RATE}/{name}"), f"{phase.name}: {name}"
+            own, label = _applied(records, phase, f"{LEARNING_RATE}/{name}"), f"{phase.name}: {name}"
             _plot_rates(axes, phase, other, own, label, style, has_begun=has_begun)
         _mark_corners(axes, phase, schedule, applied, phases[-1].end)
     Marks.of(records).draw(axes)
@@ -163,7 +169,7 @@ def step_times(records: Records, exclude: Collection[int]) -> StepTimes | None:
 
     `exclude` contains the first step of each phase, which also includes warm-up.
     """
-    steps, seconds = _series(records, "throughput/duration")
+    steps, seconds = _series(records, DURATION)
     excluded = {*exclude, *(step + 1 for step in Marks.of(records).resumed)}
     included = ~np.isin(steps, list(excluded))
     sizes = _batch_sizes(records)[1]
@@ -226,8 +232,8 @@ def _series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _batch_sizes(records: Records) -> tuple[np.ndarray, np.ndarray]:
     """(step, sequences in its batch) of the records with a duration; 0 where the rate is not known."""
-    steps, seconds = _series(records, "throughput/duration")
-    rates = dict(zip(*_series(records, "throughput/examples_per_second"), strict=True))
+    steps, seconds = _series(records, DURATION)
+    rates = dict(zip(*_series(records, EXAMPLES_PER_SECOND), strict=True))
     return steps, np.array(
         [round(rates.get(step, 0) * duration) for step, duration in zip(steps, seconds, strict=True)]
     )

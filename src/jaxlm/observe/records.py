@@ -1,10 +1,19 @@
-"""Reads the records of a run from files of JSON lines, which may be damaged, or written at the moment."""
+"""The files in a run's log folder, and reading records from those of JSON lines. They may be damaged or half written."""
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+METRICS = "metrics.jsonl"
+HISTOGRAMS = "histograms.jsonl"
+SAMPLES = "samples.jsonl"
+LEDGER = "goodput.jsonl"
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+TRAIN_LOG = "train.log"
+REPORT_PAGE = "report.html"
 
 _MAX_STEP = 2**53
 

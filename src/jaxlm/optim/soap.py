@@ -14,14 +14,7 @@ import jax.numpy as jnp
 import optax
 from haliax import NamedArray
 
-from jaxlm.core.field_types import (
-    BelowOne,
-    LearningRate,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.eigenbasis import Eigenbasis, initial_eigenbasis
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of, with_adam_fallback
@@ -48,7 +41,8 @@ class SoapConfig(OptimizerConfig):
         one_diag: rotate only the shorter side of each matrix, the rows if both are equal. This needs less memory and
             time, but the loss is slightly larger.
         correct_bias: divide the running means of matrices by their total weight, as Adam does.
-        epsilon: added to the square root of the second moment, for matrices and for Adam.
+        epsilon: added to the square root of the second moment, for matrices and for Adam. Not 0: a gradient of low rank is
+            exactly 0 in some coordinates, where 0 would be divided by 0.
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
@@ -61,7 +55,7 @@ class SoapConfig(OptimizerConfig):
     max_precond_dim: NonNegativeInt = 10_000
     one_diag: bool = False
     correct_bias: bool = True
-    epsilon: NonNegativeFloat = 1e-8
+    epsilon: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat | None = 1.0
 
     separates_matrices: ClassVar[bool] = True

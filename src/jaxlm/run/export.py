@@ -16,6 +16,7 @@ from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity
+from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.folder import save_folder
@@ -23,7 +24,7 @@ from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
-from jaxlm.observe.trackers import read_jsonl
+from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe_phase, parameters
 from jaxlm.surgery.base import merge_surgeries
@@ -150,9 +151,9 @@ def model_card(
 def logged_evaluation(config: RunConfig, step: int) -> dict[str, float]:
     """The newest evaluation in a run's `metrics.jsonl` up to `step`; empty if the file is elsewhere."""
     log_dir = config.trainer.log_dir
-    records = [] if is_url(log_dir) else read_jsonl(Path(log_dir) / run_id_of(config) / "metrics.jsonl")
+    records = [] if is_url(log_dir) else read_jsonl(Path(log_dir) / run_id_of(config) / METRICS)
     for record in reversed([record for record in records if record["step"] <= step]):
-        if found := {k: v for k, v in record.items() if k.startswith("eval/") and v is not None}:
+        if found := {k: v for k, v in record.items() if k.startswith(EVAL_PREFIX) and v is not None}:
             return found
     return {}
 

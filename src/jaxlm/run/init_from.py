@@ -28,7 +28,7 @@ from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
-from jaxlm.observe.trackers import read_jsonl
+from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.run.plan import Plan
 
 Log = Callable[[str], None]
@@ -230,9 +230,7 @@ def _last_step(plan: Plan, newest: VerifiedCheckpoint, key: str, name: str) -> i
     assert target is not None
 
     def last_step() -> int:
-        attempts = {
-            record["step"]: record.get("attempt", 0) for record in read_jsonl(plan.log_folder / "metrics.jsonl")
-        }
+        attempts = {record["step"]: record.get("attempt", 0) for record in read_jsonl(plan.log_folder / METRICS)}
         if attempts.get(target.step, target.attempt) != target.attempt:
             raise ConfigError(
                 f"{key}: {name} is from attempt {target.attempt}, and attempt {attempts[target.step]} of '{plan.run_id}' has"

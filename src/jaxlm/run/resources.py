@@ -27,6 +27,7 @@ from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.early_stopping import EarlyStopping
+from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
@@ -36,12 +37,13 @@ from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe import records
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
-from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment, read_jsonl
+from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compilation.step import StepPrograms
 from jaxlm.run.export import ExportHook
@@ -263,7 +265,7 @@ def open_run(
         trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
-        previous = totals_at(plan.log_folder / "metrics.jsonl", init_from.resume_step or 0)
+        previous = totals_at(plan.log_folder / records.METRICS, init_from.resume_step or 0)
         begin = init_from.resume_step or 0
         ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
         for ledger in ledgers:
@@ -278,7 +280,7 @@ def open_run(
 def _describe_start(folder: Path, config: str) -> None:
     """Writes the configuration and the environment to the log folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {"config.yaml": config, "environment.json": json.dumps(environment.described(), indent=1)}
+    texts = {records.CONFIG: config, records.ENVIRONMENT: json.dumps(environment.described(), indent=1)}
     for name, text in texts.items():
         with atomic_file(folder / name) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
@@ -286,15 +288,15 @@ def _describe_start(folder: Path, config: str) -> None:
 
 def totals_at(metrics: Path, step: int) -> Totals:
     """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
-    for record in reversed(read_jsonl(metrics) if step else []):
-        if record["step"] == step and "throughput/total_tokens" in record:
-            return Totals(step, record["throughput/total_tokens"], record["throughput/total_gflops"])
+    for record in reversed(records.read_jsonl(metrics) if step else []):
+        if record["step"] == step and TOTAL_TOKENS in record:
+            return Totals(step, record[TOTAL_TOKENS], record[TOTAL_GFLOPS])
     return Totals()
 
 
 def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[Tracker, ...]:
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
-    path, attempt = plan.log_folder / "metrics.jsonl", init_from.history.attempt
+    path, attempt = plan.log_folder / records.METRICS, init_from.history.attempt
     jsonl = JsonlTracker(path, resume_step=init_from.resume_step or 0, attempt=attempt, warn=console.log)
     configs = plan.config.trainer.trackers
     if not configs:

@@ -11,6 +11,8 @@ from jaxlm.data.sources.document_files import format_of, json_values, open_arrow
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_WITH_TEXT = {str, dict, list}
+
 
 class Record(NamedTuple):
     """A record.
@@ -102,8 +104,10 @@ def _check_unicode(where: str, value: Any) -> None:
                 f"{where}: the text is not valid Unicode: {value[error.start]!a} at character {error.start}"
             ) from error
     elif isinstance(value, (dict, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_unicode(where, part)
+        parts = value.values() if isinstance(value, dict) else value
+        if not _WITH_TEXT.isdisjoint(map(type, parts)):  # no call for each of a million token ids
+            for part in parts:
+                _check_unicode(where, part)
 
 
 _READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Record]]] = {

@@ -6,15 +6,26 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlm.core.guards import GRADIENT_NORM
+from jaxlm.engine.metric_names import (
+    DURATION,
+    EVAL_LOSS,
+    EVAL_PREFIX,
+    EXAMPLES_PER_SECOND,
+    GLOBAL_STEP,
+    LEARNING_RATE,
+    PROGRESS,
+    RESUMED_FROM,
+    TOKENS_PER_SECOND,
+    TRAIN_LOSS,
+)
 from jaxlm.observe.page.figure import Chart, Curve, Mark, draw
 from jaxlm.observe.page.logged_run import LoggedRun, Series
 from jaxlm.observe.page.skipped import skipped_steps
 
 _MAX_FURTHER = 40
 _MAX_MARKS = 30  # vertical lines of each kind and run; more would hide the curves
-_DURATION, _RATE = "throughput/duration", "throughput/examples_per_second"
-_RESUMED = "throughput/resumed_from"
-_NO_CURVES = {_RESUMED, "global_step", "run_progress"}
+_NO_CURVES = {RESUMED_FROM, GLOBAL_STEP, PROGRESS}
 _BATCH = "batch size"
 
 
@@ -29,14 +40,14 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind("Loss", "nats per token", r"train/loss|eval/loss", is_noisy=True),
-    _Kind("Validation losses of parts and averages", "nats per token", r"eval/.+/loss"),
-    _Kind("Bits per byte", "", r"eval/(.+/)?bpb"),
-    _Kind("Learning rate", "", r"optim/learning_rate(/.*)?"),
+    _Kind("Loss", "nats per token", f"{TRAIN_LOSS}|{EVAL_LOSS}", is_noisy=True),
+    _Kind("Validation losses of parts and averages", "nats per token", f"{EVAL_PREFIX}.+/loss"),
+    _Kind("Bits per byte", "", f"{EVAL_PREFIX}(.+/)?bpb"),
+    _Kind("Learning rate", "", f"{LEARNING_RATE}(/.*)?"),
     _Kind("Batch size", "sequences", _BATCH),
-    _Kind("Gradient norm", "", r"grad/norm/total", is_noisy=True, is_log=True),
-    _Kind("Throughput", "tokens per second", r"throughput/tokens_per_second", is_noisy=True),
-    _Kind("Step time", "seconds", r"throughput/duration"),
+    _Kind("Gradient norm", "", GRADIENT_NORM, is_noisy=True, is_log=True),
+    _Kind("Throughput", "tokens per second", TOKENS_PER_SECOND, is_noisy=True),
+    _Kind("Step time", "seconds", DURATION),
 )
 
 _Metrics = Sequence[Mapping[str, Series]]
@@ -49,11 +60,13 @@ class Charts(NamedTuple):
         main: those to show at once.
         further: those of all other metrics.
         left_out: the metrics for which there were too many.
+        unmarked: (run, sentence) about vertical lines that are left out, because there were too many.
     """
 
     main: Sequence[Chart]
     further: Sequence[Chart]
     left_out: Sequence[str]
+    unmarked: Sequence[tuple[str, str]]
 
 
 def charts(runs: Sequence[LoggedRun]) -> Charts:
@@ -61,14 +74,20 @@ def charts(runs: Sequence[LoggedRun]) -> Charts:
     metrics = _with_batch_sizes(runs)
     names = sorted({name for one in metrics for name in one} - _NO_CURVES)
     rest = [name for name in names if not any(re.fullmatch(kind.metrics, name) for kind in _KINDS)]
-    evals = [name for name in rest if name.startswith("eval/")]
+    evals = [name for name in rest if name.startswith(EVAL_PREFIX)]
     single = [_Kind(name, "", re.escape(name)) for name in (*evals, *(n for n in rest if n not in evals))]
     end = len(evals) + _MAX_FURTHER
-    marks = [mark for run in runs for mark in _marks(run)]
+    events = [(run.name, kind, found) for run in runs for kind, found in _events(run)]
+    marks = [mark for _, _, found in events for mark in found[-_MAX_MARKS:]]
     return Charts(
         list(_drawn([*_KINDS, *single[: len(evals)]], runs, metrics, marks)),
         list(_drawn(single[len(evals) : end], runs, metrics, marks)),
         [kind.title for kind in single[end:]],
+        [
+            (run, f"{len(found) - _MAX_MARKS:,} earlier {kind} have no line in the charts")
+            for run, kind, found in events
+            if len(found) > _MAX_MARKS
+        ],
     )
 
 
@@ -105,8 +124,8 @@ def _with_batch_sizes(runs: Sequence[LoggedRun]) -> _Metrics:
 def _batch_sizes(run: LoggedRun) -> Series:
     """The sequences in the batch of each step, as far as they are known."""
     nothing = Series(np.array([], dtype=int), np.array([]))
-    steps, seconds = run.series.get(_DURATION, nothing)
-    rate_steps, rates = run.series.get(_RATE, nothing)
+    steps, seconds = run.series.get(DURATION, nothing)
+    rate_steps, rates = run.series.get(EXAMPLES_PER_SECOND, nothing)
     if not np.array_equal(steps, rate_steps):
         return nothing
     products = seconds * rates
@@ -114,16 +133,12 @@ def _batch_sizes(run: LoggedRun) -> Series:
     return Series(steps[known], products[known].round())
 
 
-def _marks(run: LoggedRun) -> Iterator[Mark]:
-    """Where a run was resumed, where its phases begin, and its skipped steps."""
-    resumed = run.series[_RESUMED].values if _RESUMED in run.series else np.array([])
+def _events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
+    """What charts mark with vertical lines, by kind, oldest first."""
+    resumed = run.series[RESUMED_FROM].values if RESUMED_FROM in run.series else np.array([])
+    yield "resumes", [Mark(int(step), "resumed") for step in resumed[np.isfinite(resumed)]]
     phases = [
         (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
     ]
-    found = (
-        [(int(step), "resumed") for step in resumed[np.isfinite(resumed)]],
-        [(int(begin[1]), name) for begin, name in phases[1:] if begin],
-        [(one.step, "skipped") for one in skipped_steps(run)],
-    )
-    for places in found:
-        yield from (Mark(step, text) for step, text in places[:_MAX_MARKS])
+    yield "phases", [Mark(int(begin[1]), name) for begin, name in phases[1:] if begin]
+    yield "skipped steps", [Mark(one.step, "skipped") for one in skipped_steps(run)]

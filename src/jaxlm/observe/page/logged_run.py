@@ -11,13 +11,20 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url, open_store, storage_errors
-from jaxlm.observe.ledger import FILE as LEDGER
 from jaxlm.observe.ledger import account, parse_lines
-from jaxlm.observe.records import attempt_ends, parse_jsonl, surviving
+from jaxlm.observe.records import (
+    CONFIG,
+    ENVIRONMENT,
+    LEDGER,
+    METRICS,
+    SAMPLES,
+    TRAIN_LOG,
+    attempt_ends,
+    parse_jsonl,
+    surviving,
+)
 
 LOGS = Path("logs")
-_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
-_CONFIG, _LOG, _ENVIRONMENT = "config.yaml", "train.log", "environment.json"
 _MAX_SHOWN = 8  # names of runs in a message
 _LARGEST = 1e300
 
@@ -41,6 +48,7 @@ class LoggedRun:
         log: the console output.
         environment: name -> value.
         goodput: activity -> seconds.
+        unread: what the page lacks because files are damaged; one sentence for each file.
     """
 
     name: str
@@ -50,6 +58,7 @@ class LoggedRun:
     log: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
+    unread: Sequence[str] = ()
 
     def latest(self, name: str) -> float | None:
         """The last finite value of a metric."""
@@ -118,31 +127,54 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
             return b""
 
     try:
-        records, _ = parse_jsonl(read(_METRICS))
+        records, num_damaged = parse_jsonl(read(METRICS))
     except FileNotFoundError:
         raise ConfigError(_no_run(given)) from None
     ends = attempt_ends(records)
+    samples, num_damaged_samples = _samples(optional(SAMPLES))
+    unread = [
+        *_left_out(METRICS, len(records), num_damaged),
+        *_left_out(SAMPLES, len(samples), num_damaged_samples),
+    ]
+    goodput = None
     try:
-        goodput = account(parse_lines(optional(LEDGER)))
-    except ConfigError:  # it cannot be read; the page is about much more
-        goodput = None
-    samples = surviving(parse_jsonl(optional(_SAMPLES))[0], ends)
+        lines, num_damaged = parse_lines(optional(LEDGER))
+        goodput = account(lines)
+        unread += _left_out(LEDGER, len(lines), num_damaged)
+    except ConfigError as error:  # the page is about much more
+        unread.append(str(error))
     return LoggedRun(
         name,
         _series(surviving(records, ends)),
-        [sample for sample in samples if all(isinstance(sample.get(key), str) for key in ("name", "prompt", "text"))],
-        optional(_CONFIG).decode(errors="replace"),
-        optional(_LOG).decode(errors="replace"),
-        _texts(optional(_ENVIRONMENT)),
+        surviving(samples, ends),
+        optional(CONFIG).decode(errors="replace"),
+        optional(TRAIN_LOG).decode(errors="replace"),
+        _texts(optional(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
+        unread,
     )
 
 
+def _samples(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The samples of a file, and the number of its other lines."""
+    records, num_others = parse_jsonl(content)
+    samples = [one for one in records if all(isinstance(one.get(key), str) for key in ("name", "prompt", "text"))]
+    return samples, num_others + len(records) - len(samples)
+
+
+def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:
+    """A sentence about the lines of a file that could not be read; none if there are none."""
+    if not num_damaged:
+        return []
+    verb = "is" if num_damaged == 1 else "are"
+    return [f"{num_damaged:,} of {num_read + num_damaged:,} lines of {file} could not be read and {verb} left out"]
+
+
 def _no_run(given: str) -> str:
-    found = sorted(path.parent.name for path in LOGS.glob(f"*/{_METRICS}"))
+    found = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
     listed = ", ".join(found if len(found) <= _MAX_SHOWN else [*found[:_MAX_SHOWN], "..."])
     return (
-        f"report: '{given}' given, which is no run: it has no {_METRICS}. Give the log folder of a run, its URL, or a run's"
+        f"report: '{given}' given, which is no run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
         f" id below ./{LOGS} ({f'there are {listed}' if found else 'there are none'})"
     )
 

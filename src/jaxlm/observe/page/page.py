@@ -12,7 +12,6 @@ from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.sections import config_values, differences, goodput, results, samples, skipped
 
 INSTALL = "pip install 'jaxlm[report]'"
-FILE = "report.html"
 _TEMPLATE = "page.html.j2"
 
 
@@ -62,19 +61,23 @@ def render(runs: Sequence[LoggedRun], script: str) -> str:
 def _content(runs: Sequence[LoggedRun]) -> Mapping[str, Any]:
     shown = charts(runs)
     several = len(runs) > 1
+    shown_samples, num_prompts_left_out = samples(runs)
     configs = [config_values(run.config) for run in runs]
     environments = [run.environment for run in runs]
     return {
         "runs": runs,
         "title": ", ".join(run.name for run in runs),
         "results": results(runs),
+        "unread": [(run.name, sentence) for run in runs for sentence in run.unread],
         "main": shown.main,
         "further": shown.further,
         "left_out": shown.left_out,
+        "unmarked": shown.unmarked,
         "figures": {f"chart-{n}": chart.figure for n, chart in enumerate((*shown.main, *shown.further))},
         "goodput": [(run.name, goodput(run.goodput)) for run in runs if run.goodput],
         "skipped": skipped(runs),
-        "samples": samples(runs),
+        "samples": shown_samples,
+        "num_prompts_left_out": num_prompts_left_out,
         "config_differences": differences(configs, runs) if several else None,
         "environment_differences": differences(environments, runs) if several else None,
     }

@@ -7,6 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from jaxlm.engine.metric_names import (
+    DURATION,
+    EVAL_BPB,
+    EVAL_LOSS,
+    GLOBAL_STEP,
+    HOOK_TIME,
+    LOADING_TIME,
+    MFU,
+    PROGRESS,
+    RESUMED_FROM,
+    TOKENS_PER_SECOND,
+    TOTAL_TOKENS,
+    TRAIN_LOSS,
+)
 from jaxlm.observe.page.figure import COLORS
 from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
@@ -14,11 +28,10 @@ from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
 ABSENT = "–"
 _MAX_KEYS = 5000
 _MAX_SKIPPED = 100  # shown of each run
-_MAX_PROMPTS = 12
+_MAX_PROMPTS = 12  # shown of each run
 _MAX_STEPS = 30  # samples shown of each prompt
 _MAX_CHARACTERS = 4000  # of a text
 _MAX_RESUMED = 8
-_RESUMED = "throughput/resumed_from"
 _PLAN = ("devices", "model", "batch", "precision", "starts from")
 
 
@@ -73,33 +86,35 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
     for name, value in run.start_table():
         if name in _PLAN or name.startswith("phase "):
             yield name, value
-    step, progress = run.latest("global_step"), run.latest("run_progress")
+    step, progress = run.latest(GLOBAL_STEP), run.latest(PROGRESS)
     if step is not None:
         yield "steps", f"{step:,.0f}" + (f" of {step / progress:,.0f}" if progress else "")
-    if (loss := run.latest("train/loss")) is not None:
+    if (loss := run.latest(TRAIN_LOSS)) is not None:
         yield "training loss, last step", f"{loss:.4f}"
-    for name, label in (("eval/loss", "validation loss"), ("eval/bpb", "bits per byte")):
+    for name, label in ((EVAL_LOSS, "validation loss"), (EVAL_BPB, "bits per byte")):
         if (newest := run.latest(name)) is not None:
             steps, values = run.series[name]
             lowest = int(np.nanargmin(values))
             yield label, f"{newest:.4f} (lowest {values[lowest]:.4f} at step {steps[lowest]:,})"
-    if (tokens := run.latest("throughput/total_tokens")) is not None:
+    if (tokens := run.latest(TOTAL_TOKENS)) is not None:
         yield "tokens", f"{tokens:,.0f}"
-    for name, label in (("throughput/tokens_per_second", "tokens per second"), ("throughput/mfu", "MFU")):
+    for name, label in ((TOKENS_PER_SECOND, "tokens per second"), (MFU, "MFU")):
         if run.latest(name) is not None:
             median = float(np.nanmedian(run.series[name].values))
             yield f"{label}, median", f"{median:,.0f}" if median >= 10 else f"{median:.3g}"
     for name, label in (
-        ("throughput/duration", "time in steps"),
-        ("throughput/loading_time", "waiting for batches"),
-        ("throughput/hook_time", "evaluations and saves"),
+        (DURATION, "time in steps"),
+        (LOADING_TIME, "waiting for batches"),
+        (HOOK_TIME, "evaluations and saves"),
     ):
         if run.latest(name) is not None:
             yield label, f"{np.nansum(run.series[name].values):,.1f} s"
     if skipped := skipped_steps(run):
         yield "skipped steps", f"{len(skipped):,}"
-    if _RESUMED in run.series:
-        yield "resumed from step", ", ".join(f"{step:,.0f}" for step in run.series[_RESUMED].values[-_MAX_RESUMED:])
+    if RESUMED_FROM in run.series:
+        steps = run.series[RESUMED_FROM].values
+        earlier = f" ({len(steps) - _MAX_RESUMED:,} earlier ones are left out)" if len(steps) > _MAX_RESUMED else ""
+        yield "resumed from step", ", ".join(f"{step:,.0f}" for step in steps[-_MAX_RESUMED:]) + earlier
 
 
 def differences(facts: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> Table:
@@ -136,8 +151,8 @@ def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
     return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in found if steps]
 
 
-def samples(runs: Sequence[LoggedRun]) -> list[Samples]:
-    """The samples of each run by prompt."""
+def samples(runs: Sequence[LoggedRun]) -> tuple[list[Samples], int]:
+    """The samples of each run by prompt, and the number of prompts that are left out."""
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for run in runs:
         for one in run.samples:
@@ -151,7 +166,7 @@ def samples(runs: Sequence[LoggedRun]) -> list[Samples]:
             kept = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_STEPS).round().astype(int))]
             entries = [(step, _shortened(texts[step])) for step in kept]
             groups.append(Samples(run, weights, _shortened(prompt), entries, len(steps) - len(kept)))
-    return groups
+    return groups, len(found) - len(groups)
 
 
 def _shortened(text: str) -> str:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlm.core.guards import SKIPPED
 from jaxlm.observe.page.logged_run import LoggedRun
 
-_COUNT = "train/skipped_steps"
 _MESSAGE = re.compile(r"^step (\d+): (.*); update skipped \(\d+ skipped so far\)\. Batch: ?(.*)$", re.MULTILINE)
 
 
@@ -22,9 +22,9 @@ class SkippedStep(NamedTuple):
 
 def skipped_steps(run: LoggedRun) -> Sequence[SkippedStep]:
     """The skipped steps of a run, in order, without those that it went back over."""
-    if _COUNT not in run.series:
+    if SKIPPED not in run.series:
         return []
-    steps, counts = run.series[_COUNT]
+    steps, counts = run.series[SKIPPED]
     known = np.isfinite(counts)
     steps, counts = steps[known], counts[known]
     increases = np.diff(counts, prepend=0.0) > 0

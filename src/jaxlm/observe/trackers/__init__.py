@@ -2,6 +2,6 @@
 
 from jaxlm.observe.records import read_jsonl
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig, check_trackers
-from jaxlm.observe.trackers.jsonl import SAMPLES, JsonlTracker
+from jaxlm.observe.trackers.jsonl import JsonlTracker
 
-__all__ = ["SAMPLES", "JsonlTracker", "RunInfo", "Tracker", "TrackerConfig", "check_trackers", "read_jsonl"]
+__all__ = ["JsonlTracker", "RunInfo", "Tracker", "TrackerConfig", "check_trackers", "read_jsonl"]

@@ -10,12 +10,9 @@ from typing import Any
 from jaxlm.core.atomic_io import free_path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram, Sample
+from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import parse_jsonl
-
-SAMPLES = "samples.jsonl"
-RESUMED_FROM = "throughput/resumed_from"
-_DURATION = "throughput/duration"  # only training records have it
+from jaxlm.observe.records import HISTOGRAMS, SAMPLES, parse_jsonl
 
 
 class JsonlTracker:
@@ -35,7 +32,7 @@ class JsonlTracker:
         Raises:
             ConfigError: the files cannot be read and written.
         """
-        histograms, samples = path.with_name("histograms.jsonl"), path.with_name(SAMPLES)
+        histograms, samples = path.with_name(HISTOGRAMS), path.with_name(SAMPLES)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             for file in (path, histograms, samples):
@@ -53,7 +50,7 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = self._key(step) | {k: _finite(v) for k, v in metrics.items()}
-        if self._resumed_from and _DURATION in metrics:
+        if self._resumed_from and DURATION in metrics:  # a training step, not an evaluation
             record[RESUMED_FROM] = self._resumed_from
             self._resumed_from = 0
         self._file.append(json.dumps(record) + "\n")
