@@ -7,7 +7,6 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import Phase, enter_phase
@@ -69,7 +69,7 @@ class TrainResult:
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(process_age_s())).outcome
-    return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
+    return outcome.exit_code if isinstance(outcome, Interrupted) else 0
 
 
 def train(config: RunConfig, console: Console | None = None, clock: ActivityClock | None = None) -> TrainResult:
@@ -91,6 +91,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         _prepared(plan, console) as (plan, tokenizer, init_from, logs),
         plan.layout.use(),
         stop_on_signals() as stop,
+        watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
         open_run(plan, tokenizer, console, stop, init_from, logs, clock) as run,
     ):
@@ -108,8 +109,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
     plan = run.plan
     newest = plan.checkpoints.checkpoints()[-1].location
     if isinstance(outcome, Interrupted):
-        signal_name = signal.Signals(outcome.signal).name
-        console.log(f"stopped by {signal_name}; saved as {newest}. Run the same command again to continue")
+        console.log(f"stopped by {outcome.cause}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
     for ledger in run.ledgers:

@@ -125,6 +125,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),
     "trainer.watchdog": ShownIn("tests/end_to_end/test_hangs.py::test_a_run_that_hangs_says_where_and_ends"),
+    "trainer.preemption_notices": ShownIn("tests/end_to_end/test_notices.py::test_notices_can_be_turned_off"),
     "trainer.ray": ShownIn(
         "tests/data/test_ray_cluster.py::test_the_cache_is_the_same_when_workers_are_killed_and_join"
     ),

@@ -90,6 +90,8 @@ class TrainerConfig:
         profiler: record a profile of some steps into the log folder; null records none.
         distributed: how the processes of a multi-process run connect.
         watchdog: what to do when the run makes no progress.
+        preemption_notices: on Google Compute Engine, save and stop as soon as the machine says that it will be preempted, or
+            stopped for maintenance. SIGTERM always does.
         ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
@@ -138,6 +140,7 @@ class TrainerConfig:
     profiler: ProfilerConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    preemption_notices: bool = True
     ray: RayConfig | None = None
 
     def check(self) -> None:
