@@ -20,6 +20,7 @@ from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
 from jaxlm.engine.bad_streak import BadStreak
+from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
@@ -88,12 +89,12 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from, logs),
+        _prepared(plan, console) as (plan, tokenizer, init_from, logs, still_held),
         plan.layout.use(),
         stop_on_signals() as stop,
         watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
-        open_run(plan, tokenizer, console, stop, init_from, logs, clock) as run,
+        open_run(plan, tokenizer, console, stop, init_from, logs, still_held, clock) as run,
     ):
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
@@ -136,9 +137,9 @@ def _make_checked_plan(config: RunConfig) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore]]:
-    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, and the
-    store of the logs.
+def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore, StillHeld]]:
+    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the store
+    of the logs, and what to call before each save.
 
     From the first write on, and while the context is open, a second start of the run is refused.
     """
@@ -161,12 +162,20 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
     with contextlib.ExitStack() as closing:
-        main_only(lambda: closing.enter_context(plan.checkpoints.locked()))
+        still_held = main_only(lambda: closing.enter_context(plan.checkpoints.locked(console.log))) or (lambda: None)
+        main_only(lambda: closing.enter_context(logs.locked()))
         main_only(logs.check_writable)
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():
-            closing.callback(logs.upload)
-        yield *_start(plan, tokenizer, saved, console), logs
+            closing.callback(_upload, logs, still_held)
+        yield *_start(plan, tokenizer, saved, console), logs, still_held
+
+
+def _upload(logs: LogStore, still_held: StillHeld) -> None:
+    """Copies the logs, unless another start of the run, whose logs they are now, has taken over."""
+    with contextlib.suppress(LeaseLostError):
+        still_held()
+        logs.upload()
 
 
 def _start(

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.end_to_end.commands import REPOSITORY
-from tests.infra.conftest import ARGUMENTS, pod_commands
+from tests.infra.conftest import ARGUMENTS, NUM_STEPS, pod_commands
 
 INFRA = REPOSITORY / "infra"
 
@@ -32,10 +32,9 @@ def test_local(launched, expected):
 def test_sigterm_to_one_pod_saves_in_all(launched):
     """What Kubernetes sends to the shell of an evicted pod reaches the run, although a shell starts it."""
     place = launched()
-    endless = " --trainer.num_train_steps 1000000"
     pods = [
         subprocess.Popen(
-            ["bash", "-c", command + endless],
+            ["bash", "-c", command.replace(f"num_train_steps {NUM_STEPS}", "num_train_steps 1000000")],
             cwd=place.folder,
             env=place.environment | {"JOB_COMPLETION_INDEX": str(index)},
             stdout=subprocess.PIPE,
@@ -45,7 +44,7 @@ def test_sigterm_to_one_pod_saves_in_all(launched):
         for index, command in enumerate(pod_commands(place.folder, 2))
     ]
     try:
-        place.wait_for_checkpoint()
+        place.wait_for_checkpoint("step-8")
         pods[1].terminate()
         outs = [pod.communicate(timeout=120)[0] for pod in pods]
     finally:

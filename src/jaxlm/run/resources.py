@@ -23,6 +23,7 @@ from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.conductor import Conductor
@@ -58,6 +59,7 @@ class Run:
 
     Attributes:
         trackers: where metrics are logged; empty on processes other than 0.
+        still_held: called before each save; ends a run that another start has taken over.
         previous: totals of earlier processes of this run.
         flag_sync: how the processes agree to save or stop.
         stop: records a signal to stop.
@@ -71,6 +73,7 @@ class Run:
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
     logs: LogStore
+    still_held: StillHeld
     previous: Totals
     flag_sync: FlagSync
     stop: StopRequest
@@ -213,11 +216,17 @@ class Run:
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
-        flush = [*(tracker.flush for tracker in self.trackers), *(ledger.begin_line for ledger in self.ledgers)]
+        flush = [
+            self.still_held,
+            *(tracker.flush for tracker in self.trackers),
+            *(ledger.begin_line for ledger in self.ledgers),
+        ]
         flush += [self.logs.upload] if is_main_process() else []
         history, resumed = conductor.history, conductor.resumed
         newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
-        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush, history, newest)
+        return Saver(
+            self.writer, self.plan.config.trainer.checkpointer, phase, [self.still_held, *flush], history, newest
+        )
 
     def workload(self, phase: Phase) -> Workload:
         """What a step of a phase amounts to, for throughput and MFU."""
@@ -243,6 +252,7 @@ def open_run(
     stop: StopRequest,
     init_from: InitFrom,
     logs: LogStore,
+    still_held: StillHeld,
     clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them when the context exits, even after an error."""
@@ -270,7 +280,7 @@ def open_run(
             ledger.write()
             closing.callback(ledger.write)
         sync = FlagSync(plan.layout)
-        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
+        yield Run(plan, tokenizer, console, writer, trackers, logs, still_held, previous, sync, stop, clock, ledgers)
         with clock.during(Activity.SAVE):
             main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 
