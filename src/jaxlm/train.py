@@ -45,7 +45,15 @@ from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import check_references, load_references
 from jaxlm.run.resources import Run, open_run
-from jaxlm.run.resume_checks import changed_stages, check_cursor, check_same_data, check_same_run, config_changes
+from jaxlm.run.resume_checks import (
+    SavedRun,
+    changed_stages,
+    changes,
+    check_cursor,
+    check_same_data,
+    check_same_run,
+    check_same_tokenizer,
+)
 from jaxlm.run.startup import check_accelerator, check_performance, check_same_start, describe, group_rows
 
 
@@ -157,6 +165,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
     check_same_data(plan, tokenizer.fingerprint)
+    saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
@@ -179,12 +188,12 @@ def _upload(logs: LogStore, still_held: StillHeld) -> None:
 
 
 def _start(
-    plan: Plan, tokenizer: Tokenizer, saved: RunConfig | None, console: Console
+    plan: Plan, tokenizer: Tokenizer, saved: SavedRun | None, console: Console
 ) -> tuple[Plan, Tokenizer, InitFrom]:
     """Opens the log and finds the checkpoint to start from.
 
     Args:
-        saved: the configuration of the last start, on process 0.
+        saved: what the run was last started with, on process 0.
     """
     config = plan.config
     try:
@@ -197,8 +206,10 @@ def _start(
     console.log(table("run", describe(plan, init_from.describe(plan))))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
-    for line in config_changes(saved, config, init_from.resume_step) if saved and init_from.resume_step else []:
-        console.log(f"changed since the last start: {line}")
+    if init_from.state and init_from.resume_step:
+        num_sequences = init_from.state.position()["examples"]  # all processes call it
+        for line in changes(saved, config, init_from.resume_step, num_sequences) if saved else []:
+            console.log(f"changed since the last start: {line}")
     return plan, tokenizer, init_from
 
 

@@ -50,7 +50,13 @@ from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import small_sources
 from jaxlm.run.plan import Plan, upload_repository
 from jaxlm.run.references import flops_per_token, references_identity
-from jaxlm.run.resume_checks import DATA_IDENTITY, REFERENCES_IDENTITY, data_identity
+from jaxlm.run.resume_checks import (
+    DATA_IDENTITY,
+    ENVIRONMENT,
+    REFERENCES_IDENTITY,
+    computing_facts,
+    data_identity,
+)
 
 
 @dataclass(frozen=True)
@@ -259,7 +265,9 @@ def open_run(
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
     tokenizer_files = _tokenizer_files(_with_templates(tokenizer, plan))
-    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **tokenizer_files}
+    facts = json.dumps(computing_facts(plan.config), indent=1)
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), ENVIRONMENT: facts.encode()}
+    files |= tokenizer_files
     if plan.refs:
         files[REFERENCES_IDENTITY] = json.dumps(references_identity(plan)).encode()
     writer = CheckpointWriter(plan.checkpoints, files)
