@@ -134,6 +134,7 @@ def test_a_users_own_module_is_told_by_its_content(tmp_path, monkeypatch):
     assert line.endswith("(changes what follows: the code may compute other numbers from here)")
 
 
+@pytest.mark.slow
 def test_each_change_is_told_once_and_stands_in_the_log(tmp_path):
     trainings = Trainings(tmp_path)
     trainings.run("x", 2)
@@ -152,6 +153,7 @@ def test_each_change_is_told_once_and_stands_in_the_log(tmp_path):
     assert told(trainings) == []
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_unless_it_is_allowed(tmp_path, monkeypatch):
     """The position counts sequences: the run goes on after as many sequences of the new data."""
     read: dict[int, bytes] = {}
@@ -193,6 +195,7 @@ def test_other_data_is_refused_unless_it_is_allowed(tmp_path, monkeypatch):
     assert {number: read[number] for number in range(24, 40)} == {number: resumed[number] for number in range(24, 40)}
 
 
+@pytest.mark.slow
 def test_a_bpe_tokenizer_that_was_trained_on_other_text_is_another_tokenizer(tmp_path):
     trainings = Trainings(tmp_path)
     trainings.run("x", 2)
