@@ -51,7 +51,7 @@ def with_generations(handle: Callable[..., Any]) -> Callable[..., Any]:
 
     def handling(request: Any, response: Any, storage: Any, *args: Any) -> None:
         asked = {name: values[0] for name, values in request.query.items()}
-        name = request.params.get("object_id") or asked.get("name")
+        name = request.params.get("object_id") or asked.get("name") or _name_in_body(request)
         if asked.get("ifGenerationMatch", number := generation(storage, request, name)) != number:
             response.status = HTTPStatus.PRECONDITION_FAILED
         elif asked.get("ifGenerationNotMatch") == number:
@@ -62,6 +62,11 @@ def with_generations(handle: Callable[..., Any]) -> Callable[..., Any]:
                 response["x-goog-generation"] = number
 
     return handling
+
+
+def _name_in_body(request: Any) -> str | None:
+    """That of an object whose metadata and content are uploaded together."""
+    return request.data["meta"].get("name") if isinstance(request.data, dict) and "meta" in request.data else None
 
 
 def generation(storage: Any, request: Any, name: str | None) -> str:

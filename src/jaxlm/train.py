@@ -7,7 +7,6 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,11 @@ from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
 from jaxlm.engine.bad_streak import BadStreak
+from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import Phase, enter_phase
@@ -45,7 +46,15 @@ from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import check_references, load_references
 from jaxlm.run.resources import Run, open_run
-from jaxlm.run.resume_checks import changed_stages, check_cursor, check_same_data, check_same_run, config_changes
+from jaxlm.run.resume_checks import (
+    SavedRun,
+    changed_stages,
+    changes,
+    check_cursor,
+    check_same_data,
+    check_same_run,
+    check_same_tokenizer,
+)
 from jaxlm.run.startup import check_accelerator, check_performance, check_same_start, describe, group_rows
 
 
@@ -70,7 +79,7 @@ class TrainResult:
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(uncounted_age_s())).outcome
-    return 128 + outcome.signal if isinstance(outcome, Interrupted) else 0
+    return outcome.exit_code if isinstance(outcome, Interrupted) else 0
 
 
 def train(config: RunConfig, console: Console | None = None, clock: ActivityClock | None = None) -> TrainResult:
@@ -89,11 +98,12 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from, logs),
+        _prepared(plan, console) as (plan, tokenizer, init_from, logs, still_held),
         plan.layout.use(),
         stop_on_signals() as stop,
+        watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
-        open_run(plan, tokenizer, console, stop, init_from, logs, clock) as run,
+        open_run(plan, tokenizer, console, stop, init_from, logs, still_held, clock) as run,
     ):
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
@@ -109,8 +119,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
     plan = run.plan
     newest = plan.checkpoints.checkpoints()[-1].location
     if isinstance(outcome, Interrupted):
-        signal_name = signal.Signals(outcome.signal).name
-        console.log(f"stopped by {signal_name}; saved as {newest}. Run the same command again to continue")
+        console.log(f"stopped by {outcome.cause}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
     for ledger in run.ledgers:
@@ -137,9 +146,9 @@ def _make_checked_plan(config: RunConfig) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore]]:
-    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, and the
-    store of the logs.
+def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore, StillHeld]]:
+    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the store
+    of the logs, and what to call before each save.
 
     From the first write on, and while the context is open, a second start of the run is refused.
     """
@@ -157,26 +166,35 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
     check_same_data(plan, tokenizer.fingerprint)
+    saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
     with contextlib.ExitStack() as closing:
-        main_only(lambda: closing.enter_context(plan.checkpoints.locked()))
+        still_held = main_only(lambda: closing.enter_context(plan.checkpoints.locked(console.log))) or (lambda: None)
+        main_only(lambda: closing.enter_context(logs.locked()))
         main_only(logs.check_writable)
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():
-            closing.callback(logs.upload)
-        yield *_start(plan, tokenizer, saved, console), logs
+            closing.callback(_upload, logs, still_held)
+        yield *_start(plan, tokenizer, saved, console), logs, still_held
+
+
+def _upload(logs: LogStore, still_held: StillHeld) -> None:
+    """Copies the logs, unless another start of the run, whose logs they are now, has taken over."""
+    with contextlib.suppress(LeaseLostError):
+        still_held()
+        logs.upload()
 
 
 def _start(
-    plan: Plan, tokenizer: Tokenizer, saved: RunConfig | None, console: Console
+    plan: Plan, tokenizer: Tokenizer, saved: SavedRun | None, console: Console
 ) -> tuple[Plan, Tokenizer, InitFrom]:
     """Opens the log and finds the checkpoint to start from.
 
     Args:
-        saved: the configuration of the last start, on process 0.
+        saved: what the run was last started with, on process 0.
     """
     config = plan.config
     try:
@@ -189,8 +207,10 @@ def _start(
     console.log(table("run", describe(plan, init_from.describe(plan))))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
-    for line in config_changes(saved, config, init_from.resume_step) if saved and init_from.resume_step else []:
-        console.log(f"changed since the last start: {line}")
+    if init_from.state and init_from.resume_step:
+        num_sequences = init_from.state.position()["examples"]  # all processes call it
+        for line in changes(saved, config, init_from.resume_step, num_sequences) if saved else []:
+            console.log(f"changed since the last start: {line}")
     return plan, tokenizer, init_from
 
 

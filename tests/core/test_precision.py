@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import DynamicLossScale, Unscaled, parse_precision
 from jaxlm.models.base import Inputs
 from jaxlm.run.plan import Plan, make_plan
-from jaxlm.run.resume_checks import config_changes
+from jaxlm.run.resume_checks import SavedRun, config_changes
 from jaxlm.run.startup import activation_dtype, describe
 from tests.engine.helpers import VOCAB
 from tests.fields.trees import tree as run_tree
@@ -130,6 +130,6 @@ def test_activations_have_the_dtype_of_the_embedding():
 
 def test_a_changed_rule_is_told_when_a_run_resumes():
     before, now = plan_of(ROUTER, model="mixtral").config, plan_of(model="mixtral").config
-    (line,) = config_changes(before, now, 0)
+    (line,) = config_changes(SavedRun("", before), now, 0)
     assert line.startswith("trainer.mp.rules: [{'match': '\\\\.router\\\\.'")
-    assert line.endswith(" -> []")
+    assert line.endswith(" -> [] (changes what follows: numbers have another precision from here)")

@@ -1,14 +1,17 @@
 """Two processes that share only a bucket: killed during saves, they end like an uninterrupted run."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -185,3 +188,62 @@ def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(g
     for name, content in exported.items():
         ours = content.replace(b"\n# x\n", b"\n# whole\n") if name.endswith("README.md") else content
         assert ours == fs.cat_file(f"{EVERYTHING}/hf/whole/{name}"), name
+
+
+def lease(url: str) -> dict[str, Any] | None:
+    """Who holds the run's folder."""
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    found = sorted(name for name in fs.find(path) if "/lease-" in name)
+    return json.loads(fs.cat_file(found[-1])) if found else None
+
+
+def until(holds: Callable[[], object], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_run_over(gcs, shared, tmp_path):
+    """One trains, and the next is refused. After a kill, the next goes on at once. It is paused, and the last takes over."""
+    first, second = machines(shared, tmp_path)
+    url = f"gs://{BUCKET}/leases"
+    common = ("--config_path", "run.yaml", *EVERY_THIRD, "--trainer.checkpointer.base_path", url, "--trainer.id", "x")
+
+    def start(place: Workplace, steps: int) -> Any:
+        own = ("--trainer.num_train_steps", str(steps), "--trainer.steps_per_eval", "1000000")
+        return place.start(*common, *own, module="tests.end_to_end.leased", JAXLM_TEST_LEASE="1:0.2", **gcs)
+
+    def saved(number: int) -> Callable[[], bool]:
+        names = RemoteFolder(f"{url}/x").names
+        return lambda: any(int(name.removeprefix("step-")) >= number for name in names())
+
+    training = start(first, 100_000)
+    until(saved(3))
+    code, out, err = process_end(start(second, STEPS))
+    assert code == 2, err
+    assert f"already being trained (process {training.pid} on " in err
+    training.kill()
+    training.communicate()
+
+    paused = start(second, 100_000)  # another log folder, on the same machine: it takes over at once
+    until(lambda: (found := lease(f"{url}/x")) and found["holder"]["pid"] == paused.pid)
+    until(saved(2 + max(int(name.removeprefix("step-")) for name in RemoteFolder(f"{url}/x").names())))
+    os.kill(paused.pid, signal.SIGSTOP)
+    try:
+        code, out, err = process_end(start(first, 60))
+        assert code == 0, err
+        assert f"was held by process {paused.pid} on " in out
+        assert "has sent no heartbeat for 2 s: taken over" in out
+        before = RemoteFolder(f"{url}/x").names()
+        assert before[-1] == "step-60"
+    finally:
+        os.kill(paused.pid, signal.SIGCONT)
+    code, out, err = process_end(paused)
+    assert code == 1, err
+    assert "error: another start of this run has taken" in err
+    assert "Traceback" not in err
+    assert RemoteFolder(f"{url}/x").names() == before
+    assert lease(f"{url}/x") is None

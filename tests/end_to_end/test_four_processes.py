@@ -1,6 +1,7 @@
 """Four processes train like one: each reads only its own rows, and together they read each row once."""
 
 import json
+import signal
 
 import pytest
 
@@ -57,3 +58,27 @@ def test_each_row_is_read_by_one_process_and_losses_equal_those_of_a_single_proc
     for rows in zip(*evaluated, strict=True):
         together = [row for part in rows for row in part]
         assert len(together) == len(set(together)) == ROWS
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_four_processes_saves_all_at_the_same_step(workplace):
+    place = workplace(1)
+    place.write()
+    number = f"{int(signal.SIGTERM)}:2:7"  # process 2, at step 7
+    ends = [
+        process_end(process)
+        for process in place.start_all(
+            4, "--config_path", "run.yaml", module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=number
+        )
+    ]
+    assert [code for code, _, _ in ends] == [143] * 4, ends
+    step = max(int(name.removeprefix("step-")) for name in place.checkpoints())
+    saved = f"step-{step}"
+    assert 7 <= step <= 11
+    for _, out, err in ends:
+        assert f"stopped by SIGTERM; saved as checkpoints/run/{saved}." in out or "stopped by" not in out
+        assert "Traceback" not in err
+    more = ("--trainer.num_train_steps", str(step + 2))
+    ends = [process_end(process) for process in place.start_all(4, "--config_path", "run.yaml", *more)]
+    assert [code for code, _, _ in ends] == [0] * 4, ends
+    assert f"resuming, from checkpoints/run/{saved}" in ends[0][1]

@@ -20,36 +20,44 @@ def wait_until_lost(pid: int) -> None:
         time.sleep(0.05)
 
 
+EXCHANGE = "an exchange with the other processes failed"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "lost", "message"),
+    ("processes", "number", "lost", "message"),
     [
         # Process 0 hosts jax's coordination service, so jax aborts the others after their message.
-        (signal.SIGKILL, 0, "process 0 cannot be reached|an exchange with the other processes failed"),
-        (signal.SIGKILL, 1, "an exchange with the other processes failed|no heartbeat of process 1"),
-        (signal.SIGSTOP, 0, f"no answer of process 0 for {HEARTBEAT_S} s"),
-        (signal.SIGSTOP, 1, f"no heartbeat of process 1 for {HEARTBEAT_S} s"),
+        (2, signal.SIGKILL, 0, f"process 0 cannot be reached|{EXCHANGE}"),
+        (2, signal.SIGKILL, 1, f"{EXCHANGE}|no heartbeat of process 1"),
+        (2, signal.SIGSTOP, 0, f"no answer of process 0 for {HEARTBEAT_S} s"),
+        (2, signal.SIGSTOP, 1, f"no heartbeat of process 1 for {HEARTBEAT_S} s"),
+        (4, signal.SIGKILL, 0, f"process 0 cannot be reached|{EXCHANGE}"),
+        (4, signal.SIGKILL, 2, f"{EXCHANGE}|no heartbeat of process 2"),
+        (4, signal.SIGSTOP, 2, f"no heartbeat of process 2 for {HEARTBEAT_S} s"),
     ],
 )
-def test_losing_a_process_ends_the_others(workplace, number, lost, message):
+def test_losing_a_process_ends_the_others(workplace, processes, number, lost, message):
     place = workplace(1)
     path = place.write()
     path.write_text(
         path.read_text().replace("  log_dir:", f"  distributed: {{heartbeat_timeout: {HEARTBEAT_S}s}}\n  log_dir:")
     )
-    processes = place.start_all(
-        2, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
+    running = place.start_all(
+        processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
     )
     try:
-        wait_until_lost(processes[lost].pid)
+        wait_until_lost(running[lost].pid)
         began = time.monotonic()
-        code, _, err = process_end(processes[1 - lost])
+        ends = [process_end(process) for index, process in enumerate(running) if index != lost]
         seconds = time.monotonic() - began
     finally:
-        processes[lost].kill()
-        processes[lost].communicate()
-    assert re.search(f"error: ({message})", err), err
-    assert code == 1 or (code == -signal.SIGABRT and (number, lost) == (signal.SIGKILL, 0)), err
-    assert "Traceback" not in err
+        running[lost].kill()
+        running[lost].communicate()
+    for code, _, err in ends:
+        # The others may read what one of them said first.
+        assert re.search(rf"error: (process \d+: )?({message})", err), err
+        assert code == 1 or (code == -signal.SIGABRT and (number, lost) == (signal.SIGKILL, 0)), err
+        assert "Traceback" not in err
     assert seconds < 5 * HEARTBEAT_S
     assert "step-24" not in place.checkpoints()

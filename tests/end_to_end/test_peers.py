@@ -106,6 +106,24 @@ def test_one_of_four_processes_that_differs_ends_all_four(workplace):
 
 
 @pytest.mark.slow
+def test_one_of_four_processes_with_other_text_ends_all_four(workplace, tmp_path):
+    """Its machine has a copy of the text that is not up to date."""
+    place = workplace(1)
+    place.write()
+    shutil.copytree(place.corpus, tmp_path / "corpus")
+    with next((tmp_path / "corpus" / "train").glob("*.py")).open("a") as file:
+        file.write("# one more line\n")
+    own = ("--data.cache_dir", str(tmp_path / "cache"), "--data.train_urls", f"[{tmp_path}/corpus/train]")
+    processes = place.start_each([RUN, RUN, RUN, (*RUN, *own)])
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert "the data or the tokenizer is not the same on all processes" in err
+        assert "Traceback" not in err
+    assert place.checkpoints() == []
+
+
+@pytest.mark.slow
 def test_processes_with_different_code_end_before_they_train(workplace, tmp_path):
     """The second process runs a copy of the source in which one comment differs."""
     shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))

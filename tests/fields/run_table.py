@@ -102,6 +102,7 @@ TRAINER: dict[str, Entry] = {
         INIT_FROM + "test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own"
     ),
     "trainer.allow_partial_checkpoint": ShownIn(INIT_FROM + "test_partial_checkpoints_list_missing_and_unused_arrays"),
+    "trainer.allow_changes": ShownIn("tests/run/test_changes.py::test_other_data_is_refused_unless_it_is_allowed"),
     "trainer.require_accelerator": ShownIn("tests/run/test_startup.py::test_require_accelerator_is_off_by_default"),
     "trainer.crash_on_nan": ShownIn(
         "tests/observe/test_hooks.py::test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values"
@@ -125,6 +126,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),
     "trainer.watchdog": ShownIn("tests/end_to_end/test_hangs.py::test_a_run_that_hangs_says_where_and_ends"),
+    "trainer.preemption_notices": ShownIn("tests/end_to_end/test_notices.py::test_notices_can_be_turned_off"),
     "trainer.ray": ShownIn(
         "tests/data/test_ray_cluster.py::test_the_cache_is_the_same_when_workers_are_killed_and_join"
     ),

@@ -63,10 +63,10 @@ class Launched(Workplace):
                 continue  # it has ended
         return sorted(found)
 
-    def wait_for_checkpoint(self, timeout_s: float = 120) -> None:
-        """Waits until the run has saved in training, so that a later attempt begins in the middle."""
+    def wait_for_checkpoint(self, name: str = "step-", timeout_s: float = 120) -> None:
+        """Waits until the run has saved, so that a later attempt begins in the middle. Args: name: how its name begins."""
         end = time.monotonic() + timeout_s
-        while not any(name.startswith("step-") for name in self.checkpoints()):
+        while not any(found.startswith(name) for found in self.checkpoints()):
             assert time.monotonic() < end, "no checkpoint was saved"
             time.sleep(0.02)
 

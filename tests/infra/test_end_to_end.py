@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.end_to_end.commands import REPOSITORY
-from tests.infra.conftest import ARGUMENTS
+from tests.infra.conftest import ARGUMENTS, NUM_STEPS, pod_commands
 
 INFRA = REPOSITORY / "infra"
 
@@ -26,6 +26,34 @@ def test_local(launched, expected):
     assert process.returncode == 0, out
     assert "starting again in 0 s, 0 times left" in out
     assert place.result() == expected
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_pod_saves_in_all(launched):
+    """What Kubernetes sends to the shell of an evicted pod reaches the run, although a shell starts it."""
+    place = launched()
+    pods = [
+        subprocess.Popen(
+            ["bash", "-c", command.replace(f"num_train_steps {NUM_STEPS}", "num_train_steps 1000000")],
+            cwd=place.folder,
+            env=place.environment | {"JOB_COMPLETION_INDEX": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, command in enumerate(pod_commands(place.folder, 2))
+    ]
+    try:
+        place.wait_for_checkpoint("step-8")
+        pods[1].terminate()
+        outs = [pod.communicate(timeout=120)[0] for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [143, 143], outs
+    assert "SIGTERM received: saving after the current step" in outs[1]
+    newest = max(place.checkpoints(), key=lambda name: int(name.partition("-")[2]))
+    assert f"stopped by SIGTERM; saved as checkpoints/run/{newest}." in outs[0]
 
 
 @pytest.mark.soak

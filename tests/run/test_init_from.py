@@ -17,6 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
 from jaxlm.observe.console import Console
+from jaxlm.observe.log_store import LogStore
 from jaxlm.train import train
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4, "intermediate_dim": 32}
@@ -229,3 +230,14 @@ def test_old_temporary_checkpoints_can_be_kept(trainings):
     trainings.run("kept", 3, trainer={"checkpointer": checkpointer})
     names = [path.name for path in find_checkpoints(trainings.place("kept"))]
     assert names == ["step-0", "step-1", "step-2", "step-3"]
+
+
+def test_a_run_with_other_checkpoints_may_not_write_the_logs_of_one_that_trains(tmp_path):
+    trainings = Trainings(tmp_path)
+    with LogStore(None, tmp_path / "logs" / "x", print).locked():
+        with pytest.raises(
+            ConfigError, match=r"already being trained \(process \d+ .*: both would write their logs to .*logs/x"
+        ):
+            trainings.run("x", 1)
+        trainings.run("y", 1)
+    trainings.run("x", 1)

@@ -36,7 +36,7 @@ def bucket(monkeypatch) -> Iterator[str]:
     with contextlib.closing(contextlib.ExitStack()) as closing:
         closing.callback(server.stop)
         closing.callback(s3fs.S3FileSystem.clear_instance_cache)
-        s3fs.S3FileSystem().mkdir("bucket")
+        s3fs.S3FileSystem().makedirs("bucket", exist_ok=True)
         yield "s3://bucket"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.run.init_from import import_notes
 from jaxlm.run.plan import make_plan
 from jaxlm.run.references import check_references, flops_per_token, load_references
-from jaxlm.run.resume_checks import check_same_run
+from jaxlm.run.resume_checks import SavedRun, check_same_run
 from tests.data.helpers import some_text
 from tests.engine.helpers import one_device
 
@@ -191,9 +190,9 @@ def test_another_teacher_on_resume_is_refused(folder, tokenizer, tmp_path, monke
     monkeypatch.setattr("jaxlm.run.resume_checks.data_identity", lambda plan: {})
 
     def resumed_with(path):
-        saved = SimpleNamespace(source="s", config=plan.config, data={}, references=identity)
+        saved = SavedRun("s", plan.config, {}, identity)
         monkeypatch.setattr("jaxlm.run.resume_checks.load_saved_run", lambda plan: saved)
-        return check_same_run(plan_of(path, tokenizer))
+        return check_same_run(plan_of(path, tokenizer)).config
 
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)

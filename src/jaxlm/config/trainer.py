@@ -74,6 +74,8 @@ class TrainerConfig:
         initialize_from_state: like `load_checkpoint_path`, but fails if no checkpoint is found.
         allow_partial_checkpoint: initialize parameters that are missing from the checkpoint, and ignore parameters that
             only the checkpoint has. Both are listed.
+        allow_changes: what may differ from the run's last start: `data`, `tokenizer`, `refs`. They are compared by content,
+            and a difference is otherwise refused. The model may never differ.
         require_accelerator: true fails if only CPUs are available.
         crash_on_nan: stop the run at a NaN loss, gradient or update instead of skipping that update.
         crash_on_inf: stop the run at an infinite loss, gradient or update instead of skipping that update.
@@ -90,6 +92,8 @@ class TrainerConfig:
         profiler: record a profile of some steps into the log folder; null records none.
         distributed: how the processes of a multi-process run connect.
         watchdog: what to do when the run makes no progress.
+        preemption_notices: on Google Compute Engine, save and stop as soon as the machine says that it will be preempted, or
+            stopped for maintenance. SIGTERM always does.
         ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
@@ -123,6 +127,7 @@ class TrainerConfig:
     initialize_from: str | None = None
     initialize_from_state: str | None = None
     allow_partial_checkpoint: bool = False
+    allow_changes: list[Literal["data", "tokenizer", "refs"]] = field(default_factory=list)
     require_accelerator: bool | None = None
     crash_on_nan: bool = False
     crash_on_inf: bool = False
@@ -138,6 +143,7 @@ class TrainerConfig:
     profiler: ProfilerConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    preemption_notices: bool = True
     ray: RayConfig | None = None
 
     def check(self) -> None:

@@ -1,6 +1,9 @@
 """How a phase ends. Only `engine/conductor.py` acts on it."""
 
+import signal
 from dataclasses import dataclass
+
+from jaxlm.engine.signals import PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -10,13 +13,23 @@ class Done:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A signal stopped the run after the state was saved.
+    """A signal, or a notice that a machine will stop, stopped the run after the state was saved.
 
     Attributes:
-        signal: signal number; the process exits with 128 + `signal`.
+        signal: signal number, or `PREEMPTED`.
     """
 
     signal: int
+
+    @property
+    def exit_code(self) -> int:
+        """That of the signal; for a notice, that of SIGTERM, so that every launcher begins again."""
+        return 128 + (signal.SIGTERM if self.signal == PREEMPTED else self.signal)
+
+    @property
+    def cause(self) -> str:
+        """What stopped the run, for messages."""
+        return "a preemption notice" if self.signal == PREEMPTED else signal.Signals(self.signal).name
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,18 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+PREEMPTED = int(signal.NSIG)
+"""In the place of a signal's number: the machine said that it will stop (`engine/notices.py`)."""
+
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
 _TOGETHER_S = 1.0  # `timeout`, and parents that forward Ctrl-C, send one signal twice
 
 
 class StopRequest:
-    """Records the first signal received.
+    """Records the first signal or notice received.
 
     Attributes:
-        signal: signal number; 0 if none was received.
+        signal: signal number, or `PREEMPTED`; 0 if none was received.
         is_training: whether a step has been dispatched. Before that there is nothing to save, and a signal ends the process.
     """
 
@@ -32,6 +35,16 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         self.signal = self.signal or number
+
+    def preempt(self, reason: str) -> None:
+        """Requests a stop because this machine will stop."""
+        self.signal = self.signal or PREEMPTED
+        self.say(f"{reason}: saving after the current step, then stopping")
+
+    @staticmethod
+    def say(line: str) -> None:
+        """Writes a line to standard error, from any thread and in any state of the process."""
+        _say(line)
 
     def answer(self, signals: socket.socket) -> None:
         """Answers the signals that arrive at a socket, until it is closed."""

@@ -20,7 +20,7 @@ class SyncFlags:
     """Requests of a process.
 
     Attributes:
-        stop: number of the signal that requests a stop; 0 means none.
+        stop: number of the signal that requests a stop, or `PREEMPTED`; 0 means none.
         save: whether a time-based checkpoint is due.
     """
 

@@ -1,11 +1,13 @@
 """Copies a run's log folder to a URL: logs are appended to, and object stores cannot append to a file."""
 
+import contextlib
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import check_writable, open_store, put_file, storage_errors
+from jaxlm.engine.checkpoint.lock import locked_file
 
 _KEY = "trainer.log_dir"
 
@@ -28,6 +30,23 @@ class LogStore:
         self._warn = warn
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._failing = False
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it.
+
+        Raises:
+            ConfigError: another run writes there, or the folder cannot be written.
+        """
+        path = self._folder.with_name(f".{self._folder.name}.logs.lock")
+        with contextlib.ExitStack() as closing:
+            try:
+                closing.enter_context(locked_file(path, f"write their logs to {self._folder.absolute()}"))
+            except OSError as error:
+                raise ConfigError(
+                    f"{_KEY}: {self._folder} cannot be written: {error.strerror}. Set it to a writable folder"
+                ) from error
+            yield
 
     def fetch(self, *, replace: bool) -> None:
         """Downloads the files of earlier starts.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError, end_of_output, is_output_closed
 from jaxlm.core.publish import PublishError
 from jaxlm.engine.bad_streak import SkippedStepsError
+from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError
@@ -24,10 +25,10 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     command line.
 
     2: the configuration or the data is wrong. 1: a checkpoint or an exported model could not be saved, no checkpoint could be
-    loaded, another process of the run failed, a loss or gradient was not finite and the configuration says to stop, too many
-    updates in a row were skipped, or the run cannot go back to an earlier checkpoint (again). 75: the run made no progress.
-    130: Ctrl-C before training began. 141: the program that reads the output has ended (`| head`). Other exceptions are
-    passed on with their traceback.
+    loaded, another process of the run failed, another start has taken over the run, a loss or gradient was not finite and the
+    configuration says to stop, too many updates in a row were skipped, or the run cannot go back to an earlier checkpoint
+    (again). 75: the run made no progress. 130: Ctrl-C before training began. 141: the program that reads the output has ended
+    (`| head`). Other exceptions are passed on with their traceback.
     """
 
     def explained(arguments: Sequence[str]) -> int:
@@ -70,7 +71,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         case KeyboardInterrupt():
             return EXIT_INTERRUPTED, "interrupted before training started; nothing was lost"
         case (
-            NoUsableCheckpointError()
+            LeaseLostError()
+            | NoUsableCheckpointError()
             | NonFiniteError()
             | PeerError()
             | PublishError()

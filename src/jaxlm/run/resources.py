@@ -23,6 +23,7 @@ from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.conductor import Conductor
@@ -51,7 +52,13 @@ from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import small_sources
 from jaxlm.run.plan import Plan, upload_repository
 from jaxlm.run.references import flops_per_token, references_identity
-from jaxlm.run.resume_checks import DATA_IDENTITY, REFERENCES_IDENTITY, data_identity
+from jaxlm.run.resume_checks import (
+    DATA_IDENTITY,
+    ENVIRONMENT,
+    REFERENCES_IDENTITY,
+    computing_facts,
+    data_identity,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Run:
 
     Attributes:
         trackers: where metrics are logged; empty on processes other than 0.
+        still_held: called before each save; ends a run that another start has taken over.
         previous: totals of earlier processes of this run.
         flag_sync: how the processes agree to save or stop.
         stop: records a signal to stop.
@@ -73,6 +81,7 @@ class Run:
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
     logs: LogStore
+    still_held: StillHeld
     previous: Totals
     flag_sync: FlagSync
     stop: StopRequest
@@ -215,11 +224,17 @@ class Run:
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
-        flush = [*(tracker.flush for tracker in self.trackers), *(ledger.begin_line for ledger in self.ledgers)]
+        flush = [
+            self.still_held,
+            *(tracker.flush for tracker in self.trackers),
+            *(ledger.begin_line for ledger in self.ledgers),
+        ]
         flush += [self.logs.upload] if is_main_process() else []
         history, resumed = conductor.history, conductor.resumed
         newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
-        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, flush, history, newest)
+        return Saver(
+            self.writer, self.plan.config.trainer.checkpointer, phase, [self.still_held, *flush], history, newest
+        )
 
     def workload(self, phase: Phase) -> Workload:
         """What a step of a phase amounts to, for throughput and MFU."""
@@ -245,13 +260,16 @@ def open_run(
     stop: StopRequest,
     init_from: InitFrom,
     logs: LogStore,
+    still_held: StillHeld,
     clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and trackers, and closes them when the context exits, even after an error."""
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
     tokenizer_files = _tokenizer_files(_with_templates(tokenizer, plan))
-    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), **tokenizer_files}
+    facts = json.dumps(computing_facts(plan.config), indent=1)
+    files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), ENVIRONMENT: facts.encode()}
+    files |= tokenizer_files
     if plan.refs:
         files[REFERENCES_IDENTITY] = json.dumps(references_identity(plan)).encode()
     writer = CheckpointWriter(plan.checkpoints, files)
@@ -272,7 +290,7 @@ def open_run(
             ledger.write()
             closing.callback(ledger.write)
         sync = FlagSync(plan.layout)
-        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
+        yield Run(plan, tokenizer, console, writer, trackers, logs, still_held, previous, sync, stop, clock, ledgers)
         with clock.during(Activity.SAVE):
             main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
 

@@ -1,18 +1,24 @@
 """Checks that a resumed run is the same run, and lists what changed since its last start."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from jaxlm.config.decode import encode
+from jaxlm.config.effects import CONTENT, EFFECTS, Effect, effect_of, effect_of_fact
 from jaxlm.config.load import read_config
+from jaxlm.config.plugins import is_import_path
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, same_on_all_processes
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
+from jaxlm.observe.trackers.environment import computing
 from jaxlm.run.plan import Plan, plan_phases
 from jaxlm.run.references import references_identity
 
@@ -20,29 +26,37 @@ from jaxlm.run.references import references_identity
 DATA_IDENTITY = "data.json"
 # Only written by runs that have references.
 REFERENCES_IDENTITY = "refs.json"
+ENVIRONMENT = "environment.json"
 
 # Keys of the model section that change how the model is computed, but not the model.
-_NOT_IDENTITY = ("gradient_checkpointing", "scan_layers", "attn_backend", "pad_vocab_to_multiple_of")
+_NOT_IDENTITY = tuple(path.removeprefix("model.") for path in EFFECTS if path.startswith("model."))
+_MODEL, _DATA, _TOKENIZER, _REFS = "model", "data", "tokenizer", "refs"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Configuration and data that a run was last started with.
+    """What a run was last started with.
 
     Attributes:
         source: path of the saved configuration, for messages.
         data: the saved result of `data_identity`; None if there is no checkpoint yet.
         references: the saved result of `references_identity`; empty if there is no checkpoint yet, or no reference.
+        environment: the saved result of `computing_facts`; empty if there is no checkpoint yet.
+        tokenizer: fingerprint of the saved tokenizer; None if there is no checkpoint yet.
+        allowed: name of `trainer.allow_changes` -> what has changed, for each that allowed something.
     """
 
     source: str
     config: RunConfig
-    data: Mapping[str, Any] | None
-    references: Mapping[str, Any]
+    data: Mapping[str, Any] | None = None
+    references: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    allowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def load_saved_run(plan: Plan) -> SavedRun | None:
-    """The configuration in this run's newest undamaged checkpoint, or else in its log folder; None for a new run.
+    """What is in this run's newest undamaged checkpoint, or else in its log folder; None for a new run.
 
     The log folder's file may be damaged: without a checkpoint, nothing that it says would have to be kept.
     """
@@ -52,45 +66,73 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
         except DamagedError:
             continue  # it will be set aside later
         with checkpoint.local("run") as folder:
-            data, references = folder / DATA_IDENTITY, folder / REFERENCES_IDENTITY
             return SavedRun(
                 f"{checkpoint.location}/run/config.yaml",
                 read_config(folder / "config.yaml"),
-                json.loads(data.read_text()) if data.is_file() else None,
-                json.loads(references.read_text()) if references.is_file() else {},
+                _read_json(folder / DATA_IDENTITY),
+                _read_json(folder / REFERENCES_IDENTITY) or {},
+                _read_json(folder / ENVIRONMENT) or {},  # earlier versions did not save it
+                load_tokenizer(str(folder / "tokenizer")).fingerprint,
             )
     logged = plan.log_folder / "config.yaml"
     try:
-        return SavedRun(str(logged), read_config(logged), None, {}) if logged.is_file() else None
+        return SavedRun(str(logged), read_config(logged)) if logged.is_file() else None
     except ConfigError:
         return None
 
 
-def check_same_run(plan: Plan) -> RunConfig | None:
-    """Refuses to resume a run with another model, other data or other references. Phases may be added.
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def check_same_run(plan: Plan) -> SavedRun | None:
+    """Refuses to resume a run with another model, or with other data or references that `trainer.allow_changes` does not
+    allow. Phases may be added.
 
     Returns:
-        The configuration that the run was last started with; None for a new run.
+        What the run was last started with; None for a new run.
     """
     saved = load_saved_run(plan)
     if saved is None:
         return None
+    changed: dict[str, list[str]] = {_MODEL: [], _DATA: [], _TOKENIZER: [], _REFS: []}
     models = (_encode_without(config.model, _NOT_IDENTITY) for config in (saved.config, plan.config))
+    changed[_MODEL] += _differences(_MODEL, *models)
     data = data_identity(plan)
-    differences = list(_differences("model", *models))
     for phase, identity in (saved.data or {}).items():
-        differences += _differences(f"data of phase '{phase}'", identity, data.get(phase, {}))
+        for line in _differences(f"data of phase '{phase}'", identity, data.get(phase, {})):
+            is_tokenizer = line.startswith(f"data of phase '{phase}'.tokenizer")
+            changed[_TOKENIZER if is_tokenizer else _DATA].append(line)
     references = references_identity(plan)
     for name, identity in saved.references.items():
-        differences += _differences(f"refs.{name}", identity, references.get(name, {}))
-    if differences:
+        changed[_REFS] += _differences(f"refs.{name}", identity, references.get(name, {}))
+    return _allowed(plan, saved, changed)
+
+
+def check_same_tokenizer(plan: Plan, saved: SavedRun, fingerprint: str) -> SavedRun:
+    """Refuses to resume with a tokenizer of other content, such as one that was trained again on other text."""
+    if saved.tokenizer in (None, fingerprint) or _TOKENIZER in saved.allowed:
+        return saved
+    return _allowed(plan, saved, {_TOKENIZER: [f"tokenizer: {saved.tokenizer[:12]} -> {fingerprint[:12]}"]})
+
+
+def _allowed(plan: Plan, saved: SavedRun, changed: Mapping[str, Sequence[str]]) -> SavedRun:
+    """The saved run with the changes that are allowed. Raises `ConfigError` for the others."""
+    allowed = plan.config.trainer.allow_changes
+    refused = {name: lines for name, lines in changed.items() if lines and name not in allowed}
+    if refused:
+        advice = ""
+        if _MODEL not in refused:
+            names = ", ".join(refused)
+            advice = f" If you mean to go on with them, allow it: --trainer.allow_changes '[{names}]'."
         raise ConfigError(
-            f"the run '{plan.run_id}' already exists with another model, other data or other references ({saved.source}):\n"
-            + "\n".join(f"  {line}" for line in differences)
-            + "\nSet another ID for this run (--trainer.id NAME), or move the folders of the existing run away:"
-            f" {plan.log_folder}, {plan.checkpoints.location}"
+            f"the run '{plan.run_id}' already exists with another model, other data, another tokenizer or other references"
+            f" ({saved.source}):\n"
+            + "\n".join(f"  {line}" for lines in refused.values() for line in lines)
+            + f"\n{advice.strip()}{' ' if advice else ''}Set another ID for this run (--trainer.id NAME), or move the folders"
+            f" of the existing run away: {plan.log_folder}, {plan.checkpoints.location}"
         )
-    return saved.config
+    return replace(saved, allowed={**saved.allowed, **{name: lines for name, lines in changed.items() if lines}})
 
 
 def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
@@ -128,16 +170,76 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     return [line]
 
 
-def config_changes(before: RunConfig, now: RunConfig, step: int) -> list[str]:
-    """Messages about changes since the last start: changed keys, and their effect on the learning rate."""
-    lines = list(_differences("", _encode_without(before, ["dry_run"]), _encode_without(now, ["dry_run"])))
-    old, new = _schedule_at(before, step), _schedule_at(now, step)
+def changes(saved: SavedRun, now: RunConfig, step: int, num_sequences: int) -> list[str]:
+    """One line for each difference from the last start, with its effect.
+
+    Args:
+        num_sequences: sequences of training data that the current phase has read.
+    """
+    return [
+        *config_changes(saved, now, step),
+        *_content_changes(saved, now, num_sequences),
+        *_environment_changes(saved.environment, computing_facts(now)),
+    ]
+
+
+def config_changes(saved: SavedRun, now: RunConfig, step: int) -> list[str]:
+    """The changed keys, and their effect on the learning rate."""
+    lines = []
+    for line in _differences("", _encode_without(saved.config, ["dry_run"]), _encode_without(now, ["dry_run"])):
+        effect = effect_of(line.partition(":")[0])
+        lines.append(f"{line} ({_BY_PERMISSION if effect is CONTENT and saved.allowed else effect})")
+    old, new = _schedule_at(saved.config, step), _schedule_at(now, step)
     if old is not None and new is not None and old != new:
         lines.append(
             f"the learning-rate schedule now spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}:"
             f" the next learning rate is {new[2]:.3g} instead of {old[2]:.3g}"
         )
     return lines
+
+
+_BY_PERMISSION = Effect("changes what follows", "allowed by trainer.allow_changes")
+
+
+def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Iterator[str]:
+    for lines in saved.allowed.values():
+        for line in lines:
+            yield f"{line} ({_BY_PERMISSION})"
+    if _DATA in saved.allowed:
+        yield (
+            f"data position: the run goes on after sequence {num_sequences:,} of the phase, counted in the order of the new"
+            " data as if it had been there from the start. Of several sources, each continues after its share of these, by"
+            " data.train_weights, also one that is new. Sequences of the earlier data may come again or never"
+        )
+    if _TOKENIZER in saved.allowed:
+        yield "tokenizer: the embeddings were trained for the tokens of the earlier one"
+    for name in now.trainer.allow_changes:
+        if name not in saved.allowed:
+            yield f"trainer.allow_changes: '{name}' allowed nothing, because nothing of it has changed. Remove it"
+
+
+def computing_facts(config: RunConfig) -> dict[str, str]:
+    """What computes the numbers of a run, with the user's own modules that the configuration names."""
+    modules = (text.partition(":")[0] for text in _texts(encode(config)) if is_import_path(text))
+    return computing(name for name in modules if name in sys.modules)
+
+
+def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in now if before else ():
+        if before.get(name) != now[name]:
+            yield f"{name}: {before.get(name) or 'none'} -> {now[name] or 'none'} ({effect_of_fact(name)})"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for item in value.values():
+                yield from _texts(item)
+        case list():
+            for item in value:
+                yield from _texts(item)
 
 
 def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
@@ -178,5 +280,8 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(f"{path}.{key}".lstrip("."), before.get(key), now.get(key))
+    elif path == "phases" and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{path}.{index}", *pair)
     elif before != now:
         yield f"{path}: {before} -> {now}"

@@ -1,12 +1,10 @@
 """Checks of a start, and its table: what will run, on which devices, and why each choice was made."""
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import haliax.nn as hnn
@@ -31,6 +29,7 @@ from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import Stack
 from jaxlm.observe.console import duration
+from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.run.batch_plan import describe_batches
@@ -39,7 +38,6 @@ from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
 
-_PACKAGE = Path(__file__).parents[1]
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
@@ -230,19 +228,17 @@ def check_same_start(config: RunConfig, run_id: str) -> None:
 _LOCAL_KEYS = re.compile(
     r"config\.(trainer\.(log_dir|compilation_cache_dir|checkpointer\.staging_dir|(distributed|tracker|ray)\b.*)|.*(cache_dir|cache_mirror_gb|_urls))"
 )
-_JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 
 def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
     """Everything that shapes the program and the order of the data, as name -> text."""
     flat = dict(_flat("config", encode(config)))
-    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py")))).hexdigest()
     return {
         **{key.removeprefix("config."): value for key, value in flat.items() if not _LOCAL_KEYS.fullmatch(key)},
         "trainer.id": run_id,
-        "source of jaxlm": source[:8],
+        "source of jaxlm": source_of_jaxlm(),
         **{f"version of {name}": version(name) for name in ("jax", "jaxlib", "haliax", "equinox", "optax")},
-        **{name: str(getattr(jax.config, name)) for name in _JAX_OPTIONS},
+        **{name: str(getattr(jax.config, name)) for name in JAX_OPTIONS},
     }
 
 

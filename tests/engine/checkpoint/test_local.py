@@ -77,11 +77,13 @@ def test_incomplete_folders_are_not_checkpoints_for_any_phase_name(tmp_path, pha
 def test_a_second_start_of_a_run_is_refused_until_the_first_ends(tmp_path):
     first, second = LocalFolder(tmp_path / "run"), LocalFolder(tmp_path / "run")
     with (
-        first.locked(),
-        pytest.raises(ConfigError, match=rf"already being trained \(process {os.getpid()} on .*trainer.id"),
+        first.locked(print),
+        pytest.raises(
+            ConfigError, match=rf"already being trained \(process {os.getpid()} on .+ since 20.+ UTC\).*trainer.id"
+        ),
     ):
-        second.locked().__enter__()
-    with second.locked():
+        second.locked(print).__enter__()
+    with second.locked(print):
         pass
-    with first.locked(), LocalFolder(tmp_path / "other").locked():
+    with first.locked(print), LocalFolder(tmp_path / "other").locked(print):
         pass

@@ -19,6 +19,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
+from jaxlm.engine.checkpoint.lease import Lease
+from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import ABANDONED, DAMAGED
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError
@@ -124,6 +126,9 @@ class BucketFolder(CheckpointFolder):
     def _prepare(self) -> None:
         with storage_errors(self._unusable):
             self._remote.remove_unfinished()
+
+    def locked(self, log: Callable[[str], None]) -> AbstractContextManager[StillHeld]:
+        return Lease(self.location, log).held()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes the files under the final name. The checkpoint is invisible until `commit`."""

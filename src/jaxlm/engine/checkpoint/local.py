@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from jaxlm.core.atomic_io import free_path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.engine.checkpoint.integrity import seal, verify
+from jaxlm.engine.checkpoint.lock import StillHeld, locked_file
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     DAMAGED,
@@ -111,29 +111,13 @@ class LocalFolder(CheckpointFolder):
         main_only(self._probe.unlink)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """The lock is a file beside the folder. The kernel releases it when the process ends, however it ends."""
-        import fcntl  # not on Windows
-
+    def locked(self, log: Callable[[str], None]) -> Iterator[StillHeld]:
+        """The lock is a file beside the folder."""
         path = self.location.with_name(f".{self.location.name}.lock")
-        with self._start_errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by the next block
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise ConfigError(
-                    f"this run is already being trained ({file.read().strip() or 'by another process'}): both would save to"
-                    f" {self.location.absolute()}. Wait until it ends, stop it, or set another trainer.id"
-                ) from error
-            except OSError:
-                pass  # this file system has no locks
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            yield
+        with contextlib.ExitStack() as closing:
+            with self._start_errors():
+                held = closing.enter_context(locked_file(path, f"save to {self.location.absolute()}"))
+            yield held
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes the files to a hidden folder."""

@@ -4,14 +4,15 @@ import contextlib
 import functools
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.stores import local_copy, storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
+from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
+from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import ABANDONED, PENDING
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import CheckpointFolder
@@ -75,8 +76,10 @@ class StagedFolder(CheckpointFolder):
         self._local.prepare()
         main_only(self._prepare)
 
-    def locked(self) -> AbstractContextManager[None]:
-        return self._local.locked()
+    @contextlib.contextmanager
+    def locked(self, log: Log) -> Iterator[StillHeld]:
+        with self._local.locked(log), Lease(self.location, log).held() as still_held:
+            yield still_held
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         self._local.begin(name, files)

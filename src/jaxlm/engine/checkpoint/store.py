@@ -12,7 +12,6 @@ In every kind of folder, a checkpoint is either complete or invisible.
 """
 
 import abc
-import contextlib
 import errno
 import os
 import posixpath
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import Cursor
 
 ARRAYS = "state"
@@ -147,13 +147,13 @@ class CheckpointFolder(abc.ABC):
             ConfigError: the folder is not the same on all processes, or its store does not respond.
         """
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Keeps a second start of the same run away while the context is open. A bucket has no locks.
+    @abc.abstractmethod
+    def locked(self, log: Callable[[str], None]) -> AbstractContextManager[StillHeld]:
+        """Keeps a second start of the same run away while the context is open. Its value is called before each save.
 
         Raises:
-            ConfigError: another start of the run holds the lock.
+            ConfigError: another start of the run holds the folder.
         """
-        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:

@@ -1,15 +1,19 @@
-"""The environment of a run: the main script's git repository and code, and the installed packages."""
+"""The environment of a run: the main script's git repository and code, the installed packages, and what computes."""
 
 import functools
+import hashlib
 import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import jax
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
 """Limits of what is code. No single file may take more than a sixteenth of the bytes: larger ones are data."""
@@ -96,6 +100,61 @@ def described() -> dict[str, str]:
     facts = {"command": shlex.join(sys.argv), "commit": commit() or "no git repository"}
     versions = {name: _version(name) for name in _COMPUTING}
     return facts | versions | {"Python": platform.python_version(), "system": platform.platform()}
+
+
+JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+_NUMERICS = ("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu")
+_PACKAGE = Path(__file__).parents[2]
+_NO_NUMBERS = re.compile(r"--xla_(dump_\w+|force_host_platform_device_count|gpu_dump_\w+)(=|$)")
+
+
+def computing(modules: Iterable[str]) -> dict[str, str]:
+    """What computes the numbers of a run, as name -> text. Args: modules: imported modules of the user's own."""
+    devices = jax.devices()
+    options = (f"{name}={getattr(jax.config, name)}" for name in JAX_OPTIONS)
+    return {
+        "jaxlm": f"{_version('jaxlm')}, source {source_of_jaxlm()}",
+        "commit of jaxlm": _checkout_of(_PACKAGE),
+        **{f"module {name}": _source_of(name) for name in sorted(set(modules))},
+        "Python": platform.python_version(),
+        **{name: _version(name) for name in _NUMERICS},
+        "backend": jax.default_backend(),
+        "devices": f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es)",
+        **{name: _flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "jax options": ", ".join(options),
+    }
+
+
+def source_of_jaxlm() -> str:
+    """The first digits of a hash of jaxlm's source."""
+    return _hash_of(sorted(_PACKAGE.rglob("*.py")))
+
+
+def _source_of(module: str) -> str:
+    """A hash of a module's file, or of all files of the package that contains it."""
+    top = sys.modules[module.partition(".")[0]]
+    file = getattr(top, "__file__", None)
+    if file is None:  # a folder without __init__.py
+        return _hash_of([Path(inner)] if (inner := getattr(sys.modules[module], "__file__", None)) else [])
+    package = Path(file).name == "__init__.py"
+    return _hash_of(sorted(Path(file).parent.rglob("*.py")) if package else [Path(file)])
+
+
+def _hash_of(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+
+
+def _checkout_of(folder: Path) -> str:
+    """The commit that a folder is checked out from, and whether its files were changed since."""
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return "not a checkout"
+    modified = _git(folder, "status", "--porcelain", "--", ".")
+    return f"{_git(folder, 'rev-parse', '--short=12', 'HEAD')}{' + changes' if modified else ''}"
+
+
+def _flags(text: str) -> str:
+    """The flags that may change numbers, in a fixed order."""
+    return " ".join(sorted(flag for flag in text.split() if not _NO_NUMBERS.match(flag)))
 
 
 def _version(name: str) -> str:

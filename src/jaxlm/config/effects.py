@@ -1,0 +1,176 @@
+"""What a changed key means for a run that resumes. Every key has an effect here, itself or with its section.
+
+A key of the model that is not listed belongs to the model, which cannot change.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["harmless", "changes what follows", "refused"]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a change does to a resumed run.
+
+    Attributes:
+        kind: `harmless` cannot change any number of the training.
+        how: what is different from here on; empty if the key says it all.
+    """
+
+    kind: Kind
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.how}" if self.how else self.kind
+
+
+HARMLESS = Effect("harmless")
+ROUNDING = Effect("changes what follows", "float rounding differs from here")
+MODEL = Effect("refused")
+CONTENT = Effect("harmless", "the content is the same")
+"""Of keys that name what is compared by content, and refused if that differs."""
+_AT_THE_START = Effect("harmless", "only a new run reads it")
+_EVALUATIONS = Effect(
+    "changes what follows", "evaluations, and what depends on them, are not comparable with earlier ones"
+)
+_ORDER = Effect(
+    "changes what follows", "the data has another order from here: some is read again, and some is left out"
+)
+_MIXTURE = Effect("changes what follows", "the sources are mixed in another way from here")
+_UPDATES = Effect("changes what follows", "the next updates are others")
+_LENGTH = Effect("changes what follows", "the run ends at another step, and the learning rate follows the new length")
+_STOPPING = Effect("changes what follows", "the run may end or go back where it would not have before")
+
+EFFECTS: dict[str, Effect] = {
+    "data.train_urls": CONTENT,
+    "data.validation_urls": _EVALUATIONS,
+    "data.cache_dir": HARMLESS,
+    "data.text_key": CONTENT,
+    "data.format": CONTENT,
+    "data.tags": _EVALUATIONS,
+    "data.id": CONTENT,
+    "data.name": CONTENT,
+    "data.split": CONTENT,
+    "data.validation_split": _EVALUATIONS,
+    "data.stream": CONTENT,
+    "data.source": CONTENT,
+    "data.cache_mirror_gb": HARMLESS,
+    "data.tokenizer": CONTENT,
+    "data.vocab_size": CONTENT,
+    "data.shuffle": CONTENT,
+    "data.enforce_bos": CONTENT,
+    "data.enforce_eos": CONTENT,
+    "data.configs": CONTENT,
+    "data.train_weights": _MIXTURE,
+    "data.stop_strategy": _MIXTURE,
+    "data.mixture_block_size": _MIXTURE,
+    "data.max_train_batches": CONTENT,
+    "data.num_validation_sequences": CONTENT,
+    "data.ignore_token_id": CONTENT,
+    "data.type": CONTENT,
+    "model": MODEL,
+    "model.gradient_checkpointing": ROUNDING,
+    "model.scan_layers": ROUNDING,
+    "model.attn_backend": ROUNDING,
+    "model.pad_vocab_to_multiple_of": ROUNDING,
+    "optimizer": _UPDATES,
+    "objective": Effect("changes what follows", "another loss is minimized from here"),
+    "refs": CONTENT,
+    "evals": _EVALUATIONS,
+    "phases": Effect("changes what follows", "the phases from the current one on are others"),
+    "phases.N.data": CONTENT,
+    "phases.N.num_train_steps": _LENGTH,
+    "phases.N.until": _STOPPING,
+    "data_seed": _ORDER,
+    "epoch": _LENGTH,
+    "initialize_from_hf": _AT_THE_START,
+    "hf_weight_names": _AT_THE_START,
+    "hf_skip_keys": _AT_THE_START,
+    "use_hf_model_config": _AT_THE_START,
+    "hf_save_path": HARMLESS,
+    "hf_save_steps": HARMLESS,
+    "hf_save_dtype": HARMLESS,
+    "hf_upload": HARMLESS,
+    "dry_run": HARMLESS,
+    "trainer.id": HARMLESS,
+    "trainer.seed": Effect("changes what follows", f"dropout is another; unless data_seed is set, {_ORDER.how}"),
+    "trainer.num_train_steps": _LENGTH,
+    "trainer.until": _STOPPING,
+    "trainer.train_batch_size": Effect("changes what follows", "a step reads another number of sequences from here"),
+    "trainer.per_device_parallelism": ROUNDING,
+    "trainer.per_device_train_parallelism": ROUNDING,
+    "trainer.allow_nondivisible_batch_size": ROUNDING,
+    "trainer.per_device_eval_parallelism": _EVALUATIONS,
+    "trainer.steps_per_eval": _EVALUATIONS,
+    "trainer.max_eval_batches": _EVALUATIONS,
+    "trainer.mp": Effect("changes what follows", "numbers have another precision from here"),
+    "trainer.log_dir": HARMLESS,
+    "trainer.compilation_cache_dir": HARMLESS,
+    "trainer.strict_performance": HARMLESS,
+    "trainer.batch_axis": ROUNDING,
+    "trainer.fsdp_axis": ROUNDING,
+    "trainer.tensor_parallel_axes": ROUNDING,
+    "trainer.model_axis_size": ROUNDING,
+    "trainer.replica_ici_axis_size": ROUNDING,
+    "trainer.replica_dcn_axis_size": ROUNDING,
+    "trainer.axis_resources": ROUNDING,
+    "trainer.parameter_axis_resources": ROUNDING,
+    "trainer.compute_axis_resources": ROUNDING,
+    "trainer.mesh": ROUNDING,
+    "trainer.load_checkpoint": HARMLESS,
+    "trainer.load_checkpoint_path": HARMLESS,
+    "trainer.initialize_from": _AT_THE_START,
+    "trainer.initialize_from_state": _AT_THE_START,
+    "trainer.allow_partial_checkpoint": HARMLESS,
+    "trainer.allow_changes": HARMLESS,
+    "trainer.require_accelerator": HARMLESS,
+    "trainer.crash_on_nan": _STOPPING,
+    "trainer.crash_on_inf": _STOPPING,
+    "trainer.crash_after_skipped": _STOPPING,
+    "trainer.shutdown_at_exit": HARMLESS,
+    "trainer.jax_config": ROUNDING,
+    "trainer.log_jaxprs": HARMLESS,
+    "trainer.log_xla_hlo": HARMLESS,
+    "trainer.model_averaging": Effect("changes what follows", "the average of the weights is another from here"),
+    "trainer.checkpointer": HARMLESS,
+    "trainer.tracker": HARMLESS,
+    "trainer.watch": ROUNDING,
+    "trainer.profiler": HARMLESS,
+    "trainer.distributed": HARMLESS,
+    "trainer.watchdog": HARMLESS,
+    "trainer.preemption_notices": HARMLESS,
+    "trainer.ray": HARMLESS,
+}
+
+_CODE = Effect("changes what follows", "the code may compute other numbers from here")
+FACTS: dict[str, Effect] = {
+    "jaxlm": _CODE,
+    "commit of jaxlm": Effect("harmless", "a changed source is told as jaxlm"),
+    "module": _CODE,
+    "Python": HARMLESS,
+    **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
+    **dict.fromkeys(("backend", "devices", "XLA_FLAGS", "LIBTPU_INIT_ARGS"), ROUNDING),
+    "jax options": ROUNDING,
+}
+"""Of what computes (`observe/trackers/environment.py`); `module` stands for each module of the user's own."""
+
+_NAMED_SOURCE = re.compile(r"^data\.configs\.[^.]+\.")
+_OF_PHASE = re.compile(r"^phases\.\w+\.(?=data\.|objective\b|optimizer\b)")
+
+
+def effect_of(path: str) -> Effect:
+    """The effect of a key, by its dotted path, such as `phases.0.optimizer.beta1`. Raises `KeyError` if it has none."""
+    path = _NAMED_SOURCE.sub("data.", _OF_PHASE.sub("", path))
+    path = re.sub(r"\.\d+(?=\.|$)", ".N", path)
+    parts = path.split(".")
+    for size in range(len(parts), 0, -1):
+        if found := EFFECTS.get(".".join(parts[:size])):
+            return found
+    raise KeyError(path)
+
+
+def effect_of_fact(name: str) -> Effect:
+    """The effect of a changed fact about what computes. Raises `KeyError` if it has none."""
+    return FACTS[name if name in FACTS else name.partition(" ")[0]]

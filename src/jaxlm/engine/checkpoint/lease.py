@@ -1,0 +1,143 @@
+"""A lease on a run's folder in a store, which has no locks.
+
+    <folder>/lease-N.json    who holds the folder, and a count that the holder raises every INTERVAL_S
+
+The highest N holds the folder. A start takes it by creating the next number, which a store lets only one client do, and no
+start ever writes the object of another. So a process that was paused for long, whose lease was taken meanwhile, undoes
+nothing when it goes on: it finds a higher number before it saves again.
+"""
+
+import contextlib
+import os
+import posixpath
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import open_store, storage_errors
+from jaxlm.engine.checkpoint.holder import Holder
+from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld, held_by
+
+INTERVAL_S = 15.0
+_LOST_AFTER = 2.5  # intervals without a heartbeat
+_POLLS = 10  # per interval, while watching another holder
+_NAME = re.compile(r"lease-(\d+)\.json")
+
+
+class Lease:
+    """The lease on one folder. Only process 0 of a run takes it."""
+
+    def __init__(self, url: str, log: Callable[[str], None]):
+        self._url = url
+        self._log = log
+        self._fs, self._root = open_store(url, "checkpoint")
+        self._holder = Holder.this_process()
+        self._token = os.urandom(8).hex()
+        self._number = 0
+        self._beat = 0
+        self._ended = threading.Event()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[StillHeld]:
+        """Holds the lease while the context is open.
+
+        Raises:
+            ConfigError: a process that is alive holds it.
+        """
+        with storage_errors(self._unusable):
+            self._take()
+        renewing = threading.Thread(target=self._renew, name="jaxlm-lease", daemon=True)
+        renewing.start()
+        try:
+            yield self._check
+        finally:
+            self._ended.set()
+            renewing.join(timeout=INTERVAL_S)
+            with contextlib.suppress(Exception):  # a lease that stays is taken over by the next start
+                self._fs.rm_file(self._path(self._number))
+
+    def _take(self) -> None:
+        while True:
+            number = self._newest()
+            if number and (content := self._read(number)):
+                self._wait_for_end(number, content)
+            with contextlib.suppress(FileExistsError):  # another start was faster
+                self._fs.pipe_file(self._path(number + 1), self._content(), mode="create")
+            if self._newest() == number + 1 and self._read(number + 1) == self._content():
+                self._number = number + 1
+                break
+        for older in self._numbers() - {self._number}:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(older))
+
+    def _wait_for_end(self, number: int, content: bytes) -> None:
+        """Returns when the holder has certainly ended, has left, or was silent for too long. Raises if it is alive."""
+        holder = Holder.from_json(content) or "a process of another version"
+        if isinstance(holder, Holder) and holder.has_ended():
+            self._log(f"{self._url} was held by {holder}, which has ended: taken over")
+            return
+        timeout_s = _LOST_AFTER * INTERVAL_S
+        self._log(f"{self._url} is held by {holder}: watching for {timeout_s:.0f} s whether it is alive")
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            time.sleep(INTERVAL_S / _POLLS)
+            now = self._read(number)
+            if now is None:
+                return
+            if now != content:
+                raise held_by(holder, f"save to {self._url}")
+        self._log(f"{self._url} was held by {holder}, which has sent no heartbeat for {timeout_s:.0f} s: taken over")
+
+    def _renew(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            with contextlib.suppress(Exception):  # clients raise their own types; the next heartbeat may succeed
+                if self._newest() != self._number:
+                    return
+                self._beat += 1
+                self._fs.pipe_file(self._path(self._number), self._content())
+
+    def _check(self) -> None:
+        try:
+            newest = self._newest()
+            taken_by = self._read(newest) if newest > self._number else None
+        except Exception:  # the store does not answer: then the save fails by itself
+            return
+        if newest != self._number:
+            holder = Holder.from_json(taken_by) if taken_by else None
+            raise LeaseLostError(
+                f"another start of this run has taken {self._url} ({holder or 'it has ended since'}), because this process,"
+                f" which held it since {self._holder.since}, was paused or cut off from the store for more than"
+                f" {_LOST_AFTER * INTERVAL_S:.0f} s. This process ends without saving; the other one continues the run"
+            )
+
+    def _unusable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials"
+        )
+
+    def _newest(self) -> int:
+        """The highest number; 0 if there is none."""
+        return max(self._numbers(), default=0)
+
+    def _numbers(self) -> set[int]:
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return set()
+        found = (_NAME.fullmatch(posixpath.basename(str(path))) for path in paths)
+        return {int(match[1]) for match in found if match}
+
+    def _read(self, number: int) -> bytes | None:
+        try:
+            return self._fs.cat_file(self._path(number))
+        except FileNotFoundError:
+            return None
+
+    def _content(self) -> bytes:
+        return self._holder.to_json(token=self._token, beat=self._beat)
+
+    def _path(self, number: int) -> str:
+        return f"{self._root}/lease-{number}.json"

@@ -1,0 +1,48 @@
+"""Keeps a second start of a run away from a folder: on a disk with a locked file, in a store with a lease."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint.holder import Holder
+
+StillHeld = Callable[[], None]
+"""Raises `LeaseLostError` if another start of the run has taken the folder."""
+
+
+class LeaseLostError(Exception):
+    """Another start of the run has taken its folder, because this process did not answer for too long."""
+
+
+def held_by(holder: object, what: str) -> ConfigError:
+    """The error of a start that finds a run at work. Args: what: both would do, such as `save to PATH`."""
+    return ConfigError(
+        f"this run is already being trained ({holder}): both would {what}. Wait until it ends, stop it, or set another"
+        " trainer.id"
+    )
+
+
+@contextlib.contextmanager
+def locked_file(path: Path, what: str) -> Iterator[StillHeld]:
+    """Locks a file, which is created if it is missing. The kernel releases it when the process ends, however it ends.
+
+    Raises:
+        ConfigError: another process has locked it. Args: what: as of `held_by`.
+        OSError: the file cannot be created.
+    """
+    import fcntl  # not on Windows
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise held_by(file.read().strip() or "by another process", what) from error
+        except OSError:
+            pass  # this file system has no locks
+        file.truncate(0)
+        file.write(str(Holder.this_process()))
+        file.flush()
+        yield lambda: None

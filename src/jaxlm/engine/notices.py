@@ -1,0 +1,100 @@
+"""Google Compute Engine says beforehand that it will stop a machine: a spot machine, or one whose host gets maintenance.
+
+The machine's metadata server has `preempted` (30 s before a spot machine stops) and `maintenance-event` (60 s before a
+machine stops for maintenance, an hour if it has GPUs). A request with `wait_for_change` is answered when something changes,
+so one thread with one open request notices both at once. The shutdown itself comes later, as SIGTERM, and may leave too
+little time.
+
+A live migration (`MIGRATE_ON_HOST_MAINTENANCE`) does not stop a machine. Neither does a notice that was there before this
+process stop it again: after an hour's notice, a run that saved and began again on the same machine would else never train.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.engine.signals import StopRequest
+
+_PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
+_HOST = "metadata.google.internal"
+_INSTANCE = "/computeMetadata/v1/instance/?recursive=true&alt=json"
+_FLAVOR = ("Metadata-Flavor", "Google")
+_WAIT_S = 60  # the server answers after this time even if nothing has changed
+_ANSWER_S = 10.0
+_MOST_BYTES = 16 * 2**20
+_AFTER_ANSWER_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+def metadata_host() -> str | None:
+    """The metadata server of this machine; None if it is not one of Google Compute Engine. Needs no network."""
+    if host := os.environ.get("GCE_METADATA_HOST"):
+        return host
+    try:
+        return _HOST if _PRODUCT_NAME.read_text().startswith("Google") else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+@contextlib.contextmanager
+def watch_notices(request: StopRequest, host: str | None) -> Iterator[None]:
+    """Requests a stop as soon as the server says that the machine will stop, while the context is open.
+
+    Args:
+        host: None watches none.
+    """
+    ended = threading.Event()
+    if host is not None:
+        threading.Thread(target=_watch, args=(request, host, ended), name="jaxlm-notices", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()  # not joined: it may be waiting for the server
+
+
+def _watch(request: StopRequest, host: str, ended: threading.Event) -> None:
+    """Whatever the server does, the run goes on: a request that fails is repeated, ever more rarely."""
+    before, etag, pause_s = None, None, 0.0
+    while not ended.wait(pause_s):
+        try:
+            now, etag = _ask(host, etag)
+        except (OSError, http.client.HTTPException, ValueError):  # JSON and Unicode errors are ValueErrors
+            pause_s = min(max(2 * pause_s, _AFTER_ANSWER_S), _LONGEST_PAUSE_S)
+            continue
+        pause_s = _AFTER_ANSWER_S
+        if now and before is None:
+            request.say(f"{now}, since before this start: the run goes on until the machine stops")
+        elif now and now != before and not ended.is_set():
+            request.preempt(now)
+        before = now
+
+
+def _ask(host: str, etag: str | None) -> tuple[str, str | None]:
+    """What the machine is told, "" for nothing, and the version of the answer.
+
+    Args:
+        etag: version of the last answer; the server waits until there is another one. None does not wait.
+    """
+    wait = "" if etag is None else f"&wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={etag}"
+    # Not urllib, which would ask a proxy.
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=_ANSWER_S + bool(wait) * _WAIT_S)) as connection:
+        connection.request("GET", _INSTANCE + wait, headers=dict([_FLAVOR]))
+        answer = connection.getresponse()
+        if answer.status != http.HTTPStatus.OK or answer.getheader(_FLAVOR[0]) != _FLAVOR[1]:
+            raise ValueError("not an answer of a metadata server")
+        return _notice(json.loads(answer.read(_MOST_BYTES))), answer.getheader("ETag")
+
+
+def _notice(instance: Any) -> str:
+    if not isinstance(instance, dict):
+        raise ValueError("not the metadata of a machine")
+    if instance.get("preempted") == "TRUE":
+        return "Google Compute Engine preempts this machine"
+    if str(instance.get("maintenanceEvent")).startswith("TERMINATE"):
+        return "Google Compute Engine will stop this machine for maintenance of its host"
+    return ""

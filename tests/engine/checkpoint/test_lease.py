@@ -1,0 +1,161 @@
+"""Leases on folders in stores: one holder at a time, and a crash never strands one."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import fsspec
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint import lease as leases
+from jaxlm.engine.checkpoint.holder import Holder
+from jaxlm.engine.checkpoint.lease import Lease
+from jaxlm.engine.checkpoint.lock import LeaseLostError
+from tests.gcs import BUCKET
+from tests.run.test_object_store import bucket  # noqa: F401 - a fixture
+
+INTERVAL_S = 0.2
+
+
+@pytest.fixture(params=["memory", "gcs", "bucket"])
+def url(request, monkeypatch):
+    monkeypatch.setattr(leases, "INTERVAL_S", INTERVAL_S)
+    if request.param == "memory":
+        found = "memory://leases"
+    else:
+        where = request.getfixturevalue(request.param)
+        found = f"gs://{BUCKET}" if request.param == "gcs" else where
+    found += "/run"
+    yield found
+    fs, path = fsspec.core.url_to_fs(found)
+    if fs.exists(path):
+        fs.rm(path, recursive=True)
+
+
+def objects(url: str) -> list[str]:
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return sorted(name.rpartition("/")[2] for name in fs.find(path)) if fs.exists(path) else []
+
+
+def leave(url: str, holder: Holder, number: int = 1) -> None:
+    """The lease of a process that was killed."""
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{path}/lease-{number}.json", holder.to_json(token="t", beat=7))
+
+
+def of_dead_process() -> Holder:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return replace(Holder.this_process(), pid=ended.pid)
+
+
+def test_a_second_start_is_refused_until_the_first_has_ended(url):
+    said = []
+    with Lease(url, print).held() as still_held:
+        assert objects(url) == ["lease-1.json"]
+        began = time.monotonic()
+        with pytest.raises(
+            ConfigError, match=r"already being trained \(process \d+ on .+ since 20.+ UTC\): both would save to"
+        ):
+            Lease(url, said.append).held().__enter__()
+        assert time.monotonic() - began < 2.5 * INTERVAL_S + 1
+        assert "watching" in said[0]
+        still_held()
+    assert objects(url) == []
+    with Lease(url, print).held():
+        pass
+
+
+def test_of_starts_at_the_same_time_one_wins(url):
+    entered, refused, leave_now = [], [], threading.Event()
+
+    def start() -> None:
+        try:
+            with Lease(url, lambda _: None).held():
+                entered.append(1)
+                leave_now.wait(20)
+        except ConfigError:
+            refused.append(1)
+            if len(refused) == 3:
+                leave_now.set()
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert (len(entered), len(refused)) == (1, 3)
+
+
+def test_the_lease_of_a_process_that_ended_on_this_machine_is_taken_at_once(url):
+    leave(url, of_dead_process())
+    said, began = [], time.monotonic()
+    with Lease(url, said.append).held():
+        assert time.monotonic() - began < 2.5 * INTERVAL_S
+        assert objects(url) == ["lease-2.json"]
+    assert "which has ended: taken over" in said[-1]
+    assert objects(url) == []
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+@pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot": "other", "machine": "other"}, {"pids": "other"}])
+def test_what_may_be_another_machine_is_watched_first(url, elsewhere):
+    leave(url, replace(of_dead_process(), **elsewhere))
+    said, began = [], time.monotonic()
+    with Lease(url, said.append).held():
+        assert time.monotonic() - began > 2.5 * INTERVAL_S
+    assert "no heartbeat" in said[-1]
+
+
+def test_a_machine_that_was_started_again_has_ended_its_processes():
+    here = Holder.this_process()
+    assert replace(here, machine="m", boot="before").has_ended() is (here.machine == "m")
+    if here.machine:
+        assert replace(here, boot="before").has_ended()
+    assert replace(here, started="1").has_ended()  # the number of the process is used again
+    assert not here.has_ended()
+    assert Holder.from_json(here.to_json(beat=1)) == here
+    assert Holder.from_json(b"\x00 nonsense") is None
+    assert Holder.from_json(json.dumps({"holder": {"pid": 1}}).encode()) is None
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_paused_process_finds_out_before_it_saves_and_undoes_nothing(url, monkeypatch):
+    paused = Lease(url, print)
+    holding = paused.held()
+    still_held = holding.__enter__()
+    renew = paused._newest
+    monkeypatch.setattr(paused, "_newest", lambda: 1 / 0)  # its heartbeats stop
+    # Another machine, so that its process cannot be looked up.
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{path}/lease-1.json", replace(Holder.this_process(), host="other").to_json(token="t", beat=7))
+    with Lease(url, print).held() as other_holds:
+        monkeypatch.setattr(paused, "_newest", renew)
+        time.sleep(3 * INTERVAL_S)  # the thread of the paused process runs again
+        assert objects(url) == ["lease-2.json"]
+        with pytest.raises(LeaseLostError, match=r"another start of this run has taken .* since 20"):
+            still_held()
+        holding.__exit__(None, None, None)
+        other_holds()
+        assert objects(url) == ["lease-2.json"]
+    assert objects(url) == []
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_store_that_fails_for_a_while_costs_no_lease(url, monkeypatch):
+    holding = Lease(url, print)
+    fails = lambda: 1 / 0  # noqa: E731
+    with holding.held() as still_held:
+        with monkeypatch.context() as patch:
+            patch.setattr(holding, "_numbers", fails)
+            time.sleep(2 * INTERVAL_S)
+            still_held()
+        before = holding._beat
+        time.sleep(3 * INTERVAL_S)
+        assert holding._beat > before
+        still_held()
