@@ -16,6 +16,7 @@ from jaxlm.config.load import load_config, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
+from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
@@ -117,7 +118,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
                     state = conductor.act(outcome, state, opened)
             run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
     plan = run.plan
-    newest = plan.checkpoints.checkpoints()[-1].location
+    newest = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     if isinstance(outcome, Interrupted):
         console.log(f"stopped by {outcome.cause}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():

@@ -128,14 +128,19 @@ class Workplace:
 
     def digest(self, checkpoint: str, run_id: str = "run") -> dict[str, str]:
         """Path of each array in a checkpoint -> hash of its bytes."""
-        import orbax.checkpoint as ocp
+        return digest_of_arrays(str(self.folder / "checkpoints" / run_id / checkpoint))
 
-        folder = self.folder / "checkpoints" / run_id / checkpoint / "state"
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            paths = reader.metadata(folder).item_metadata.tree
-            as_numpy = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
-            arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-        return {p: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest() for p, a in arrays.items()}
+
+def digest_of_arrays(checkpoint: str) -> dict[str, str]:
+    """Path of each array in a checkpoint, which is at a path or URL -> hash of its bytes."""
+    import orbax.checkpoint as ocp
+
+    folder = f"{checkpoint}/state"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        paths = reader.metadata(folder).item_metadata.tree
+        as_numpy = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
+        arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return {p: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest() for p, a in arrays.items()}
 
 
 @dataclass(frozen=True)

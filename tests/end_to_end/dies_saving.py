@@ -10,8 +10,8 @@ import jax
 
 from jaxlm import train
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS
-from jaxlm.engine.checkpoint.manager import CheckpointWriter
 from jaxlm.engine.checkpoint.remote import RemoteFolder
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from tests.end_to_end.dies import die
 
 PROCESS, NAME = os.environ["JAXLM_TEST_DIES_SAVING"].split(":")
@@ -23,15 +23,15 @@ def writing(self, name, file, content, write=RemoteFolder.write):
     write(self, name, file, content)
 
 
-def committing(self, name, commit=CheckpointWriter._commit):
-    if name == NAME and jax.process_index() == int(PROCESS):
+def beginning(self, save, begin=CheckpointWriter._begin):
+    begin(self, save)
+    if save.name == NAME and jax.process_index() == int(PROCESS):
         die()
-    commit(self, name)
 
 
 if __name__ == "__main__":
     if PROCESS == "0":
         RemoteFolder.write = writing
     else:
-        CheckpointWriter._commit = committing
+        CheckpointWriter._begin = beginning
     sys.exit(train.main())

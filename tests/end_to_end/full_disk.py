@@ -8,7 +8,7 @@ import sys
 
 from jaxlm import train
 from jaxlm.engine.checkpoint import local as local_module
-from jaxlm.engine.checkpoint import manager as checkpoint
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
 
 
 def while_sealing() -> None:
@@ -20,14 +20,14 @@ def while_sealing() -> None:
 
 def while_writing_arrays() -> None:
     """Limits files to 40 kB, so Orbax's own threads get the operating system's error."""
-    save = checkpoint.CheckpointWriter.save
+    start = CheckpointWriter.start
 
     def limited(self, *args):
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
-        save(self, *args)
+        start(self, *args)
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    checkpoint.CheckpointWriter.save = limited
+    CheckpointWriter.start = limited
 
 
 PLACES = {"sealing": while_sealing, "writing arrays": while_writing_arrays}

@@ -165,7 +165,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling
 )
 def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, message):
     full = {"module": "tests.end_to_end.full_disk", "JAXLM_TEST_DISK_FULL": place}
-    result = again.run(*RUN, "--trainer.num_train_steps", "24", **full)
+    result = again.run(*RUN, "--trainer.num_train_steps", "24", "--trainer.checkpointer.retry_for", "0", **full)
     assert result.code == 1
     assert re.search(message, result.err)
     assert "Traceback" not in result.err

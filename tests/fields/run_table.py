@@ -135,6 +135,9 @@ TRAINER: dict[str, Entry] = {
         False, Value(lambda plan: str(plan.checkpoints.location), "checkpoints")
     ),
     "trainer.checkpointer.save_interval": ShownIn(INIT_FROM + "test_old_temporary_checkpoints_can_be_kept"),
+    "trainer.checkpointer.retry_for": ShownIn(
+        "tests/end_to_end/test_storage_faults.py::test_saves_that_fail_for_too_long_end_the_run"
+    ),
     "trainer.checkpointer.keep": ShownIn(INIT_FROM + "test_the_last_step_is_saved_permanently"),
     "trainer.checkpointer.delete_old_temp_checkpoints": ShownIn(
         INIT_FROM + "test_old_temporary_checkpoints_can_be_kept"

@@ -61,3 +61,22 @@ def test_each_run_of_a_process_has_its_own_folder(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_a_folder_that_cannot_be_written_only_warns(tmp_path, capfd):
+    folder = tmp_path / "cache"
+    folder.write_text("a file in the place of the folder")
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        try:
+            enable_compilation_cache(str(folder))
+            jax.config.update(names[1], 0.0)
+            compilation_cache.reset_cache()
+            assert jax.jit(lambda x: jnp.cos(x) * 2)(0.0) == 2.0
+            assert "trainer.compilation_cache_dir: cannot" in capfd.readouterr().err
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()

@@ -161,7 +161,6 @@ def test_a_damaged_checkpoint_is_passed_over(runs, poison, monkeypatch):
     go_back = Conductor._go_back
 
     def damaging(self: Conductor, *args: Any) -> Any:
-        self._writer.wait()
         (runs.place("damaged") / "step-4" / "run" / "manifest.json").write_text("{}")
         return go_back(self, *args)
 
@@ -240,7 +239,8 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
 )
 def test_a_run_that_goes_back_may_be_killed_at_any_time(runs, stopped, keep, monkeypatch):
     """Before anything was set aside, after a part of it, and while training. Temporary checkpoints stay, too."""
-    name, checkpointer = f"killed_{len(keep)}", {**runs.checkpointer, "keep": keep, "save_interval": 0}
+    name = f"killed_{len(keep)}"
+    checkpointer = {**runs.checkpointer, "keep": keep, "save_interval": 0, "retry_for": 0}
     if not keep:  # every step is saved, and each save deletes the one before
         checkpointer["delete_old_temp_checkpoints"] = False
     runs.run(name, trainer={"checkpointer": checkpointer})

@@ -17,6 +17,7 @@ _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "
 
 T = TypeVar("T")
 
+BRIEFLY_S = (0.02, 0.1, 0.5)
 AT_START_S = (0.5, 1.0, 2.0)
 WHILE_TRAINING_S = (*AT_START_S, 4.0, 8.0, 16.0, 32.0)
 """Pauses between the tries of `retried`."""

@@ -16,7 +16,6 @@ import numpy as np
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.activity import Activity
-from jaxlm.engine.checkpoint.manager import CheckpointWriter
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged, restore
 from jaxlm.engine.checkpoint.store import CheckpointFolder
@@ -45,7 +44,6 @@ class Conductor:
         state_builder: StateBuilder,
         layout: Layout,
         folder: CheckpointFolder,
-        writer: CheckpointWriter,
         log: Callable[[str], None],
         start: VerifiedCheckpoint | None,
         history: History,
@@ -57,7 +55,6 @@ class Conductor:
         self.num_skipped = 0
         self._layout = layout
         self._folder = folder
-        self._writer = writer
         self._log = log
         self._index = 0
         if start is not None:
@@ -79,6 +76,7 @@ class Conductor:
         Raises:
             RewindError: the run cannot go back.
         """
+        ended.saver.settle()
         match outcome:
             case Done():
                 self._enter_next(ended.saver.history)
@@ -124,7 +122,6 @@ class Conductor:
 
     def _go_back(self, outcome: Rewind, state: RunState, phase: Phase, history: History) -> RunState:
         """Loads the newest checkpoint from before the skipped updates."""
-        main_first(self._writer.wait)  # until process 0 has committed the last checkpoint
         rule = phase.optimizer.rewind_rule
         assert rule is not None, "only a rule makes a run go back"
         streak = f"the updates of steps {outcome.first} to {outcome.last} were skipped"
@@ -146,7 +143,6 @@ class Conductor:
 
     def _load(self, names: Sequence[str], state: RunState, phase: Phase) -> tuple[VerifiedCheckpoint, RunState]:
         """The newest undamaged one of the checkpoints `names`, and its state, which replaces `state` on the devices."""
-        main_first(self._writer.wait)
         found = newest_undamaged(self._folder, names, self._log)
         if found is None:
             raise RewindError(

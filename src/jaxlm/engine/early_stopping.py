@@ -51,10 +51,12 @@ class EarlyStopping:
             return None if is_last else Next(step, None, reason)
         if until.patience is None:
             return None
+        self._saver.settle()  # the checkpoint of the best evaluation may have failed
         best = until.after(self._saver.history.best, value, step)
-        self._saver.history = replace(self._saver.history, best=best)
         if best.step == step:
-            self._saver.save_best(step)
+            self._saver.save_best(best)
+        else:
+            self._saver.history = replace(self._saver.history, best=best)
         if best.stale < until.patience and not is_last:
             return None
         reason = f"{until.metric} has not improved in {best.stale} evaluations" if best.stale >= until.patience else ""

@@ -21,12 +21,15 @@ _RECENT_STEPS = 50  # steps over which the progress line averages speed
 class TrackerListener:
     """Passes every step's metrics, and those of the whole run, to the trackers."""
 
-    def __init__(self, trackers: Sequence[Tracker], of_run: Callable[[], dict[str, float]] = dict):
+    def __init__(self, trackers: Sequence[Tracker], of_run: Sequence[Callable[[], dict[str, float]]] = ()):
+        """Args: of_run: called at each step; each returns metrics of the whole run."""
         self._trackers = trackers
         self._of_run = of_run
 
     def __call__(self, info: StepInfo) -> None:
-        metrics = {**info.metrics, **self._of_run()}
+        metrics = dict(info.metrics)
+        for measure in self._of_run:
+            metrics |= measure()
         for tracker in self._trackers:
             tracker.log(info.step, metrics)
             if info.histograms:

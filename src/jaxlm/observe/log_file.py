@@ -1,6 +1,7 @@
 """A text file in the log folder whose failure never stops the run."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +14,8 @@ class LogFile:
 
     `warn` is called when writing begins to fail, when it works again, and if lines are missing at the end. A deleted file
     is created again with all of its lines, as long as this process has it open.
+
+    Another thread may call `flush`. Then the others do not wait for the disk: what they append is written later.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]):
@@ -22,6 +25,7 @@ class LogFile:
         self._size = 0  # bytes in the file
         self._waiting = bytearray()
         self._problem: OSError | None = None
+        self._adding, self._writing = threading.Lock(), threading.Lock()
 
     def open(self) -> None:
         """Creates the file if it does not exist. Without this, the first line does. Raises `OSError`."""
@@ -31,7 +35,8 @@ class LogFile:
 
     def append(self, text: str) -> None:
         """Adds whole lines. They may wait in memory until `flush`."""
-        self._waiting += text.encode(errors="surrogatepass")
+        with self._adding:
+            self._waiting += text.encode(errors="surrogatepass")
         if len(self._waiting) >= _BUFFER_BYTES:
             self._write(sync=False)
 
@@ -50,11 +55,20 @@ class LogFile:
     def _write(self, *, sync: bool) -> None:
         if self._file is None and not self._waiting:
             return
+        if not self._writing.acquire(blocking=sync):
+            return
+        try:
+            self._write_all(sync=sync)
+        finally:
+            self._writing.release()
+
+    def _write_all(self, *, sync: bool) -> None:
         try:
             file = self._current_file()
             while self._waiting:
-                written = os.write(file.fileno(), self._waiting)
-                del self._waiting[:written]
+                written = os.write(file.fileno(), bytes(self._waiting))
+                with self._adding:
+                    del self._waiting[:written]
                 self._size += written
             if sync:
                 os.fsync(file.fileno())
@@ -80,7 +94,8 @@ class LogFile:
             self.open()
             assert self._file is not None
             if self._size == 0:
-                self._waiting[:0] = content
+                with self._adding:
+                    self._waiting[:0] = content
             old.close()
         assert self._file is not None
         return self._file

@@ -23,9 +23,11 @@ from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.lock import StillHeld
-from jaxlm.engine.checkpoint.manager import CheckpointWriter, Saver
+from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.early_stopping import EarlyStopping
 from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
@@ -67,7 +69,6 @@ class Run:
 
     Attributes:
         trackers: where metrics are logged; empty on processes other than 0.
-        still_held: called before each save; ends a run that another start has taken over.
         previous: totals of earlier processes of this run.
         flag_sync: how the processes agree to save or stop.
         stop: records a signal to stop.
@@ -81,7 +82,6 @@ class Run:
     writer: CheckpointWriter
     trackers: tuple[Tracker, ...]
     logs: LogStore
-    still_held: StillHeld
     previous: Totals
     flag_sync: FlagSync
     stop: StopRequest
@@ -152,7 +152,7 @@ class Run:
         """Leads the run through its phases from where it starts."""
         plan, log = self.plan, self.console.log
         history = init_from.history.settled()
-        return Conductor(plan.state_builder, plan.layout, plan.checkpoints, self.writer, log, init_from.state, history)
+        return Conductor(plan.state_builder, plan.layout, plan.checkpoints, log, init_from.state, history)
 
     def early_stopping(self, phase: Phase, evaluations: EvalHook, saver: Saver) -> list[EarlyStopping]:
         """The hook that may end the phase early, if configured."""
@@ -171,7 +171,7 @@ class Run:
         guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
         return (
             *self.ledgers,
-            TrackerListener(self.trackers, *(ledger.metrics for ledger in self.ledgers)),
+            TrackerListener(self.trackers, [self.writer.health.metrics, *(ledger.metrics for ledger in self.ledgers)]),
             ProgressListener(
                 self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
             ),
@@ -202,7 +202,6 @@ class Run:
             complete = checkpoint.cursor.step == self.plan.num_steps
             cursor = replace(checkpoint.cursor, temporary=not complete, history=history)
             self.writer.save(state, cursor, checkpoint.position())
-            self.writer.wait()
         if history.abandoned:
             main_only(lambda: self._abandon(history.abandoned))
 
@@ -224,17 +223,10 @@ class Run:
 
     def saver(self, phase: Phase, conductor: Conductor) -> Saver:
         """The checkpoint policy, applied to a phase."""
-        flush = [
-            self.still_held,
-            *(tracker.flush for tracker in self.trackers),
-            *(ledger.begin_line for ledger in self.ledgers),
-        ]
-        flush += [self.logs.upload] if is_main_process() else []
+        begin_lines = [ledger.begin_line for ledger in self.ledgers]
         history, resumed = conductor.history, conductor.resumed
         newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
-        return Saver(
-            self.writer, self.plan.config.trainer.checkpointer, phase, [self.still_held, *flush], history, newest
-        )
+        return Saver(self.writer, self.plan.config.trainer.checkpointer, phase, begin_lines, history, newest)
 
     def workload(self, phase: Phase) -> Workload:
         """What a step of a phase amounts to, for throughput and MFU."""
@@ -272,7 +264,6 @@ def open_run(
     files |= tokenizer_files
     if plan.refs:
         files[REFERENCES_IDENTITY] = json.dumps(references_identity(plan)).encode()
-    writer = CheckpointWriter(plan.checkpoints, files)
     with contextlib.ExitStack() as closing:
         plan.checkpoints.prepare()
         if is_url(exports := plan.config.hf_save_path or ""):
@@ -289,10 +280,15 @@ def open_run(
         for ledger in ledgers:
             ledger.write()
             closing.callback(ledger.write)
+        checkpoint = init_from.state
+        newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
+        health = SaveHealth(plan.config.trainer.checkpointer, newest, console.log)
+        flush = [*(tracker.flush for tracker in trackers), *([logs.upload] if is_main_process() else [])]
+        writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush)
         sync = FlagSync(plan.layout)
-        yield Run(plan, tokenizer, console, writer, trackers, logs, still_held, previous, sync, stop, clock, ledgers)
+        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
         with clock.during(Activity.SAVE):
-            main_first(writer.wait)  # all processes wait until process 0 has committed the last checkpoint
+            writer.close()
 
 
 def _describe_start(folder: Path, config: str) -> None:

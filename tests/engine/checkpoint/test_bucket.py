@@ -18,14 +18,16 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.bucket import BucketFolder
+from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
 from jaxlm.engine.checkpoint.local import LocalFolder
-from jaxlm.engine.checkpoint.manager import CheckpointWriter
 from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints, resolve_folder
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError, latest_complete, latest_valid, restore
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR, SaveError
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from tests.engine.helpers import layout
 from tests.gcs import BUCKET
 
@@ -229,12 +231,12 @@ def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     where, logged = layout(), []
     folder = resolve_folder(f"gs://{BUCKET}/runs", "x", tmp_path)
     folder.open(logged.append)
-    writer = CheckpointWriter(folder, {"config.yaml": b"{}"})
+    health = SaveHealth(CheckpointerConfig(), None, logged.append)
+    writer = CheckpointWriter(folder, {"config.yaml": b"{}"}, health, logged.append, lambda: None)
     folder.prepare()
     states = [state(seed, where) for seed in range(2)]
     for step, temporary in enumerate((False, True)):
         writer.save(states[step], Cursor(step, 0, "train", entering=False, temporary=temporary), {"seen": step})
-    writer.wait()
     found = latest_valid(folder, logged.append)
     assert (found.location, found.cursor.temporary, found.position()) == (
         f"gs://{BUCKET}/runs/x/step-1",

@@ -1,6 +1,7 @@
 """Checkpoints on a disk: what is replaced, and a disk that the processes do not share."""
 
 import os
+import shutil
 
 import pytest
 
@@ -87,3 +88,55 @@ def test_a_second_start_of_a_run_is_refused_until_the_first_ends(tmp_path):
         pass
     with first.locked(print), LocalFolder(tmp_path / "other").locked(print):
         pass
+
+
+def test_a_folder_that_was_deleted_is_made_again_but_not_on_another_disk(tmp_path, monkeypatch):
+    """Below the mount point of a disk that is gone, it would fill the disk of the operating system."""
+    folder = LocalFolder(tmp_path / "disk" / "run")
+    folder.prepare()
+    save(folder, 1, temporary=False)
+    shutil.rmtree(tmp_path / "disk")
+    save(folder, 2, temporary=False)
+    assert folder.names() == ["step-2"]
+    shutil.rmtree(tmp_path / "disk" / "run")
+    device = folder._device
+    folder._device = -1  # as if this were the disk below the mount point
+    with pytest.raises(OSError, match="the disk of this folder is no longer mounted"):
+        save(folder, 3, temporary=False)
+    assert list((tmp_path / "disk").iterdir()) == []
+    folder._device = device
+    save(folder, 3, temporary=False)
+    folder._device = -1  # mounted again under another number: the newest checkpoint is there
+    save(folder, 4, temporary=False)
+    assert folder.names() == ["step-3", "step-4"]
+
+
+def test_a_deletion_that_fails_does_not_fail_the_save_and_is_repeated(tmp_path, monkeypatch):
+    folder = LocalFolder(tmp_path)
+    save(folder, 1, temporary=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("no")))
+        save(folder, 2, temporary=True)
+    assert folder.names() == ["step-2"]
+    assert len(list(tmp_path.iterdir())) == 2
+    folder.tidy()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_checkpoint_stays_if_the_one_that_replaces_it_cannot_be_renamed(tmp_path, monkeypatch):
+    folder = LocalFolder(tmp_path)
+    save(folder, 1, temporary=True)
+    rename = os.rename
+
+    def failing(source, target):
+        if str(source).endswith("step-1.unfinished"):
+            raise OSError("no")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        with pytest.raises(OSError, match="no"):
+            save(folder, 1, temporary=True)
+    folder.tidy()
+    assert folder.names() == ["step-1"]
+    folder.checkpoints()[0].verify()

@@ -16,7 +16,7 @@ from jaxlm.engine.checkpoint.remote import RemoteFolder
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import latest_valid
 from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
-from jaxlm.engine.checkpoint.store import CURSOR
+from jaxlm.engine.checkpoint.store import CURSOR, SaveError
 
 URL = "memory://store/run"
 
@@ -140,7 +140,7 @@ def test_an_interrupted_upload_is_never_visible_and_is_completed_later(store, tm
     save(folder, 1, temporary=True)
     with breaking(store, "put_file", after):
         if after < 3:
-            with pytest.raises(OSError, match="connection broke"):
+            with pytest.raises(SaveError, match="connection broke"):
                 save(folder, 2)
             assert RemoteFolder(URL).names() == ["step-1"]
             assert [path.name for path in staged_checkpoints(URL, tmp_path / "reader")] == ["step-1"]
@@ -160,7 +160,7 @@ def test_opening_does_not_change_the_store(store, tmp_path):
     """The run may still be refused because it is a different one."""
     folder, _ = opened(tmp_path)
     save(folder, 1, temporary=True)
-    with breaking(store, "put_file", 2), pytest.raises(OSError, match="connection broke"):
+    with breaking(store, "put_file", 2), pytest.raises(SaveError, match="connection broke"):
         save(folder, 2)
     before = {path: store.cat_file(path) for path in store.find("/store")}
     folder, _ = opened(tmp_path)
@@ -170,7 +170,7 @@ def test_opening_does_not_change_the_store(store, tmp_path):
 
 def test_a_pending_upload_yields_to_newer_checkpoints_of_another_machine(store, tmp_path):
     local, _ = opened(tmp_path / "here")
-    with breaking(store, "put_file"), pytest.raises(OSError, match="connection broke"):
+    with breaking(store, "put_file"), pytest.raises(SaveError, match="connection broke"):
         save(local, 2)
     save(opened(tmp_path / "there")[0], 4, temporary=True)
     local, _ = opened(tmp_path / "here")

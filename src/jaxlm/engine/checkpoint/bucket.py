@@ -80,14 +80,7 @@ class BucketFolder(CheckpointFolder):
         """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self.location: str = url
         self._delete_temporary = delete_temporary
-
-    @property
-    def write_errors(self) -> tuple[type[Exception], ...]:
-        import aiohttp
-        from gcsfs.retry import HttpError
-        from google.auth.exceptions import GoogleAuthError
-
-        return (OSError, ValueError, aiohttp.ClientError, HttpError, GoogleAuthError)
+        self._newest: str | None = None  # the last one that this process has committed
 
     @functools.cached_property
     def _remote(self) -> RemoteFolder:
@@ -132,7 +125,7 @@ class BucketFolder(CheckpointFolder):
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes the files under the final name. The checkpoint is invisible until `commit`."""
-        with storage_errors(lambda reason: SaveError(f"cannot save a checkpoint to {self.location} ({reason})")):
+        with storage_errors(SaveError):
             self._remote.clear(name)
             for file, content in files.items():
                 self._remote.write(name, file, content)
@@ -142,13 +135,21 @@ class BucketFolder(CheckpointFolder):
 
     def commit(self, name: str) -> None:
         """Writes `checksums.json` from the checksums that the store keeps, without reading the files again."""
-        sums = {
-            file: self._remote.digest(name, file, SHA256) if md5 is None else f"{MD5}:{md5}"
-            for file, md5 in self._remote.files(name).items()
-        }
-        self._remote.write(name, CHECKSUMS, json.dumps(sums, indent=1).encode())
-        for old in self._remote.replaced_by(name) if self._delete_temporary else []:
-            self._remote.delete(old)
+        with storage_errors(SaveError):
+            sums = {
+                file: self._remote.digest(name, file, SHA256) if md5 is None else f"{MD5}:{md5}"
+                for file, md5 in self._remote.files(name).items()
+            }
+            self._remote.write(name, CHECKSUMS, json.dumps(sums, indent=1).encode())
+        self._newest = name
+        with contextlib.suppress(SaveError):  # the next save does it
+            self.tidy()
+
+    def tidy(self) -> None:
+        with storage_errors(SaveError):
+            self._remote.remove_unfinished()
+            for old in self._remote.replaced_by(self._newest) if self._newest and self._delete_temporary else []:
+                self._remote.delete(old)
 
     def _probe(self) -> None:
         """Writes and deletes one file with fsspec, as small files are written, and one with TensorStore, as arrays are."""

@@ -9,6 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from jaxlm.core.atomic_io import fsync
+from jaxlm.core.stores import BRIEFLY_S, retried
 
 CHECKSUMS = "checksums.json"
 SHA256, MD5 = "sha256", "md5"
@@ -26,11 +27,11 @@ def seal(folder: Path) -> None:
     """
     names = _files(folder)
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: _digest(folder / name, sync=True), names)
+        digests = pool.map(lambda name: retried(lambda: _digest(folder / name, sync=True), BRIEFLY_S), names)
         sums = dict(zip(names, digests, strict=True))
-    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+    retried(lambda: (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1)), BRIEFLY_S)
     for path in (folder / CHECKSUMS, folder):
-        fsync(path)
+        retried(partial(fsync, path), BRIEFLY_S)
 
 
 def verify(folder: Path, below: str = "") -> None:

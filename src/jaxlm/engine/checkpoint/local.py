@@ -1,6 +1,7 @@
 """Checkpoints on a disk that all processes share: written to a hidden folder, sealed with checksums, then renamed."""
 
 import contextlib
+import errno
 import functools
 import os
 import shutil
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlm.core.atomic_io import free_path
+from jaxlm.core.atomic_io import free_path, fsync
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
+from jaxlm.core.stores import BRIEFLY_S, retried
 from jaxlm.engine.checkpoint.integrity import seal, verify
 from jaxlm.engine.checkpoint.lock import StillHeld, locked_file
 from jaxlm.engine.checkpoint.manifest import (
@@ -68,10 +70,8 @@ class LocalFolder(CheckpointFolder):
         self.location: Path = path
         self._key = key
         self._delete_temporary = delete_temporary
-
-    @property
-    def write_errors(self) -> tuple[type[Exception], ...]:
-        return (OSError, ValueError)  # TensorStore raises ValueError if the disk is full
+        self._newest: str | None = None  # the last one that this process has committed
+        self._device: int | None = None  # of the disk of the folder
 
     def open(self, log: Callable[[str], None]) -> None:
         """Checks that all processes see the same checkpoints. `prepare` checks that they also see new files."""
@@ -121,37 +121,65 @@ class LocalFolder(CheckpointFolder):
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         """Writes the files to a hidden folder."""
+        retried(self._check_place, BRIEFLY_S)
         folder = self._unfinished(name)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            retried(lambda: shutil.rmtree(folder), BRIEFLY_S)
         for file, content in files.items():
-            path = folder / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            retried(functools.partial(_write, folder / file, content), BRIEFLY_S)
 
     def arrays(self, name: str) -> str:
         return str(self._unfinished(name).absolute() / ARRAYS)  # Orbax accepts absolute paths only
 
     def commit(self, name: str) -> None:
-        """Writes the checksums, renames the hidden folder, and deletes the checkpoints that this one replaces."""
+        """Writes the checksums, and renames the hidden folder."""
         seal(self._unfinished(name))
-        staying = {name, *pinned_by((self._unfinished(name) / CURSOR).read_bytes)}
-        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name not in staying]
-        superseded = [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]
-        final = self.location / name
+        final, replaced = self.location / name, self._deleted(name)
         if final.exists():
-            self._remove(final)
-        os.rename(self._unfinished(name), final)
-        for old in superseded if self._delete_temporary else []:
-            self._remove(old.path)
+            os.rename(final, replaced)
+        try:
+            retried(lambda: os.rename(self._unfinished(name), final), BRIEFLY_S)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, final)
+            raise
+        retried(lambda: fsync(self.location), BRIEFLY_S)
+        self._newest = name
+        with contextlib.suppress(OSError):  # the next save does it
+            retried(self.tidy, BRIEFLY_S)
+
+    def tidy(self) -> None:
+        for path in self.location.glob(f"*{UNFINISHED}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if self._newest is None or not self._delete_temporary:
+            return
+        staying = {self._newest, *pinned_by((self.location / self._newest / CURSOR).read_bytes)}
+        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name not in staying]
+        for old in [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]:
+            renamed = self._deleted(old.name)  # first, so that a partly deleted checkpoint is never visible
+            os.rename(old.path, renamed)
+            shutil.rmtree(renamed)
+
+    def _check_place(self) -> None:
+        """Raises `OSError` if the folder is gone with its disk: what is below the mount point then is another disk.
+
+        If only the folder is gone, it is made again.
+        """
+        there = next(path for path in (self.location.absolute(), *self.location.absolute().parents) if path.exists())
+        device = there.stat().st_dev
+        if self._newest is not None and (self.location / self._newest).is_dir():
+            self._device = device  # mounted again, maybe under another number
+        if self._device not in (None, device):
+            raise OSError(errno.ENODEV, "the disk of this folder is no longer mounted", str(self.location))
 
     def _prepare(self, token: bytes) -> None:
         with self._start_errors():
             self.location.mkdir(parents=True, exist_ok=True)
+            self._device = self.location.stat().st_dev
             for path in self.location.iterdir():
                 if CheckpointName.parse(path.name) is not None and not path.is_dir():
                     raise ConfigError(f"{path}: a file with the name of a checkpoint. Move it away")
-            for path in self.location.glob(f"*{UNFINISHED}"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.tidy()
             self._probe.write_bytes(token)
 
     @contextlib.contextmanager
@@ -192,10 +220,11 @@ class LocalFolder(CheckpointFolder):
     def _unfinished(self, name: str) -> Path:
         return self.location / f"{name}{UNFINISHED}"
 
-    def _remove(self, path: Path) -> None:
-        """Deletes a checkpoint. It is renamed first, so that a partly deleted one is never visible."""
-        if path.exists():
-            # Not `_unfinished(name)`, which is the folder of the checkpoint being saved.
-            renamed = path.with_name(f"deleted-{path.name}{UNFINISHED}")
-            os.rename(path, renamed)
-            shutil.rmtree(renamed)
+    def _deleted(self, name: str) -> Path:
+        """Where a checkpoint is moved before it is deleted. Not `_unfinished`, which is the folder of the one being saved."""
+        return self.location / f"deleted-{name}{UNFINISHED}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

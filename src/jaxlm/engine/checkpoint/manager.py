@@ -1,21 +1,14 @@
-"""Saves states in the background to a `CheckpointFolder`."""
+"""Decides which checkpoints of a phase are saved, and when."""
 
-import json
-import logging
-import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
-from jaxlm.core import tree
-from jaxlm.core.runtime import is_main_process, main_only
-from jaxlm.engine.checkpoint.manifest import Cursor, History
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.stores import WHILE_TRAINING_S
+from jaxlm.engine.checkpoint.manifest import BestEval, Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, SaveClock, is_permanent
-from jaxlm.engine.checkpoint.store import CURSOR, CheckpointFolder, SaveError
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 
@@ -23,81 +16,11 @@ BEST, BEFORE_STREAK = "best", "before_streak"
 """Purposes of pins: the phase's best evaluation, and the newest checkpoint from before a streak of skipped updates."""
 
 
-def flat_arrays(state: Any) -> dict[str, Any]:
-    """Dotted path -> array, for every array of a state. This is the form in which Orbax saves it."""
-    return {path: tree.raw(leaf) for path, leaf in tree.leaves(state)}
-
-
-def manifest(state: Any) -> dict[str, dict[str, Any]]:
-    """Path -> shape and dtype of every array, which a rebuilt tree must match."""
-    return {p: {"shape": list(a.shape), "dtype": str(a.dtype)} for p, a in flat_arrays(state).items()}
-
-
-class CheckpointWriter:
-    """Writes the checkpoints of one run in the background."""
-
-    def __init__(self, folder: CheckpointFolder, run_files: Mapping[str, bytes]):
-        """Args: run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer)."""
-        import orbax.checkpoint as ocp
-
-        self._folder = folder
-        self._run_files = dict(run_files)
-        silence_repeated_errors()
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
-        self._save_args = ocp.args.PyTreeSave
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
-        """Copies the state off the devices and returns; the rest happens in the background.
-
-        All processes must call this at the same step. It first waits for a save that is still running. `position` is the
-        data position, from `Batches.state()`. Raises `SaveError` if this save or the previous one failed.
-        """
-        self.wait()
-        name = cursor.folder_name
-        try:
-            main_only(lambda: self._folder.begin(name, self._small_files(state, cursor, position)))
-            self._orbax.save(self._folder.arrays(name), args=self._save_args(flat_arrays(state)))
-        except self._folder.write_errors as error:
-            raise SaveError.because(self._folder.location, error) from error
-        self._thread = threading.Thread(target=self._commit, args=(name,), name="checkpoint-commit")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Blocks until the last save is finished. Raises `SaveError` if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise SaveError.because(self._folder.location, error) from error
-
-    def check(self) -> None:
-        """Raises `SaveError` if a finished save failed. Does not block."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
-
-    def _small_files(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> dict[str, bytes]:
-        versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
-        return {f"run/{name}": content for name, content in self._run_files.items()} | {
-            CURSOR: cursor.to_json(),
-            "run/manifest.json": json.dumps({"leaves": manifest(state), **versions}).encode(),
-            "data/position.json": json.dumps(dict(position)).encode(),
-        }
-
-    def _commit(self, name: str) -> None:
-        # Any failure here must reach the training loop: `wait` and `check` raise it there.
-        try:
-            self._orbax.wait_until_finished()
-            if is_main_process():
-                self._folder.commit(name)
-        except BaseException as error:
-            self._error = error
-
-
 class Saver:
     """Decides which checkpoints to save in a phase, and saves them.
+
+    A save that fails while training goes on is made up for by a later one. Saves that end or begin a phase, an attempt or a
+    run have nothing to go on with: they block until they are finished, and are repeated if they fail.
 
     Attributes:
         history: the run's history, which every checkpoint contains.
@@ -113,7 +36,7 @@ class Saver:
         resumed: str | None = None,
     ):
         """Args:
-        before_save: called before each save, so that what they flush is on disk before the checkpoint is visible.
+        before_save: called before each save.
         resumed: name of the checkpoint that the phase continues from; None if it is entered.
         """
         self.history = history
@@ -125,55 +48,105 @@ class Saver:
         self._last_saved: int | None = None
         self._before_streak = history.pins.get(BEFORE_STREAK, resumed)
         self._best_step: int | None = None
+        self._best_before: BestEval | None = None
+        self._unsettled: _Unsettled | None = None
 
     def due_by_clock(self) -> bool:
-        """Whether a temporary checkpoint is due by process 0's clock; False on every other process."""
-        self._writer.check()
-        return is_main_process() and self._clock.due()
+        """Whether a temporary checkpoint is due by process 0's clock; False on every other process.
+
+        None is due in the pause after one that failed, or while another one is being written, unless every step is saved.
+
+        Raises:
+            SaveError: saves have been failing for too long.
+        """
+        if self._writer.is_busy:
+            return is_main_process() and not self._policy.save_interval
+        self._writer.wait()
+        health = self._writer.health
+        return is_main_process() and (health.retry_due() if health.is_failing else self._clock.due())
 
     def due_by_step(self, step: int) -> bool:
         """Whether the retention rules or a request of this step save a checkpoint."""
         return is_permanent(self._policy.keep, step) or step == self._best_step
 
-    def save_best(self, step: int) -> None:
-        """Requests a checkpoint of this step, and pins it until the next such request or the end of the phase."""
-        self._best_step = step
+    def save_best(self, best: BestEval) -> None:
+        """Requests a checkpoint of the best evaluation's step, and pins it until the next such request or the phase's end.
+
+        If that cannot be saved, the best evaluation before it counts again.
+        """
+        self._best_before = self.history.best
+        self._best_step = best.step
+        self.history = replace(self.history, best=best)
+
+    def settle(self) -> None:
+        """Waits for the save in progress. If it failed, the history is as if it had not been tried.
+
+        All processes must call this at the same step, so that they act alike.
+        """
+        self._writer.wait()
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None or not self._writer.has_failed:
+            return
+        best = self.history.best
+        if best is not None and best.step == self._last_saved:
+            best = self._best_before
+        self.history = replace(self.history, pins=unsettled.pins, best=best)
+        self._before_streak, self._last_saved = unsettled.before_streak, None
 
     def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
-        """Starts saving the state after `step`, unless that was just done. `forced`: the phase or the run ends here."""
+        """Saves the state after `step`, unless that was just done. `forced`: the phase or the run ends here.
+
+        Without `forced`, this starts the save and returns.
+        """
+        self.settle()
         if step == self._last_saved:
             return
         permanent = is_permanent(self._policy.keep, step) or (forced and step == self._phase.end)
-        self._write(state, step, position, entering=False, temporary=not permanent)
+        temporary = not (permanent or self._writer.health.is_owed)
+        pauses = WHILE_TRAINING_S if forced else None
+        self._write(state, step, position, entering=False, temporary=temporary, pauses_s=pauses)
 
     def save_end(self, state: RunState, step: int, position: Mapping[str, Any]) -> None:
-        """Starts saving the state with which the phase ends, permanently."""
+        """Saves the state with which the phase ends, permanently."""
         self._best_step = None
-        self._write(state, step, position, entering=False, temporary=False)
+        self._write(state, step, position, entering=False, temporary=False, pauses_s=WHILE_TRAINING_S)
 
     def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
-        """Saves the state at the start of the phase and blocks until it is written."""
-        self._write(state, self._phase.start, position, entering=True, temporary=True)
-        self._writer.wait()
+        """Saves the state at the start of the phase."""
+        self._write(state, self._phase.start, position, entering=True, temporary=True, pauses_s=WHILE_TRAINING_S)
 
     def save_rewound(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
-        """Saves the state to which the run went back, and blocks until it is written: from here on, a start resumes there.
+        """Saves the state to which the run went back: from here on, a start resumes there.
 
         Args:
             cursor: the cursor of the checkpoint that the state was loaded from.
             position: the data position after the skipped batches.
         """
-        self._write(state, cursor.step, position, entering=cursor.entering, temporary=True)
-        self._writer.wait()
+        entering, pauses = cursor.entering, WHILE_TRAINING_S
+        self._write(state, cursor.step, position, entering=entering, temporary=True, pauses_s=pauses)
 
     def _write(
-        self, state: RunState, step: int, position: Mapping[str, Any], *, entering: bool, temporary: bool
+        self,
+        state: RunState,
+        step: int,
+        position: Mapping[str, Any],
+        *,
+        entering: bool,
+        temporary: bool,
+        pauses_s: Sequence[float] | None,
     ) -> None:
-        for flush in self._before_save:
-            flush()
+        """Args: pauses_s: between tries of a save that blocks; None only starts it."""
+        self.settle()
+        for act in self._before_save:
+            act()
         cursor = Cursor(step, self._phase.index, self._phase.name, entering, temporary, self.history)
+        self._unsettled = _Unsettled(self.history.pins, self._before_streak)
         self.history = replace(self.history, pins=self._pins(cursor))
-        self._writer.save(state, replace(cursor, history=self.history), position)
+        cursor = replace(cursor, history=self.history)
+        if pauses_s is None:
+            self._writer.start(state, cursor, position)
+        else:
+            self._writer.save(state, cursor, position, pauses_s)
         self._last_saved = step
         self._clock.reset()
 
@@ -190,17 +163,14 @@ class Saver:
         return pins
 
 
-def silence_repeated_errors() -> None:
-    """Silences the tracebacks of Orbax's threads, and those of writes that end after a failed save closed the event loop."""
-    logging.getLogger("absl").addFilter(_is_not_repeated)
-    if sys.unraisablehook is not _unraisable:
-        sys.unraisablehook = _unraisable
+@dataclass(frozen=True)
+class _Unsettled:
+    """What is right again if the save in progress fails.
 
+    Attributes:
+        pins: of the history.
+        before_streak: the newest checkpoint from before a streak of skipped updates.
+    """
 
-def _is_not_repeated(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
-
-
-def _unraisable(unraisable: Any) -> None:
-    if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
-        sys.__unraisablehook__(unraisable)
+    pins: Mapping[str, str]
+    before_streak: str | None

@@ -31,8 +31,11 @@ class CheckpointerConfig:
         base_path: folder or URL under which runs save their checkpoints. With `gs://bucket/runs` every process writes its
             own shards to the bucket; other URLs that fsspec can write to (`s3://bucket/runs`) are staged in `staging_dir`.
         append_run_id_to_base_path: save to `<base_path>/<run id>`; false saves directly to `<base_path>`.
-        save_interval: time between temporary checkpoints. Each new checkpoint replaces the temporary ones before it.
+        save_interval: time between temporary checkpoints. Each new checkpoint replaces the temporary ones before it. A save
+            that is due while another one is being written is postponed. 0 saves after every step, and waits for it.
         keep: retention rules for permanent checkpoints, sorted by `until`; an empty list keeps only the final checkpoint.
+        retry_for: how long saves may go on failing before the run ends. Until then training goes on, and the next save is
+            tried after 5 s, 10 s, 20 s and so on, at most `save_interval`. 0 ends the run at the first failure.
         delete_old_temp_checkpoints: delete older temporary checkpoints after each save; false keeps all of them.
         staging_dir: local folder in which checkpoints for URLs other than `gs://` are written before upload and cached
             after download. All processes of the run must share it.
@@ -41,16 +44,16 @@ class CheckpointerConfig:
     base_path: str = "checkpoints/"
     append_run_id_to_base_path: bool = True
     save_interval: timedelta = timedelta(minutes=15)
+    retry_for: timedelta = timedelta(hours=1)
     keep: list[KeepRule] = field(default_factory=lambda: [KeepRule(every=10_000)])
     delete_old_temp_checkpoints: bool = True
     staging_dir: str = "cache/checkpoints"
 
     def check(self) -> None:
-        """Raises `ConfigError` if the interval is negative or the retention rules are inconsistent."""
-        if self.save_interval < timedelta(0):
-            raise ConfigError(
-                f"trainer.checkpointer.save_interval: {self.save_interval} given, but it must not be negative"
-            )
+        """Raises `ConfigError` if a time is negative or the retention rules are inconsistent."""
+        for name, value in (("save_interval", self.save_interval), ("retry_for", self.retry_for)):
+            if value < timedelta(0):
+                raise ConfigError(f"trainer.checkpointer.{name}: {value} given, but it must not be negative")
         untils = [rule.until for rule in self.keep]
         for number, rule in enumerate(self.keep):
             path = f"trainer.checkpointer.keep.{number}"

@@ -15,9 +15,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.integrity import DamagedError
-from jaxlm.engine.checkpoint.manager import flat_arrays, manifest
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
+from jaxlm.engine.checkpoint.writer import flat_arrays, manifest
 from jaxlm.engine.state import shardings
 
 T = TypeVar("T")

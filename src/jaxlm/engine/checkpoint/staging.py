@@ -13,9 +13,9 @@ from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
 from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.lock import StillHeld
-from jaxlm.engine.checkpoint.manifest import ABANDONED, PENDING
+from jaxlm.engine.checkpoint.manifest import ABANDONED, PENDING, CheckpointName
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
-from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.checkpoint.store import CheckpointFolder, SaveError
 
 Log = Callable[[str], None]
 
@@ -32,10 +32,7 @@ class StagedFolder(CheckpointFolder):
         self._staging = local_copy(staging_dir, url)
         self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
         self._delete_temporary = delete_temporary
-
-    @property
-    def write_errors(self) -> tuple[type[Exception], ...]:
-        return self._local.write_errors
+        self._newest: str | None = None  # the last one that this process has uploaded
 
     def __str__(self) -> str:
         return f"{self.location} (staged in {self._staging})"
@@ -88,11 +85,25 @@ class StagedFolder(CheckpointFolder):
         return self._local.arrays(name)
 
     def commit(self, name: str) -> None:
-        """Commits the checkpoint to the staging folder, then uploads it. If the upload fails, the next start retries it."""
+        """Commits the checkpoint to the staging folder, then uploads it, and those whose upload failed before.
+
+        If an upload fails, the next save or start tries it again.
+        """
         self._mark(name).touch()
         self._local.commit(name)
-        self._publish(name)
-        self._keep_only([name])
+        with storage_errors(lambda reason: SaveError(f"the upload failed ({reason})"), local=self._staging):
+            for pending in self._pending():
+                self._publish(pending)
+        self._newest = name
+        with contextlib.suppress(OSError, SaveError):  # the next save does it
+            self._keep_only([name])
+            self.tidy()
+
+    def tidy(self) -> None:
+        self._local.tidy()
+        with storage_errors(SaveError, local=self._staging):
+            self._remote.remove_unfinished()
+            self._delete_replaced(self._newest)
 
     def _open(self, log: Log) -> None:
         with copy_errors(self._base_path, self._staging):
@@ -105,19 +116,25 @@ class StagedFolder(CheckpointFolder):
         with copy_errors(self._base_path, self._staging):
             self._remote.remove_unfinished()
             for name in self._pending():
+                is_there = (self._staging / name).is_dir()
                 self._publish(name)
+                self._delete_replaced(name if is_there else None)
 
     def _publish(self, name: str) -> None:
-        """Uploads a checkpoint, and deletes the remote checkpoints that it replaces."""
-        if (self._staging / name).is_dir():  # otherwise it was never finished, or was set aside
+        """Uploads a checkpoint."""
+        if (self._staging / name).is_dir():  # otherwise it was never finished, was replaced, or was set aside
             self._remote.upload(self._staging / name)
-            for old in self._remote.replaced_by(name) if self._delete_temporary else []:
-                self._remote.delete(old)
         self._mark(name).unlink()
 
+    def _delete_replaced(self, newest: str | None) -> None:
+        """Deletes the remote checkpoints that `newest` replaces."""
+        for old in self._remote.replaced_by(newest) if newest and self._delete_temporary else []:
+            self._remote.delete(old)
+
     def _pending(self) -> list[str]:
-        """Names of the checkpoints that still have to be uploaded."""
-        return [mark.name.removesuffix(PENDING) for mark in self._staging.glob(f"*{PENDING}")]
+        """Names of the checkpoints that still have to be uploaded, oldest first."""
+        names = (CheckpointName.parse(mark.name.removesuffix(PENDING)) for mark in self._staging.glob(f"*{PENDING}"))
+        return [name.text for name in sorted(filter(None, names))]
 
     def _fetch_newest(self, log: Log) -> list[str]:
         for name in reversed(self._remote.names()):

@@ -28,12 +28,23 @@ _SHOWN = 250  # characters of each end of an error's first line
 
 
 class SaveError(Exception):
-    """A checkpoint could not be saved. Finished checkpoints are intact."""
+    """A checkpoint could not be saved. Finished checkpoints are intact.
 
-    @classmethod
-    def because(cls, location: Path | str, error: BaseException) -> "SaveError":
-        """The error with its cause, and advice if the disk is full."""
-        text = str(error)  # TensorStore names the system's error only in its message, which can have dozens of lines
+    Attributes:
+        reason: the message without advice for a run that ends.
+    """
+
+    def __init__(self, reason: str, advice: str = ""):
+        super().__init__(f"{reason}.{advice}")
+        self.reason = reason
+
+    @staticmethod
+    def because(location: Path | str, text: str) -> "SaveError":
+        """The error with its cause, and advice if the disk is full.
+
+        Args:
+            text: message of the cause. TensorStore names the system's error only there, and it can have dozens of lines.
+        """
         advice = ""
         if os.strerror(errno.ENOSPC) in text:
             advice = " Finished checkpoints are intact. Free up disk space and run the same command again."
@@ -42,7 +53,7 @@ class SaveError(Exception):
         first_line = text.partition("\n")[0].partition(" [source locations")[0]
         if len(first_line) > 2 * _SHOWN:
             first_line = f"{first_line[:_SHOWN]} ... {first_line[-_SHOWN:]}"
-        return cls(f"cannot save a checkpoint to {location}: {first_line}.{advice}")
+        return SaveError(f"cannot save a checkpoint to {location}: {first_line}", advice)
 
 
 class Checkpoint(abc.ABC):
@@ -95,11 +106,6 @@ class CheckpointFolder(abc.ABC):
     """
 
     location: Path | str
-
-    @property
-    @abc.abstractmethod
-    def write_errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions that Orbax raises if it cannot write arrays there."""
 
     def __str__(self) -> str:
         return str(self.location)
@@ -165,7 +171,11 @@ class CheckpointFolder(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, name: str) -> None:
-        """Makes a completely written checkpoint visible.
+        """Makes a completely written checkpoint visible, and calls `tidy`, whose failure does not matter."""
 
-        Deletes the temporary checkpoints that it replaces, but not those that its cursor pins.
+    @abc.abstractmethod
+    def tidy(self) -> None:
+        """Deletes what failed saves have left behind, and the temporary checkpoints that the last committed one replaces.
+
+        Those that its cursor pins stay. No save may be in progress.
         """

@@ -1,0 +1,322 @@
+"""Writes one state at a time to a `CheckpointFolder`, in a thread of its own."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.stores import AT_START_S, WHILE_TRAINING_S, retried
+from jaxlm.engine.checkpoint.health import SaveHealth
+from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.notices import Notices
+from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
+from jaxlm.engine.state import RunState
+
+T = TypeVar("T")
+_PATIENCE_S = 5.0  # until a save that is waited for is mentioned
+
+
+def flat_arrays(state: Any) -> dict[str, Any]:
+    """Dotted path -> array, for every array of a state. This is the form in which Orbax saves it."""
+    return {path: tree.raw(leaf) for path, leaf in tree.leaves(state)}
+
+
+def manifest(state: Any) -> dict[str, dict[str, Any]]:
+    """Path -> shape and dtype of every array, which a rebuilt tree must match."""
+    return {p: {"shape": list(a.shape), "dtype": str(a.dtype)} for p, a in flat_arrays(state).items()}
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run in the background, one at a time.
+
+    A save that fails changes nothing: what it has written is removed, now or later. All processes learn of the failure.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        run_files: Mapping[str, bytes],
+        health: SaveHealth,
+        log: Callable[[str], None],
+        still_held: StillHeld,
+        before_commit: Sequence[Callable[[], None]] = (),
+    ):
+        """Args:
+        run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer).
+        still_held: called in the thread before the folder is changed. It may ask a store.
+        before_commit: called in the thread, so that what they flush is on disk before the checkpoint is visible.
+        """
+        import orbax.checkpoint as ocp
+
+        self.health = health
+        self._folder = folder
+        self._run_files = dict(run_files)
+        self._log = log
+        self._still_held = still_held
+        self._before_commit = before_commit
+        silence_repeated_errors()
+        # Not an `AsyncCheckpointer`: its barriers would wait for a process that has failed (docs/design/0016).
+        self._orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+        self._save_args = ocp.args.PyTreeSave
+        self._number = 0
+        self._cursor: Cursor | None = None  # of the save whose outcome has not been looked at
+        self._thread = threading.Thread()
+        self._error: SaveError | None = None
+        self._lost: LeaseLostError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save, which has been waited for, has failed."""
+        return self._error is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a state is being written."""
+        return self._thread.is_alive()
+
+    def start(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
+        """Copies the state off the devices and returns; the rest happens in the background.
+
+        All processes must call this at the same step, and `wait` before it. `position` is the data position, from
+        `Batches.state()`.
+        """
+        from etils import epath  # the paths that Orbax takes
+
+        assert self._cursor is None, "the last save has not been waited for"
+        name = cursor.folder_name
+        files = self._small_files(state, cursor, position)
+        save = _Save(Notices(self._number), name, files, flat_arrays(state), epath.Path(self._folder.arrays(name)))
+        self._number, self._cursor = self._number + 1, cursor
+        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
+        self._thread.start()
+        save.copied.result()
+
+    def save(
+        self, state: RunState, cursor: Cursor, position: Mapping[str, Any], pauses_s: Sequence[float] = WHILE_TRAINING_S
+    ) -> None:
+        """Saves a state and blocks until that is done. A save that fails is repeated.
+
+        Args:
+            pauses_s: seconds to wait before each further try.
+
+        Raises:
+            SaveError: the last try failed, too.
+        """
+        self.wait()
+        for pause in (*(pauses_s if self.health.retries else ()), None):
+            self.start(state, cursor, position)
+            if (error := self.wait(pause_s=pause, is_last=pause is None)) is None:
+                return
+            if pause is None:
+                raise error
+            time.sleep(pause)
+
+    def wait(self, *, pause_s: float | None = None, is_last: bool = False) -> SaveError | None:
+        """Blocks until the last save is finished. Returns why it failed; None if it did not, or if that is known.
+
+        Args:
+            pause_s: see `SaveHealth.failed`.
+            is_last: whether the caller ends the run if it failed.
+
+        Raises:
+            SaveError: saves have been failing for too long.
+            LeaseLostError: another start of the run has taken the folder.
+        """
+        cursor, self._cursor = self._cursor, None
+        if cursor is None:
+            return None
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            self._log(f"waiting for the save of {cursor.folder_name}, which is still being written")
+            self._thread.join()
+        if self._lost is not None:
+            raise self._lost
+        if self._error is None:
+            self.health.saved(cursor.folder_name)
+        elif not is_last:
+            self.health.failed(cursor.folder_name, self._error, permanent=not cursor.temporary, pause_s=pause_s)
+        return self._error
+
+    def close(self) -> None:
+        """Waits for the last save, and removes what failed saves have left behind."""
+        self.wait()
+        if is_main_process():
+            with contextlib.suppress(Exception):  # the next start does it
+                retried(self._folder.tidy, AT_START_S)
+
+    def _small_files(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> dict[str, bytes]:
+        versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
+        return {f"run/{name}": content for name, content in self._run_files.items()} | {
+            CURSOR: cursor.to_json(),
+            f"{ARRAYS}/commit_success.txt": b"",  # in a bucket, Orbax's own readers ask for it
+            "run/manifest.json": json.dumps({"leaves": manifest(state), **versions}).encode(),
+            "data/position.json": json.dumps(dict(position)).encode(),
+        }
+
+    def _run(self, save: "_Save") -> None:
+        """One save, in its thread."""
+        self._error = self._cannot("the thread that saves has failed")
+        try:
+            writes = self._copy(save)
+        except BaseException as error:  # of the devices, not of the storage: it belongs to the training thread
+            save.begun.cancel()
+            save.copied.set_exception(error)
+            return
+        save.copied.set_result(None)
+        try:
+            self._begin(save)
+            failure = _failure_of(lambda: self._write(writes))
+            failure = self._commit(save, failure)
+        except Exception as error:  # the coordination service is gone
+            failure = _text(error)
+        self._error = self._cannot(failure) if failure else None
+
+    def _copy(self, save: "_Save") -> Sequence[Any]:
+        """Copies the arrays to this machine. Returns their writes, which begin once the checkpoint is begun."""
+        folder = _ArraysFolder(save.folder, save.begun)
+        writes = _run_to_end(self._orbax.async_save(folder, args=self._save_args(dict(save.arrays))))
+        save.arrays.clear()  # their buffers belong to the next step
+        return writes or ()
+
+    def _begin(self, save: "_Save") -> None:
+        if is_main_process():
+            failure = _failure_of(lambda: self._begin_folder(save))
+            save.notices.tell("begin", failure)
+        else:
+            failure = save.notices.hear("begin", 1)
+        if failure:
+            save.begun.set_exception(OSError(failure))
+        else:
+            save.begun.set_result(None)
+
+    def _begin_folder(self, save: "_Save") -> None:
+        self._check_held()  # the other start may have finished a checkpoint of this name
+        self._folder.begin(save.name, save.files)
+
+    def _check_held(self) -> None:
+        try:
+            self._still_held()
+        except LeaseLostError as lost:
+            self._lost = lost
+            raise
+
+    def _write(self, writes: Sequence[Any]) -> None:
+        """Waits until this process has written its part."""
+        for write in writes:
+            write.result()
+
+    def _commit(self, save: "_Save", failure: str) -> str:
+        """Makes the checkpoint visible, if all processes have written their part. Returns why it is not.
+
+        Args:
+            failure: why this process has not written its part; empty if it has.
+        """
+        save.notices.tell("write", failure)
+        if not is_main_process():
+            return save.notices.hear("commit", 1)
+        of_others = save.notices.hear("write", jax.process_count())
+        failure = failure or of_others or _failure_of(lambda: self._make_visible(save))
+        if failure and self._lost is None:
+            _failure_of(self._folder.tidy)
+        save.notices.tell("commit", failure)
+        return failure
+
+    def _make_visible(self, save: "_Save") -> None:
+        self._orbax.finalize(save.folder)
+        self._check_held()
+        for flush in self._before_commit:
+            flush()
+        self._folder.commit(save.name)
+
+    def _cannot(self, failure: str) -> SaveError:
+        return SaveError.because(self._folder.location, failure)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save.
+
+    Attributes:
+        files: relative path -> content of the small files.
+        arrays: path -> array; empty once they are copied.
+        folder: where Orbax writes the arrays.
+        copied: done when the training thread may go on.
+        begun: done when the arrays may be written.
+    """
+
+    notices: Notices
+    name: str
+    files: Mapping[str, bytes]
+    arrays: dict[str, Any]
+    folder: Any
+    copied: Future[None] = field(default_factory=Future)
+    begun: Future[None] = field(default_factory=Future)
+
+
+class _ArraysFolder:
+    """Orbax's `PathAwaitingCreation`: nothing is written to the folder until the checkpoint is begun."""
+
+    def __init__(self, path: Any, begun: Future[None]):
+        self.path = path
+        self._begun = begun
+
+    def __truediv__(self, other: str) -> "_ArraysFolder":
+        return _ArraysFolder(self.path / other, self._begun)
+
+    async def await_creation(self) -> Any:
+        await asyncio.wrap_future(self._begun)
+        return self.path
+
+
+def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, which fails now and then if Orbax's threads do the same (its set of tasks is not thread-safe)."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.close()
+
+
+def _failure_of(act: Callable[[], Any]) -> str:
+    """Calls `act`. Returns why it failed; empty if it did not."""
+    try:
+        act()
+    except Exception as error:  # Orbax, TensorStore and the clients of stores raise types of their own
+        return _text(error)
+    return ""
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SaveError):
+        return error.reason
+    if isinstance(error, (OSError, ValueError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def silence_repeated_errors() -> None:
+    """Silences the tracebacks of Orbax's threads, and those of writes that end after a failed save closed the event loop."""
+    logging.getLogger("absl").addFilter(_is_not_repeated)
+    if sys.unraisablehook is not _unraisable:
+        sys.unraisablehook = _unraisable
+
+
+def _is_not_repeated(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _unraisable(unraisable: Any) -> None:
+    if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
+        sys.__unraisablehook__(unraisable)

@@ -1,0 +1,174 @@
+"""`jaxlm.train` on a disk that misbehaves.
+
+JAXLM_TEST_FAULT is a fault and its numbers, separated by colons:
+
+errors:<seed>        each file operation in the run's checkpoint folder fails in 5 % of the cases, and arrays in some saves
+stall:<seconds>      each save takes this much longer, in its first file
+enospc:<seconds>     for this long after step 7, no small file can be written
+large_files:<seconds>  for this long after step 7, no large file can be written: the arrays, which C++ code writes
+unreachable:<seconds>  for this long after step 7, every file operation in the folder `store` fails
+erofs:<seconds>      for this long after step 7, the disk is read-only
+process:<n>:<seconds>  like `large_files`, on one of several processes
+none                 nothing
+
+JAXLM_TEST_PACE is the number of seconds by which each step is slower, so that a run lasts longer than its faults.
+"""
+
+import builtins
+import errno
+import io
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+from jaxlm import train
+from jaxlm.engine import metrics as reports
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
+
+FOLDER, STORE = "checkpoints/run", "store"
+FIRST_STEP = 7
+_OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "scandir", "fsync", "listdir")
+_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+class Disk:
+    """Calls `fault(operation, path)` before each file operation in a folder of the threads that save."""
+
+    def __init__(self, fault, folder=FOLDER):
+        self._fault = fault
+        self._root = str(Path(folder).absolute())
+        for module, names in ((os, _OPERATIONS), (io, ("open",)), (builtins, ("open",))):
+            for name in names:
+                setattr(module, name, self._wrapped(name, getattr(module, name)))
+
+    def _wrapped(self, name, operation):
+        def wrapped(path, *args, **kwargs):
+            at = self._path(path)
+            if is_saving() and at.startswith(self._root):
+                self._fault(name, at)
+            return operation(path, *args, **kwargs)
+
+        return wrapped
+
+    def _path(self, path) -> str:
+        if isinstance(path, int):
+            return os.readlink(f"/proc/self/fd/{path}")
+        return os.path.abspath(os.fsdecode(path))
+
+
+def is_saving() -> bool:
+    """Whether this thread saves. The faults begin with the training, and opening the run is no part of it."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+def fail(number: int, path) -> None:
+    raise OSError(number, os.strerror(number), path)
+
+
+def limit_files(bound: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
+
+
+def errors(seed: str) -> None:
+    rng = random.Random(int(seed))
+    Disk(lambda _, path: fail(rng.choice(_ERRORS), path) if rng.random() < 0.05 else None)
+    write = CheckpointWriter._write
+
+    def writing(self, writes):
+        limit_files(20_000 if rng.random() < 0.2 else resource.RLIM_INFINITY)
+        try:
+            write(self, writes)
+        finally:
+            limit_files(resource.RLIM_INFINITY)
+
+    CheckpointWriter._write = writing
+
+
+def stall(seconds: str) -> None:
+    begin = LocalFolder.begin
+
+    def beginning(self, name, files):
+        time.sleep(float(seconds))
+        begin(self, name, files)
+
+    LocalFolder.begin = beginning
+
+
+def for_a_while(seconds: str, begin, end) -> None:
+    """Calls `begin` when step 7 is done, and `end` some seconds later."""
+    push = reports.AsyncMetrics.push
+
+    def pushing(self, step, *args):
+        push(self, step, *args)
+        if step == FIRST_STEP:
+            begin()
+            threading.Timer(float(seconds), end).start()
+
+    reports.AsyncMetrics.push = pushing
+
+
+def none() -> None:
+    pass
+
+
+def enospc(seconds: str) -> None:
+    full = threading.Event()
+
+    def fault(operation, path):
+        if full.is_set() and operation in ("open", "mkdir") and "unfinished" in path:
+            fail(errno.ENOSPC, path)
+
+    Disk(fault)
+    for_a_while(seconds, full.set, full.clear)
+
+
+def large_files(seconds: str) -> None:
+    for_a_while(seconds, lambda: limit_files(20_000), lambda: limit_files(resource.RLIM_INFINITY))
+
+
+def erofs(seconds: str) -> None:
+    read_only = threading.Event()
+    Disk(lambda _, path: fail(errno.EROFS, path) if read_only.is_set() else None)
+    for_a_while(seconds, read_only.set, read_only.clear)
+
+
+def unreachable(seconds: str) -> None:
+    is_gone = threading.Event()
+    Disk(lambda _, path: fail(errno.EIO, path) if is_gone.is_set() else None, STORE)
+    for_a_while(seconds, is_gone.set, is_gone.clear)
+
+
+def process(number: str, seconds: str) -> None:
+    is_it = lambda: jax.process_index() == int(number)  # noqa: E731
+    for_a_while(seconds, lambda: is_it() and limit_files(10_000), lambda: limit_files(resource.RLIM_INFINITY))
+
+
+FAULTS = {
+    function.__name__: function for function in (errors, stall, enospc, large_files, erofs, unreachable, process, none)
+}
+
+
+def slow_down(seconds: float) -> None:
+    push = reports.AsyncMetrics.push
+
+    def pushing(self, *args):
+        time.sleep(seconds)
+        push(self, *args)
+
+    reports.AsyncMetrics.push = pushing
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    fault, *numbers = os.environ["JAXLM_TEST_FAULT"].split(":")
+    FAULTS[fault](*numbers)
+    slow_down(float(os.environ["JAXLM_TEST_PACE"]))
+    sys.exit(train.main())

@@ -1,0 +1,256 @@
+"""Storage that misbehaves while the real command trains: nothing is lost, and training goes on."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from jaxlm.engine.checkpoint.bucket import BucketFolder
+from jaxlm.engine.checkpoint.integrity import verify
+from jaxlm.engine.checkpoint.remote import RemoteFolder
+from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays
+from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
+from tests.gcs import BUCKET
+
+PACE_S = 0.25
+RUN = ("--config_path", "run.yaml")
+OFTEN = ("--trainer.checkpointer.save_interval", "0.5s")
+FAULTY = "tests.end_to_end.storage_faults"
+
+
+def faulty(fault: str, pace_s: float = PACE_S) -> dict[str, str]:
+    return {"module": FAULTY, "JAXLM_TEST_FAULT": fault, "JAXLM_TEST_PACE": str(pace_s)}
+
+
+@pytest.fixture
+def place(workplace) -> Workplace:
+    made = workplace()
+    made.write()
+    return made
+
+
+def check_like(uninterrupted, place: Workplace, result: Finished) -> None:
+    """The run has ended like one on a good disk, and has left nothing behind."""
+    assert result.code == 0, result.err
+    assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
+    check_folder(place)
+
+
+def check_folder(place: Workplace) -> None:
+    """All of the checkpoints are finished and undamaged, and nothing else is there."""
+    for name in place.checkpoints():
+        assert name.removeprefix("step-").isdecimal(), place.checkpoints()
+        verify(place.folder / "checkpoints/run" / name)
+
+
+def metrics(place: Workplace) -> list[dict[str, float]]:
+    lines = (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "train/loss" in record]
+
+
+def failures(result: Finished) -> list[str]:
+    return [line for line in result.out.splitlines() if "was not saved" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_errors_cost_neither_a_checkpoint_nor_a_step(uninterrupted, place, seed):
+    result = place.run(*RUN, *OFTEN, **faulty(f"errors:{seed}"))
+    check_like(uninterrupted, place, result)
+    assert failures(result)
+    assert metrics(place)[-1]["throughput/failed_saves"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("enospc:3", "No space left on device"),
+        ("large_files:3", "File too large"),
+        ("erofs:3", "Read-only file system"),
+    ],
+)
+def test_a_disk_that_recovers_costs_no_checkpoint_of_a_rule(uninterrupted, place, fault, reason):
+    result = place.run(*RUN, *OFTEN, **faulty(fault))
+    check_like(uninterrupted, place, result)
+    lines = failures(result)
+    assert lines
+    assert all(reason in line for line in lines), lines
+    assert "the newest finished checkpoint is step-" in lines[0]
+    assert "Training goes on. The next try is in 0.5 s" in lines[0]
+    assert "checkpoints are saved again: step-" in result.out
+    # Steps 10 and 15 were due while nothing could be written. One checkpoint, kept for good, stands for both.
+    kept = {int(name.removeprefix("step-")) for name in place.checkpoints()}
+    assert {5, 20, 24} <= kept
+    assert not {10, 15} & kept
+    assert "kept for good, because a permanent one is missing" in result.out
+    found = metrics(place)
+    assert found[-1]["throughput/failed_saves"] == len(lines)
+    assert max(record["throughput/time_since_save"] for record in found) > 2.5
+
+
+@pytest.mark.slow
+def test_a_stall_costs_no_step(uninterrupted, place):
+    keep = ("--trainer.checkpointer.keep", "[]")
+    result = place.run(*RUN, *OFTEN, *keep, **faulty("stall:2"))
+    check_like(uninterrupted, place, result)
+    assert not failures(result)
+    # The first save, of the untrained state, is waited for, and so is the last one.
+    waits = [record["throughput/duration"] + record["throughput/hook_time"] for record in metrics(place)[1:-2]]
+    assert max(waits) < 1.5
+
+
+@pytest.mark.slow
+def test_saves_that_fail_for_too_long_end_the_run(uninterrupted, place):
+    result = place.run(*RUN, *OFTEN, "--trainer.checkpointer.retry_for", "1s", **faulty("enospc:600"))
+    assert result.code == 1
+    assert "error: cannot save a checkpoint to" in result.err
+    assert "Free up disk space and run the same command again" in result.err
+    assert "Traceback" not in result.err
+    check_like(uninterrupted, place, place.run(*RUN))
+
+
+def run_folder(place: Workplace) -> Path:
+    return place.folder / "checkpoints/run"
+
+
+def wait_for(place: Workplace, checkpoint: str, process) -> None:
+    while checkpoint not in place.checkpoints():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["recovers", "killed"])
+def test_an_outage_of_the_disk(uninterrupted, place, end):
+    """The folder is out of reach, for the C++ code too: a file is in its place. Killed then, the run resumes later."""
+    process = place.start(*RUN, *OFTEN, **faulty("none", 0.3))
+    wait_for(place, "step-5", process)
+    away = run_folder(place).with_name("away")
+    run_folder(place).rename(away)
+    run_folder(place).write_text("")
+    time.sleep(3)
+    if end == "killed":
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    run_folder(place).unlink()
+    away.rename(run_folder(place))
+    if end == "killed":
+        check_like(uninterrupted, place, place.run(*RUN))
+        return
+    out, err = process.communicate(timeout=300)
+    result = Finished(process.returncode, out, err)
+    check_like(uninterrupted, place, result)
+    assert "Not a directory" in failures(result)[0]
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
+    process = place.start(*RUN, *OFTEN, **faulty("none"))
+    wait_for(place, "step-5", process)
+    shutil.rmtree(run_folder(place), ignore_errors=True)
+    out, err = process.communicate(timeout=300)
+    check_like(uninterrupted, place, Finished(process.returncode, out, err))
+    assert "step-5" not in place.checkpoints()
+
+
+@pytest.fixture(scope="module")
+def two_processes(workplace) -> Workplace:
+    """A run of two processes on a good disk."""
+    made = workplace()
+    made.write()
+    ends = [process.communicate(timeout=300) for process in made.start_all(2, *RUN)]
+    assert "step-24" in made.checkpoints(), ends
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, place, process):
+    """Neither waits for the other, and both try again at the same step."""
+    running = place.start_all(2, *RUN, *OFTEN, **faulty(f"process:{process}:3"))
+    ends = [each.communicate(timeout=300) for each in running]
+    assert [each.returncode for each in running] == [0, 0], ends
+    assert (place.losses(), place.digest("step-24")) == (two_processes.losses(), two_processes.digest("step-24"))
+    check_folder(place)
+    lines = failures(Finished(0, *ends[0]))
+    assert len(lines) >= 3  # none has waited for a timeout
+    assert all("File too large" in line for line in lines)
+    assert all(("process 1: " in line) == (process == 1) for line in lines)
+    assert {"step-5", "step-20", "step-24"} <= set(place.checkpoints())
+
+
+def in_bucket(place: Workplace, url: str) -> tuple[str, ...]:
+    return (*RUN, "--trainer.checkpointer.base_path", url, *OFTEN)
+
+
+def names_in(folder: RemoteFolder) -> list[str]:
+    """The names of all that is in a folder, finished or not."""
+    return sorted({path.partition(f"{folder.url.partition('://')[2]}/")[2].split("/")[0] for path in all_files(folder)})
+
+
+def all_files(folder: RemoteFolder) -> list[str]:
+    fs, root = fsspec.core.url_to_fs(folder.url)
+    fs.invalidate_cache()
+    return fs.find(root)
+
+
+@pytest.mark.slow
+def test_uploads_that_fail_are_made_up_for(uninterrupted, place):
+    """Of a store that checkpoints are staged for. Every permanent one arrives, and nothing else stays in either folder."""
+    url = f"file://{place.folder}/store"
+    result = place.run(*in_bucket(place, url), **faulty("unreachable:3"))
+    assert result.code == 0, result.err
+    assert place.losses() == uninterrupted.losses
+    assert all("the upload failed (OSError: [Errno 5] Input/output error" in line for line in failures(result))
+    assert "checkpoints are saved again" in result.out
+    folder = RemoteFolder(f"{url}/run")
+    assert names_in(folder) == sorted(folder.names())
+    assert {"step-5", "step-10", "step-15", "step-20", "step-24"} <= set(folder.names())
+    for name in folder.names():
+        verify(place.folder / "store/run" / name)
+    assert digest_of_arrays(f"{place.folder}/store/run/step-24") == uninterrupted.digest
+    (staging,) = (place.folder / "cache/checkpoints").glob("run-*/")
+    assert [path.name for path in staging.iterdir()] == ["step-24"]
+
+
+OUTAGES = {
+    "unavailable": lambda proxy: proxy.answer(503),
+    "too many requests": lambda proxy: proxy.answer(429),
+    "forbidden": lambda proxy: proxy.answer(403),
+    "closed": FlakyProxy.close_connections,
+    "stalls": lambda proxy: proxy.stall(2.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
+    url = f"gs://{BUCKET}/outage-{outage.replace(' ', '-')}"
+    with flaky_proxy(gcs["STORAGE_EMULATOR_HOST"]) as proxy:
+        there = dict.fromkeys(("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"), proxy.address)
+        process = place.start(*in_bucket(place, url), **faulty("none", 0.3), **gcs | there)
+        folder = RemoteFolder(f"{url}/run")
+        while "step-5" not in folder.names():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        OUTAGES[outage](proxy)
+        time.sleep(3)
+        proxy.recover()
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert proxy.num_faults
+    assert place.losses() == uninterrupted.losses
+    checkpoints = BucketFolder(f"{url}/run").checkpoints()
+    for checkpoint in checkpoints:
+        checkpoint.verify()
+    assert names_in(folder) == sorted(checkpoint.name for checkpoint in checkpoints)
+    assert {"step-5", "step-24"} <= set(names_in(folder))
+    assert digest_of_arrays(f"{url}/run/step-24") == uninterrupted.digest
+    if outage == "forbidden":  # the others are repeated by gcsfs and TensorStore
+        assert "was not saved" in out
+        assert "checkpoints are saved again" in out
