@@ -1,4 +1,4 @@
-"""Annotations on disk: built block by block, read by position, refused if damaged or made from something else."""
+"""Annotations on disk: built block by block, read by position, refused if damaged or made from other inputs."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_what_it_was_made_from_decides_where_it_is(folder):
     other = replace(folder, made_from={**KEY, "objective": {"top_k": 3}})
     assert other.path != folder.path
     folder.path.rename(other.path)
-    with pytest.raises(ConfigError, match=r"were made from something else \(objective differ\)\. Delete this folder"):
+    with pytest.raises(ConfigError, match=r"were made from other inputs \(objective differ\)\. Delete this folder"):
         other.open()
 
 

@@ -88,7 +88,7 @@ def test_only_the_first_characters_train_the_tokenizer(monkeypatch):
     assert list(_first_characters(["ab", "cd", "ef"], 4, said.append)) == ["ab", "cd"]
     assert said == [
         "training the tokenizer: 2 characters read, at most 4",
-        "the tokenizer is trained on the first 4 characters of the text only",
+        "the tokenizer is trained only on the first 4 characters of the text",
     ]
 
 

@@ -205,6 +205,11 @@ TABLE: Table = {
     "smollm3": {
         "model.rope": SCALED_ROPE,
         "model.no_rope_layer_interval": Change(1, Program(loses="stablehlo.cosine")),
+        "model.unrotated_layers": Change(
+            [0, 1],
+            Program(loses="stablehlo.cosine"),
+            also={"model": {"no_rope_layer_interval": None, "unrotated_layers": [0]}},
+        ),
         "model.sliding_window": WINDOW,
         "model.attention_bias": LLAMA["model.attention_bias"],
         "model.mlp_bias": LLAMA["model.mlp_bias"],

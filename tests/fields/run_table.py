@@ -234,7 +234,7 @@ PHASES: dict[str, Entry] = {
 }
 TOP_K = {"objective": {"top_k": 5}}
 DISTILL: dict[str, Entry] = {
-    "objective.teacher": Change("other", Refused(r"asks the model 'other', but the section only has: teacher")),
+    "objective.teacher": Change("other", Refused(r"uses the model 'other', but the section only has: teacher")),
     "objective.divergence": Change("js", Program(gains=r"stablehlo\.log_plus_one")),
     "objective.beta": Change(0.3, Constant(0.3), also={"objective": {"divergence": "js"}}),
     "objective.temperature": Change(3.0, Constant(3.0)),

@@ -124,6 +124,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "smollm3-irregular": (
+        "smollm3",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layers": [0, 1, 1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
     "smollm3-all-rotated": ("smollm3", {"no_rope_layers": [1, 1], "head_dim": 12}),
     "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}),
     "qwen2_moe-shares": (

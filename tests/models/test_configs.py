@@ -15,6 +15,7 @@ from jaxlm.models.attention.backends.blockwise import query_blocks
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.smollm3 import SmolLm3Config
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary, DynamicRotary, Llama3Rotary, YarnRotary
 
@@ -159,6 +160,15 @@ def test_llama_initialization():
             r"model\.rope\.type: dynamic given, which needs more than 2 rotated features",
         ),
         (LlamaConfig(rope=Llama3Rotary(factor=0)), r"model\.rope\.factor: 0 given"),
+        (
+            SmolLm3Config(unrotated_layers=[0]),
+            r"model\.no_rope_layer_interval: 4 given, and unrotated_layers: \[0\]\. Set one of the two",
+        ),
+        (SmolLm3Config(no_rope_layer_interval=None), "no_rope_layer_interval: null given, and unrotated_layers: null"),
+        (
+            SmolLm3Config(no_rope_layer_interval=None, unrotated_layers=[0, 36]),
+            r"model\.unrotated_layers: \[0, 36\] given, 0 to 35 expected",
+        ),
     ],
 )
 def test_invalid_models_are_refused(config, message):

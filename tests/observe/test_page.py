@@ -350,9 +350,9 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys, small_librar
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent"], "'absent' given, which is no run: it has no metrics.jsonl.*there are mine"),
-        (["logs"], "'logs' given, which is no run"),
-        (["memory://bucket/absent"], "'memory://bucket/absent' given, which is no run"),
+        (["absent"], "'absent' given, which is not a run: it has no metrics.jsonl.*there are mine"),
+        (["logs"], "'logs' given, which is not a run"),
+        (["memory://bucket/absent"], "'memory://bucket/absent' given, which is not a run"),
         (["mine", "mine"], "mine given twice"),
         (["mine", "--output_path", "logs"], "logs cannot be written"),
         (["nothing://x"], "fsspec does not support nothing://"),

@@ -176,11 +176,11 @@ def test_a_teacher_that_does_not_fit_is_refused(folder, tokenizer):
 
 def test_names_must_match_what_the_objective_asks(folder, tokenizer):
     refs = {"big": {"type": "hf", "path": str(folder)}}
-    with pytest.raises(ConfigError, match=r"phase 'train' asks the model 'teacher', but the section only has: big"):
+    with pytest.raises(ConfigError, match=r"phase 'train' uses the model 'teacher', but the section only has: big"):
         plan_of(folder, tokenizer, refs=refs)
-    with pytest.raises(ConfigError, match=r"asks the model 'teacher', but the section is empty"):
+    with pytest.raises(ConfigError, match=r"uses the model 'teacher', but the section is empty"):
         plan_of(folder, tokenizer, refs={})
-    with pytest.raises(ConfigError, match=r"refs.teacher: not used, because no objective asks a model"):
+    with pytest.raises(ConfigError, match=r"refs.teacher: not used, because no objective uses one"):
         plan_of(folder, tokenizer, objective={"type": "next_token"})
 
 

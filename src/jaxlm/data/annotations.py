@@ -37,7 +37,7 @@ Key = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class AnnotationFolder:
-    """The cache of a source's training examples: its place on disk, and what it must be made from.
+    """The cache of a source's training examples: its place on disk, and the inputs that it must be made from.
 
     Attributes:
         made_from: everything that determines the annotations. Plain JSON.
@@ -112,7 +112,7 @@ class AnnotationFolder:
         commit_folder(self._building, self.path)
 
     def open(self) -> "AnnotationCache":
-        """Opens the complete cache. Raises `ConfigError` if it is incomplete or was made from something else."""
+        """Opens the complete cache. Raises `ConfigError` if it is incomplete or was made from other inputs."""
         try:
             metadata = json.loads((self.path / _METADATA).read_bytes())
             made_from, block_size, crc32 = metadata["made_from"], metadata["block_size"], metadata["crc32"]
@@ -121,7 +121,7 @@ class AnnotationFolder:
         if _json(made_from) != _json(self.made_from):
             changed = [key for key in {**made_from, **self.made_from} if made_from.get(key) != self.made_from.get(key)]
             raise ConfigError(
-                f"the annotations in {self.path} were made from something else ({', '.join(changed)} differ). Delete this"
+                f"the annotations in {self.path} were made from other inputs ({', '.join(changed)} differ). Delete this"
                 " folder to build them again"
             )
         for number in range(len(crc32)):

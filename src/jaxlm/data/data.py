@@ -94,7 +94,7 @@ class Data:
         return Mixture(self.trained_on(batches), self._stages(batches), seed=seed, shuffle=self.shuffle)
 
     def trained_on(self, batches: BatchSchedule) -> dict[str, Examples]:
-        """Source name -> the training examples that `max_train_batches` leaves. Args: batches: as of `mixture`."""
+        """Source name -> the training examples that `max_train_batches` leaves. Args: batches: as in `mixture`."""
         left = dict(self.train)
         for name, num_batches in self.max_train_batches.items():
             size, available = num_batches * batches.first.size, len(left[name])

@@ -67,7 +67,7 @@ class Examples(abc.ABC):
 
 
 class WrappedExamples(Examples):
-    """Other examples, of which subclasses change something."""
+    """Wraps other examples. Subclasses change what is read from them."""
 
     def __init__(self, examples: Examples):
         self.cache, self.seq_len = examples.cache, examples.seq_len
@@ -95,7 +95,7 @@ class WrappedExamples(Examples):
 
 
 class ExampleRange(WrappedExamples):
-    """Some consecutive examples of others."""
+    """A range of consecutive examples of others."""
 
     def __init__(self, examples: Examples, start: int, stop: int):
         super().__init__(examples)

@@ -22,8 +22,8 @@ _HALVES = ("chosen", "rejected")
 @DataConfig.register_subclass("pairs")
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Pairs of a chosen and a rejected completion of the same prompt. `model.seq_len` limits each half; what is longer is cut
-    off at the end.
+    """Pairs of a chosen and a rejected completion of the same prompt. `model.seq_len` limits each half; longer ones are
+    truncated at the end.
     """
 
     reads: ClassVar[str] = "pairs"

@@ -58,7 +58,7 @@ class ActivityClock:
         return self._now() - self._begin
 
     def progress(self) -> None:
-        """Says that the current activity makes progress. A change of the activity is progress, too."""
+        """Records that the current activity makes progress. A change of activity counts as progress, too."""
         self._progress = self._now()
 
     def silent_s(self) -> float:
@@ -79,7 +79,7 @@ class ActivityClock:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, with the start of Python and all imports; 0 where the system does not say."""
+    """Seconds since this process was started, including the start of Python and all imports; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

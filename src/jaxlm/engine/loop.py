@@ -53,7 +53,7 @@ class OpenPhase:
 
     Attributes:
         train_step: (state, refs, batch, flags) -> (state, report); the state is donated.
-        refs: the models that the objective asks, by name.
+        refs: the models that the objective queries, by name.
         hooks: in the order in which they run after a step, `evaluations` and `exports` among them.
         evaluations, exports: run on the weights with which the phase ends, if it does not run to its end.
     """
@@ -74,7 +74,7 @@ class OpenPhase:
 
 def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
     """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until the metrics
-    or a hook end the phase. Steps that were dispatched after the one that ends it are neither logged nor saved.
+    or a hook end the phase. Steps that were dispatched after its last one are neither logged nor saved.
     """
     batches, metrics, saver, stop, clock = at.batches, at.metrics, at.saver, at.stop, at.clock
     step = int(state.step)

@@ -163,7 +163,7 @@ class AsyncMetrics:
             self._fetch()
 
     def skip_time(self) -> None:
-        """Excludes the time since the last step was done (an evaluation, a save) from the next step's duration.
+        """Excludes the time since the last step (an evaluation, a save) from the next step's duration.
 
         The next step reports it as `throughput/hook_time`.
         """

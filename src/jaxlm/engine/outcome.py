@@ -50,7 +50,7 @@ class Next:
 
     Attributes:
         step: steps done.
-        weights: name of the pinned checkpoint whose weights the run goes on with; None goes on with the current ones.
+        weights: name of the pinned checkpoint whose weights the run goes on with; None keeps the current ones.
         reason: why the phase ends, for messages.
     """
 

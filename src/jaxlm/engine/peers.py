@@ -28,7 +28,7 @@ _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection cl
 
 
 class PeerWatch:
-    """Watches the other processes of the run, and lets them know of a failure of this one."""
+    """Watches the other processes of the run, and tells them if this one fails."""
 
     def __init__(self, client: Any, index: int, count: int, timeout_s: float):
         """Args:
@@ -54,7 +54,7 @@ class PeerWatch:
             self._client.key_value_set(f"{_ALIVE}{self._index}", _FINISHED, allow_overwrite=True)
 
     def fail(self, code: int, message: str) -> None:
-        """Lets all processes end with a message, and ends this one. Does not return."""
+        """Ends all processes with a message, this one included. Does not return."""
         with contextlib.suppress(Exception):  # the service may be gone
             failure = json.dumps({"code": code, "message": message[:4000]})
             self._client.key_value_set(f"{_FAILED}{self._index}", failure, allow_overwrite=True)
@@ -90,7 +90,7 @@ class PeerWatch:
                 self.fail(1, message)
 
     def _watch_service(self) -> None:
-        """Notices that a request to the service is not answered."""
+        """Notices when the service no longer answers."""
         while not self._ended.wait(_INTERVAL_S):
             if time.monotonic() - self._answered > self._timeout_s:
                 self._report(f"no answer of process 0 for {self._timeout_s:.0f} s: it was stopped, or is disconnected")

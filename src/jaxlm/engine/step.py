@@ -67,7 +67,7 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """The jitted step of a phase: (state, refs, batch, flags) -> (state, `StepReport`). The state is donated.
 
-    `refs` are the models that the objective asks, by name; they keep their buffers.
+    `refs` are the models that the objective queries, by name; they keep their buffers.
 
     If the objective, the gradient norm or the update norm is not finite, or a guard rejects the step, only `step`,
     `guard.skipped` and the guards' slots change. The program itself makes this choice, because the donated input state is

@@ -38,7 +38,7 @@ class UntilConfig:
     mode: Literal["min", "max"] = "min"
 
     def check(self, path: str) -> None:
-        """Raises `ConfigError` if the phase could never end by it, or by nothing else. Args: path: of this section."""
+        """Raises `ConfigError` if this could never end the phase, or a key has no effect. Args: path: of this section."""
         if not self.metric.startswith(EVAL_PREFIX):
             raise ConfigError(
                 f"{path}.metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss"
@@ -61,7 +61,7 @@ class UntilConfig:
         return value < than if self.mode == "min" else value > than
 
     def reached(self, value: float) -> str | None:
-        """Says which bound the value has passed; None if it has passed none."""
+        """Describes the bound that the value has passed; None if it has passed none."""
         if self.below is not None and value < self.below:
             return f"{self.metric} is {value:.4f}, below {self.below:g}"
         if self.above is not None and value > self.above:

@@ -31,8 +31,8 @@ class WatchdogConfig:
     Attributes:
         report_after: time without progress after which each process writes the stacks of all its threads to standard error
             and to `<log_dir>/<id>/stacks-<process>.txt`.
-        end_after: time without progress after which all processes end with exit code 75, which means: start again. Longer
-            than your longest save or evaluation batch; null never ends them.
+        end_after: time without progress after which all processes end with exit code 75, which asks for a new start. Set it
+            longer than your longest save or evaluation batch; null never ends them.
     """
 
     report_after: timedelta = timedelta(minutes=1)

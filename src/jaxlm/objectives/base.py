@@ -59,7 +59,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
-        """What annotations on disk depend on, besides references and tokens; None if every step asks the references.
+        """What annotations on disk depend on, besides references and tokens; None if every step queries the references.
 
         With a key, each training sequence is annotated once, before the first step.
         """

@@ -1,8 +1,8 @@
-"""The goodput ledger: what every second of a run's wall time was spent on, over all of its starts.
+"""The goodput ledger: what each second of a run's wall time was spent on, over all of its starts.
 
 `goodput.jsonl` in the log folder has a line for each start and each save after it: how long the process had spent on each
 activity when it saved. The last line is rewritten about once a second, so that a killed run loses no more than that. Steps
-that a later start, or a run that goes back, trains again are lost work.
+that are trained again, by a later start or because the run went back, are lost work.
 """
 
 import json
@@ -88,7 +88,7 @@ class Ledger:
         return {GOODPUT: kept / max(wall_s, 1e-9)}
 
     def begin_attempt(self, step: int) -> None:
-        """The run goes on from `step`, to which it went back."""
+        """The run went back to `step` and goes on from there."""
         self.begin_line()
         self._step = step
         self._stretch = {"number": self._stretch["number"] + 1, "from_step": step}
@@ -96,7 +96,7 @@ class Ledger:
         self._began_unix_s, self._kept_before_s = self._totals_before()
 
     def begin_line(self) -> None:
-        """Leaves the current line as it is now, because the current step is saved."""
+        """Begins a new line, because the current step is saved. The line before stays as it is now."""
         self.write()
         if self._offset is not None:
             self._lines_before.append(self._record())
@@ -110,7 +110,7 @@ class Ledger:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
             try:
-                if self._offset is None:  # behind whole lines, so that one that was cut short spoils no other
+                if self._offset is None:  # after the whole lines: a truncated one must not damage the next
                     self._offset = os.fstat(file).st_size // _LINE_BYTES * _LINE_BYTES
                 os.pwrite(file, line, self._offset)
             finally:
@@ -134,7 +134,7 @@ class Ledger:
         }
 
     def _totals_before(self) -> tuple[float, float]:
-        """When the run began, and the seconds of steps by then that are kept, less those of this process."""
+        """When the run began, and the seconds that earlier processes spent on steps that are kept."""
         now = self._record()
         goodput = account([*self._lines_before, now])
         assert goodput is not None
@@ -152,7 +152,7 @@ def read_lines(folder: Path) -> list[Mapping[str, Any]]:
 
 def parse_lines(content: bytes) -> tuple[list[Mapping[str, Any]], int]:
     """The undamaged lines of a ledger's file, and the number of damaged ones. Lines are where they were written, whatever is
-    between them. A last line without its end is not counted.
+    between them. An incomplete last line is not counted.
     """
     blocks = [content[start : start + _LINE_BYTES] for start in range(0, len(content), _LINE_BYTES)]
     parsed = [(block, _parsed(block)) for block in blocks]
@@ -161,7 +161,7 @@ def parse_lines(content: bytes) -> tuple[list[Mapping[str, Any]], int]:
 
 
 def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
-    """The goodput from a ledger's lines, in the order in which they were written; None if there are none."""
+    """The goodput from a ledger's lines in the order of writing; None if there are none."""
     if not lines:
         return None
     processes: dict[float, Mapping[str, Any]] = {}  # when each one started -> its last line
@@ -183,8 +183,8 @@ def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
 def _repeated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """(activity, seconds) of steps that were trained again later."""
     found = []
-    kept: list[tuple[int, dict[str, float]]] = []  # (step, what the way there from the entry before took)
-    newest: dict[float, Mapping[str, Any]] = {}  # when a process started -> its line before
+    kept: list[tuple[int, dict[str, float]]] = []  # (step, seconds of each activity since the entry before)
+    newest: dict[float, Mapping[str, Any]] = {}  # when a process started -> its previous line
     for line in lines:
         before = newest.get(line["started_unix_s"])
         if before is None or line["stretch"] != before["stretch"]:

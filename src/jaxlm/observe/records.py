@@ -28,7 +28,7 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
 
 
 def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """All records, and the number of other lines. A last line without its end is not counted."""
+    """All records, and the number of other lines. An incomplete last line is not counted."""
     records, num_others = [], 0
     for line in content.splitlines(keepends=True):
         try:
@@ -43,7 +43,7 @@ def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def attempt_ends(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """attempt -> the first step of it that a later attempt did again; infinity for the last attempt."""
+    """attempt -> the first of its steps that a later attempt repeated; infinity for the last attempt."""
     first_steps: dict[int, int] = {}
     for record in records:
         first_steps.setdefault(record.get("attempt", 0), record["step"])

@@ -68,7 +68,7 @@ class Ref(abc.ABC, Generic[C]):
 
 @dataclass(frozen=True)
 class RefConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.refs"):
-    """A model that the objective asks, such as a teacher. It is loaded once, sharded like parameters, and never changes.
+    """A model that the objective queries, such as a teacher. It is loaded once, sharded like parameters, and never changes.
 
     Attributes:
         path: where the model is.

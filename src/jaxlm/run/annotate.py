@@ -31,7 +31,7 @@ _LOG_INTERVAL_S = 10.0
 
 
 def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log) -> Data:
-    """The phase's data with the annotations that its objective wants from the disk; `data` if it wants none.
+    """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
     Missing annotations are built first; only then are the references loaded. Call it inside `plan.layout.use()`.
     """
@@ -83,7 +83,7 @@ def _build(folder: AnnotationFolder, annotate: Callable[..., Columns], batch_siz
         is_missing = np.zeros(folder.num_blocks, bool)
         is_missing[missing or []] = True
         blocks, logged = np.flatnonzero(broadcast_from_main(is_missing)).tolist(), time.perf_counter()
-        log(f"annotating {len(folder.examples):,} sequences into {folder.path}: {len(blocks)} blocks to do")
+        log(f"annotating {len(folder.examples):,} sequences into {folder.path}: {len(blocks)} blocks to go")
         for done, number in enumerate(blocks):
             indices = folder.indices(number)
             parts = [

@@ -116,7 +116,7 @@ def model_card(
     base: str | None = None,
     library: str = "transformers",
 ) -> ModelCard:
-    """Says what a model was trained on, how, and with what result.
+    """Describes what a model was trained on, how, and with what result.
 
     Args:
         step: number of training steps; None for a model that jaxlm only converts.

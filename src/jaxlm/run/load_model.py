@@ -196,7 +196,7 @@ class LoadedModel:
         data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
         step: the checkpoint's step; None for a Hugging Face model.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
-        adds_bos: whether the model was trained with BOS before every text; None if its tokenizer's files tell.
+        adds_bos: whether the model was trained with BOS before every text; None if the tokenizer's files say so.
     """
 
     location: Path | str

@@ -203,12 +203,12 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
         if name not in config.refs:
             given = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
             raise ConfigError(
-                f"refs: the objective of phase '{phase.name}' asks the model '{name}', but the section {given}. Add it:"
+                f"refs: the objective of phase '{phase.name}' uses the model '{name}', but the section {given}. Add it:"
                 f" refs: {{{name}: {{type: hf, path: ...}}}}"
             )
     for name in config.refs:
         if name not in needed:
-            asked = f"the objectives ask {', '.join(needed)}" if needed else "no objective asks a model"
+            asked = f"the objectives use {', '.join(needed)}" if needed else "no objective uses one"
             raise ConfigError(f"refs.{name}: not used, because {asked}. Remove or rename it, or set objective.type")
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 

@@ -75,7 +75,7 @@ def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
-    """The references that the phase's step asks; none if their answers come from the disk."""
+    """The references that the phase's step queries; none if their answers come from the disk."""
     return phase.objective.references if phase.objective.annotation_key is None else ()
 
 
@@ -90,12 +90,12 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:
-    """Shapes, dtypes and shardings of the references that the phase's step asks."""
+    """Shapes, dtypes and shardings of the references that the phase's step queries."""
     return {name: _abstract(plan, name) for name in asked_in(plan, phase)}
 
 
 def load_references(plan: Plan, phase: Phase, log: Log) -> dict[str, LanguageModel]:
-    """Loads the references that the phase's step asks. Call it inside `plan.layout.use()`."""
+    """Loads the references that the phase's step queries. Call it inside `plan.layout.use()`."""
     return {name: load_reference(plan, name, log) for name in asked_in(plan, phase)}
 
 
@@ -117,7 +117,7 @@ def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
 
 
 def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Sequence[T]:
-    """The batches as the phase's step reads them: with annotations, if it does not ask the references itself."""
+    """The batches as the phase's step reads them: with annotations, if it does not query the references itself."""
     if phase.objective.annotation_key is None:
         return batches
     refs = {name: load_reference(plan, name, log) for name in phase.objective.references}

@@ -1,11 +1,11 @@
-"""A folder with copies of blocks of remote files, of limited size. The blocks that were used least recently leave first.
+"""A folder of limited size with copies of blocks of remote files. The least recently used blocks are deleted first.
 
 cache/blocks/<identity of the file>/<number of the block>
              .size    bytes that are counted against the limit, at least those that the blocks take
              .lock    held while a block is written or deleted
 
 Several processes may share the folder. A block is complete or absent: it is renamed into place. Nothing is synced to disk:
-what a crash of the machine leaves is a wrong checksum, and readers then replace the block.
+if the machine crashes, a block may be left with a wrong checksum, and readers then replace it.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _CONNECT_S = 10
 _STOP_S = 20
-_RETRIES = 5  # of a task whose worker dies; more failures are no accident
+_RETRIES = 5  # of a task whose worker dies; more failures are not a coincidence
 _BROADCAST_BYTES = 512
 _ADDRESS, _TOKEN = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 # One thread per task, and as many tasks as cores.

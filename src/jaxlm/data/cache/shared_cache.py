@@ -1,4 +1,4 @@
-"""Opens a token cache in a store without copying its tokens, and makes caches that can be opened so.
+"""Opens a token cache in a store without copying its tokens, and makes caches that can be opened this way.
 
 <local folder>/<split>          a whole cache: built on this machine, or copied because the store has no blocks.crc32
                <split>.parts    everything except tokens.bin, which is read in blocks

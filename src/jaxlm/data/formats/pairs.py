@@ -26,7 +26,7 @@ class Pair(NamedTuple):
     """A pair before tokenization.
 
     Attributes:
-        prompt: the prompt as text. Of a conversation, rendered up to the header of the assistant's answer.
+        prompt: the prompt as text. For a conversation, rendered up to the header of the assistant's answer.
         chosen, rejected: the completions.
         is_rendered: a chat template wrote all special tokens; otherwise BOS and EOS are added and the texts have none.
     """

@@ -95,7 +95,7 @@ def _one_by_one(path: Path, batch: "pa.RecordBatch", rows_before: int) -> Iterat
 
 
 def _check_unicode(where: str, value: Any) -> None:
-    """Refuses halves of surrogate pairs, which JSON can escape. `value` is JSON."""
+    """Raises `ConfigError` for half of a surrogate pair, which JSON can escape. `value` is JSON."""
     if isinstance(value, str):
         try:
             value.encode()

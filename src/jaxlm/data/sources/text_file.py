@@ -15,7 +15,7 @@ class TextFile:
     """A file of documents.
 
     Attributes:
-        path: local path. If `known_digest` is given, the file need not be there, and can then not be read.
+        path: local path. If `known_digest` is given, the file may be missing; then it cannot be read.
         name: name used in fingerprints: relative to the URL, so the data may move to another folder or machine.
         text_key: key of the text in a record, or column of the text in a table.
         identity: `DataSource.identity` of a remote file; empty for others.

@@ -1,4 +1,4 @@
-"""Which content remote text has, so that it is read once and not on every machine and at every start.
+"""Remembers the content of remote text, so that it is read once, and not by every machine at every start.
 
 <folder of the source>/text.json    identity of a remote file, as the server reports it -> SHA-256 of its content
 
@@ -25,12 +25,12 @@ class _UploadError(Exception):
 
 @dataclass(frozen=True)
 class TextLedger:
-    """The ledger of a source. Args: store: the source's caches, which share it."""
+    """The ledger of a source. Args: store: the source's caches, with which it is shared."""
 
     store: CacheStore
 
     def known(self, identities: Collection[str]) -> dict[str, str]:
-        """The SHA-256 of those contents that are known, by identity. Raises `ConfigError` if the store cannot be read."""
+        """The SHA-256 of known contents, by identity. Raises `ConfigError` if the store cannot be read."""
         found = self._here()
         if self.store.url is not None and not found.keys() >= set(identities):
             found = self._in_store() | found

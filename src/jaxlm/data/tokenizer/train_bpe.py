@@ -116,7 +116,7 @@ def _first_characters(texts: Iterable[str], max_characters: int, log: Callable[[
             yield piece
             seen += len(piece)
             if seen >= max_characters:
-                log(f"the tokenizer is trained on the first {seen:,} characters of the text only")
+                log(f"the tokenizer is trained only on the first {seen:,} characters of the text")
                 return
             if time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()

@@ -6,11 +6,12 @@ Source: Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner
 
 from dataclasses import dataclass, field
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.pre_norm import BiasedConfig, check_pre_norm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
-from jaxlm.models.stacks import LayerKind, grouped_kinds
+from jaxlm.models.stacks import LayerKind
 
 
 @ModelConfig.register_subclass("smollm3")
@@ -20,7 +21,9 @@ class SmolLm3Config(BiasedConfig):
 
     Attributes:
         no_rope_layer_interval: layers are grouped by this number; the last of each group has no rotary position
-            embedding. `rope` applies to the others.
+            embedding. `rope` applies to the others. Null if `unrotated_layers` is set.
+        unrotated_layers: numbers of the layers without rotary position embedding, counted from 0, instead of
+            `no_rope_layer_interval`.
         sliding_window: number of tokens that each token attends to, including itself, in the layers without rotary
             position embedding. Null means all previous tokens.
     """
@@ -33,13 +36,33 @@ class SmolLm3Config(BiasedConfig):
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=5e6))
-    no_rope_layer_interval: PositiveInt = 4
+    no_rope_layer_interval: PositiveInt | None = 4
+    unrotated_layers: list[NonNegativeInt] | None = None
     sliding_window: PositiveInt | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.unrotated_layers is not None:  # the config is a static field of the model: it must be hashable
+            object.__setattr__(self, "unrotated_layers", tuple(self.unrotated_layers))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        unrotated = LayerKind(None, self.sliding_window)
-        return grouped_kinds(LayerKind(self.rope), unrotated, self.no_rope_layer_interval, self.num_layers)
+        unrotated = self.unrotated_layers
+        if self.no_rope_layer_interval is not None:
+            every = self.no_rope_layer_interval
+            unrotated = range(every - 1, self.num_layers, every)
+        rotated, other = LayerKind(self.rope), LayerKind(None, self.sliding_window)
+        return tuple(other if layer in (unrotated or ()) else rotated for layer in range(self.num_layers))
 
     def check(self) -> None:
         check_pre_norm(self)
+        interval, layers = self.no_rope_layer_interval, self.unrotated_layers
+        if (interval is None) == (layers is None):
+            raise ConfigError(
+                f"model.no_rope_layer_interval: {'null' if interval is None else interval} given, and unrotated_layers:"
+                f" {'null' if layers is None else list(layers)}. Set one of the two, and the other to null"
+            )
+        if layers is not None and any(layer >= self.num_layers for layer in layers):
+            raise ConfigError(
+                f"model.unrotated_layers: {list(layers)} given, 0 to {self.num_layers - 1} expected (num_layers - 1)"
+            )

@@ -24,7 +24,7 @@ from jaxlm.observe.page.logged_run import LoggedRun, Series
 from jaxlm.observe.page.skipped import skipped_steps
 
 _MAX_FURTHER = 40
-_MAX_MARKS = 30  # vertical lines of each kind and run; more would hide the curves
+_MAX_MARKS = 30  # vertical lines of each kind and run; more of them would hide the curves
 _NO_CURVES = {RESUMED_FROM, GLOBAL_STEP, PROGRESS}
 _BATCH = "batch size"
 

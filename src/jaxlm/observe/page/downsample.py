@@ -1,4 +1,4 @@
-"""Chooses which points of a long curve to draw: the extremes stay."""
+"""Chooses which points of a long curve to draw, so that its extremes stay visible."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""One chart as a figure of plotly.js: the curves of several runs, down-sampled, with their moving averages and marks."""
+"""One chart as a plotly.js figure: the curves of several runs, downsampled, with moving averages and marks."""
 
 import html
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a run's log folder holds, read for its page: the folder may be damaged, incomplete, or written at the moment."""
+"""What a run's log folder holds, read for its page. The folder may be damaged, incomplete, or still being written."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def read_runs(given: Sequence[str]) -> list[LoggedRun]:
     """Reads runs, each given as the path or URL of its log folder, or as its id below `./logs`.
 
     Raises:
-        ConfigError: one of them is no run, or is given twice.
+        ConfigError: one of them is not a run, or is given twice.
     """
     if repeated := {one for one in given if given.count(one) > 1}:
         raise ConfigError(f"report: {', '.join(sorted(repeated))} given twice. Give each run once")
@@ -174,7 +174,7 @@ def _no_run(given: str) -> str:
     found = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
     listed = ", ".join(found if len(found) <= _MAX_SHOWN else [*found[:_MAX_SHOWN], "..."])
     return (
-        f"report: '{given}' given, which is no run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
+        f"report: '{given}' given, which is not a run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
         f" id below ./{LOGS} ({f'there are {listed}' if found else 'there are none'})"
     )
 
@@ -195,7 +195,7 @@ def _series(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def _texts(content: bytes) -> dict[str, str]:
-    """A JSON object as texts; empty if it is none."""
+    """A JSON object with its values as text; empty for anything else."""
     try:
         found = json.loads(content or b"{}")
     except (ValueError, RecursionError):

@@ -76,7 +76,7 @@ class Share(NamedTuple):
 
 
 def results(runs: Sequence[LoggedRun]) -> Table:
-    """What was run, how far the runs are, and their newest numbers."""
+    """What each run trains, how far it is, and its newest metrics."""
     found = [dict(_results(run)) for run in runs]
     names = list(dict.fromkeys(name for one in found for name in one))
     return Table([run.name for run in runs], [[name, *(one.get(name, ABSENT) for one in found)] for name in names])
@@ -118,16 +118,16 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
 
 
 def differences(facts: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> Table:
-    """The names whose values are not the same in all runs."""
+    """The rows in which the runs differ."""
     names = dict.fromkeys(name for one in facts for name in one)
     rows = [[name, *(one.get(name, ABSENT) for one in facts)] for name in names]
     return Table([run.name for run in runs], [row for row in rows if len(set(row[1:])) > 1])
 
 
 def config_values(text: str) -> dict[str, str]:
-    """The values of a configuration by dotted key, as they are written; empty if it is no YAML."""
+    """The values of a configuration by dotted key, as they are written; empty if the text is not YAML."""
     try:
-        # This loader makes nothing but texts, lists and dictionaries.
+        # This loader makes only strings, lists and dictionaries.
         tree = yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
         return dict(islice(_flat("", tree), _MAX_KEYS))
     except (yaml.YAMLError, RecursionError):

@@ -29,7 +29,7 @@ class Tracker(Protocol):
 
         Args:
             attempt: how often the run went back.
-            abandoned_steps: number of steps that were done in vain so far.
+            abandoned_steps: number of steps lost in this way so far.
         """
 
     def flush(self) -> None:
@@ -50,7 +50,7 @@ class RunInfo:
         config: resolved configuration as plain values.
         config_text: resolved configuration as YAML.
         summary: constant facts (parameter_count, num_devices, backend, ...).
-        abandoned_steps: number of steps that the run did in vain, because it went back to an earlier checkpoint.
+        abandoned_steps: number of steps whose work was lost because the run went back to an earlier checkpoint.
     """
 
     run_id: str
@@ -75,7 +75,7 @@ class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """Raises `ConfigError` for invalid settings. Does not touch disk or network."""
 
     def how_to_open(self, run_id: str) -> str | None:
-        """The command or the place where you see what a run has sent, for the report at its end; None says nothing."""
+        """A command or URL that shows what a run has sent, for the report at its end; None if there is nothing to say."""
         return None
 
     @abc.abstractmethod

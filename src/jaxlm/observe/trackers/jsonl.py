@@ -86,7 +86,7 @@ def _finite(value: float) -> float | None:
 
 
 def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> None:
-    """Removes the records after an attempt and step, and those of later attempts. A file with other lines is kept aside."""
+    """Removes the records after an attempt and step, and those of later attempts. A file with other lines is also copied."""
     if not path.exists():
         return
     attempt, step = place

@@ -65,7 +65,7 @@ class TrackioTracker:
     """Passes metrics to Trackio, which writes them in a thread of its own."""
 
     def __init__(self, handle: Any, abandoned_steps: int = 0):
-        """Args: handle: an open run. abandoned_steps: steps that the run did in vain, which Trackio cannot remove."""
+        """Args: handle: an open run. abandoned_steps: steps lost by going back, which Trackio cannot remove."""
         self._handle = handle
         self._first_new_step = handle._next_step  # Trackio has no public name for it
         self._abandoned_steps = abandoned_steps

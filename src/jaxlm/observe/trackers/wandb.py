@@ -178,7 +178,7 @@ class FilesThread:
         self._thread.start()
 
     def wait(self) -> FilesError | None:
-        """Waits until the files are logged, but not for ever. Returns why they are not."""
+        """Waits until the files are logged, but not forever. Returns why they are not."""
         self._thread.join(_FILES_TIMEOUT_S)
         if self._thread.is_alive():
             return FilesError(f"the code and the packages were not logged within {_FILES_TIMEOUT_S:g} s")
@@ -198,7 +198,7 @@ class WandbTracker:
         """Args:
         handle: an open wandb run.
         xla_dumps: a folder to upload at the end.
-        abandoned_steps: steps that the run did in vain, which wandb cannot remove.
+        abandoned_steps: steps lost by going back, which wandb cannot remove.
         files: logs the run's files; None if it has none.
         """
         self._handle = handle

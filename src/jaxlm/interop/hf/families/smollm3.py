@@ -1,6 +1,6 @@
 """SmolLM3: config.json keys and weight names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -18,40 +18,39 @@ def _rotated(num_layers: int, every: int) -> list[int]:
 
 
 def _layers_to_ours(theirs: Mapping[str, Any]) -> Json:
-    num_layers, given = theirs["num_hidden_layers"], theirs.get("no_rope_layers")
-    every = theirs.get("no_rope_layer_interval", _EVERY)
-    if given is not None:
-        every = given.index(0) + 1 if 0 in given else max(every, num_layers + 1)
-        if list(given) != _rotated(num_layers, every):
-            raise ConfigError(
-                f"no_rope_layers: {given} given; {_rotated(num_layers, every)} expected, with a 0 for the last of every"
-                f" {every} layers"
-            )
+    num_layers, every = theirs["num_hidden_layers"], theirs.get("no_rope_layer_interval", _EVERY)
+    given = theirs.get("no_rope_layers")
+    rotated = _rotated(num_layers, every) if given is None else given
+    if len(rotated) != num_layers or not set(rotated) <= {0, 1}:
+        raise ConfigError(f"no_rope_layers: {rotated} given; 0 or 1 expected for each of {num_layers} layers")
     window = theirs.get("sliding_window") if theirs.get("use_sliding_window", False) else None
     kinds = theirs.get("layer_types")
-    if kinds is not None and list(kinds) != _kinds(num_layers, every, window):
+    if kinds is not None and list(kinds) != _kinds(rotated, window):
         raise ConfigError(
-            f"layer_types: {kinds} given; {_kinds(num_layers, every, window)} expected for these no_rope_layers and"
+            f"layer_types: {kinds} given; {_kinds(rotated, window)} expected for these no_rope_layers and"
             " use_sliding_window"
         )
-    return {"no_rope_layer_interval": every, "sliding_window": window}
+    every = rotated.index(0) + 1 if 0 in rotated else max(every, num_layers + 1)
+    is_regular = list(rotated) == _rotated(num_layers, every)
+    return {
+        "no_rope_layer_interval": every if is_regular else None,
+        "unrotated_layers": None if is_regular else [layer for layer, one in enumerate(rotated) if not one],
+        "sliding_window": window,
+    }
 
 
-def _kinds(num_layers: int, every: int, window: int | None) -> list[str]:
-    return [
-        "full_attention" if window is None or rotated else "sliding_attention"
-        for rotated in _rotated(num_layers, every)
-    ]
+def _kinds(rotated: Sequence[int], window: int | None) -> list[str]:
+    return ["full_attention" if window is None or one else "sliding_attention" for one in rotated]
 
 
 def _layers_to_theirs(config: SmolLm3Config) -> Json:
-    every, window = config.no_rope_layer_interval, config.sliding_window
+    rotated, window = [int(kind.rope is not None) for kind in config.kinds], config.sliding_window
     return {
-        "no_rope_layer_interval": every,
-        "no_rope_layers": _rotated(config.num_layers, every),
+        "no_rope_layer_interval": config.no_rope_layer_interval or _EVERY,
+        "no_rope_layers": rotated,
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": _kinds(config.num_layers, every, window),
+        "layer_types": _kinds(rotated, window),
     }
 
 
