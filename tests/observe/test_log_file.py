@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -111,3 +112,28 @@ def test_a_folder_in_the_place_of_the_metrics_is_a_message(tmp_path):
         ConfigError, match=r"trainer.log_dir: .*metrics.jsonl cannot be read and written \(Is a directory\)"
     ):
         JsonlTracker(tmp_path / "metrics.jsonl", resume_step=0)
+
+
+def test_nobody_waits_for_a_thread_that_flushes_to_a_disk_that_stalls(tmp_path, monkeypatch):
+    file = LogFile(tmp_path / "lines.txt", print)
+    stalls, goes_on, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def stalling(descriptor: int) -> None:
+        stalls.set()
+        goes_on.wait(60)
+        fsync(descriptor)
+
+    file.append("first\n")
+    monkeypatch.setattr(os, "fsync", stalling)
+    flushing = threading.Thread(target=file.flush)
+    flushing.start()
+    stalls.wait(60)
+    lines = [f"line {number}\n" for number in range(3000)]
+    for line in lines:
+        file.append(line)
+    file.flush(sync=False)
+    assert flushing.is_alive()
+    goes_on.set()
+    flushing.join()
+    file.close()
+    assert (tmp_path / "lines.txt").read_text() == "first\n" + "".join(lines)

@@ -1,6 +1,5 @@
 """Runs with checkpoints in local object stores: moto's S3 server through s3fs, and an emulator of gs://."""
 
-import contextlib
 from collections.abc import Iterator
 
 import fsspec
@@ -15,29 +14,13 @@ from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.gcs import BUCKET
 from tests.run.test_init_from import Trainings
+from tests.s3 import S3_BUCKET, s3_server
 
 
 @pytest.fixture
 def bucket(monkeypatch) -> Iterator[str]:
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    with contextlib.closing(contextlib.ExitStack()) as closing:
-        closing.callback(server.stop)
-        closing.callback(s3fs.S3FileSystem.clear_instance_cache)
-        s3fs.S3FileSystem().makedirs("bucket", exist_ok=True)
-        yield "s3://bucket"
+    with s3_server(monkeypatch):
+        yield f"s3://{S3_BUCKET}"
 
 
 @pytest.mark.slow

@@ -84,6 +84,7 @@ def test_a_failed_step_may_be_saved_once_more():
     writer = Writer("step-7")
     made = saver(writer)
     save(made, 7)
+    made.settle()
     writer.failing.clear()
     save(made, 7, forced=True)
     save(made, 7, forced=True)
