@@ -112,13 +112,13 @@ class Workplace:
         return Finished(process.returncode, out, err)
 
     def losses(self, run_id: str = "run") -> dict[int, str]:
-        """Step -> training loss, in hexadecimal; fails on a step that is logged twice."""
+        """Step -> training loss, in hexadecimal, "nan" if it is not finite; fails on a step that is logged twice."""
         losses: dict[int, str] = {}
         for line in (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines():
             record = json.loads(line)
             if "train/loss" in record:
                 assert record["step"] not in losses
-                losses[record["step"]] = float(record["train/loss"]).hex()
+                losses[record["step"]] = "nan" if record["train/loss"] is None else float(record["train/loss"]).hex()
         return losses
 
     def checkpoints(self, run_id: str = "run") -> list[str]:
