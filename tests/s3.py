@@ -1,6 +1,8 @@
 """A local S3 server, moto's, for s3fs."""
 
 import contextlib
+import logging
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +26,9 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     for name, value in environment.items():
         patch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
+    # All servers of a process have the same content.
+    urllib.request.urlopen(urllib.request.Request(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST"))
     try:
         s3fs.S3FileSystem().mkdir(S3_BUCKET)
         yield environment

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
+from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.engine.metric_names import EVAL_BPB, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.ledger import account, read_lines
@@ -25,7 +26,7 @@ def final_report(plan: Plan, console: Console) -> None:
     """Logs losses, bits per byte next to those of compressors, and the paths of the results; writes plots and page."""
     records = read_jsonl(plan.log_folder / METRICS)
     latest = {name: value for record in records for name, value in record.items() if value is not None}
-    checkpoint = plan.checkpoints.checkpoints()[-1].location
+    checkpoint = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     rows = [
         ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
         ("training loss", training_loss(records)),

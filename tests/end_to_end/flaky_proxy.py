@@ -72,10 +72,10 @@ class FlakyProxy:
 
             def _reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
                 self.send_response(status)
-                for name, value in headers.items():
-                    if name.lower() not in ("transfer-encoding", "content-length", "connection"):
-                        self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
+                sent = {"Content-Length": str(len(body))}  # a HEAD request's is that of the body that is not sent
+                sent |= {n: v for n, v in headers.items() if n.lower() not in ("transfer-encoding", "connection")}
+                for name, value in sent.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(body)

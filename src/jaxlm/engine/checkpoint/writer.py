@@ -92,12 +92,10 @@ class CheckpointWriter:
         All processes must call this at the same step, and `wait` before it. `position` is the data position, from
         `Batches.state()`.
         """
-        from etils import epath  # the paths that Orbax takes
-
         assert self._cursor is None, "the last save has not been waited for"
         name = cursor.folder_name
         files = self._small_files(state, cursor, position)
-        save = _Save(Notices(self._number), name, files, flat_arrays(state), epath.Path(self._folder.arrays(name)))
+        save = _Save(Notices(self._number), name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)))
         self._number, self._cursor = self._number + 1, cursor
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.start()
@@ -278,6 +276,20 @@ class _ArraysFolder:
     async def await_creation(self) -> Any:
         await asyncio.wrap_future(self._begun)
         return self.path
+
+
+def _orbax_path(path: str) -> Any:
+    """A path of the kind that Orbax takes, with `await_creation`.
+
+    Two of Orbax's threads put it in the place of an `_ArraysFolder` at the same time. One of them may have found the folder,
+    but then awaits what the other one has put there.
+    """
+    from etils import epath
+
+    async def await_creation(self: Any) -> Any:
+        return self
+
+    return type("OrbaxPath", (type(epath.Path()),), {"await_creation": await_creation})(path)
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:

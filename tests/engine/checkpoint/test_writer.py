@@ -1,0 +1,101 @@
+"""Saves in the background: what is written when, and by whom it is waited for."""
+
+import asyncio
+import shutil
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+
+from jaxlm.engine.checkpoint import writer as writing
+from jaxlm.engine.checkpoint.health import SaveHealth
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig
+from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
+
+Embed = hax.Axis("embed", 8)
+STATE: Any = {"w": hax.arange(Embed), "b": hax.named(jnp.ones(8), Embed)}
+
+
+def opened(path: Path, *, retry_for_s: float = 60.0) -> tuple[LocalFolder, CheckpointWriter, list[str]]:
+    folder, said = LocalFolder(path), []
+    folder.prepare()
+    health = SaveHealth(CheckpointerConfig(retry_for=timedelta(seconds=retry_for_s)), None, said.append)
+    return folder, CheckpointWriter(folder, {"config.yaml": b"{}"}, health, said.append), said
+
+
+def cursor(step: int) -> Cursor:
+    return Cursor(step, 0, "train", entering=False, temporary=False)
+
+
+def test_nothing_is_written_if_a_checkpoint_cannot_be_begun(tmp_path):
+    """TensorStore would make the folder again, on whatever disk is there."""
+    folder, writer, said = opened(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
+    folder._device = -1  # as if the disk were gone
+    writer.start(STATE, cursor(1), {})
+    assert writer.wait() is not None
+    assert writer.has_failed
+    assert "the disk of this folder is no longer mounted" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_is_waited_for_only_by_the_next_save(tmp_path, monkeypatch):
+    goes_on, begin = threading.Event(), LocalFolder.begin
+    monkeypatch.setattr(LocalFolder, "begin", lambda *arguments: (goes_on.wait(60), begin(*arguments)))
+    monkeypatch.setattr(writing, "_PATIENCE_S", 0.1)
+    folder, writer, said = opened(tmp_path)
+    writer.start(STATE, cursor(1), {})
+    assert writer.is_busy
+    assert folder.names() == []
+    threading.Timer(0.5, goes_on.set).start()
+    assert writer.wait() is None
+    assert said == ["waiting for the save of step-1, which is still being written"]
+    assert folder.names() == ["step-1"]
+    folder.checkpoints()[0].verify()
+
+
+def test_a_save_with_nothing_to_go_on_with_is_repeated(tmp_path, monkeypatch):
+    folder, writer, said = opened(tmp_path)
+    commit, tries = LocalFolder.commit, []
+
+    def committing(self, name):
+        tries.append(name)
+        if len(tries) < 3:
+            raise RuntimeError("what a library raises")
+        commit(self, name)
+
+    monkeypatch.setattr(LocalFolder, "commit", committing)
+    writer.save(STATE, cursor(1), {}, (0.1, 0.2, 0.3))
+    assert folder.names() == ["step-1"]
+    assert ["The next try is in 0.1 s" in said[0], "The next try is in 0.2 s" in said[1]] == [True, True]
+    assert "RuntimeError: what a library raises" in said[0]
+    monkeypatch.setattr(LocalFolder, "commit", lambda self, name: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(SaveError, match="no"):
+        writer.save(STATE, cursor(2), {}, (0.0,))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_without_retries_a_save_is_not_repeated(tmp_path, monkeypatch):
+    _, writer, _ = opened(tmp_path, retry_for_s=0.0)
+    monkeypatch.setattr(LocalFolder, "commit", lambda self, name: (_ for _ in ()).throw(OSError("no")))
+    started = time.monotonic()
+    with pytest.raises(SaveError, match="no"):
+        writer.save(STATE, cursor(1), {}, (60.0,))
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("text", ["/a/b", "gs://a/b"])
+def test_what_one_thread_of_orbax_has_awaited_another_may_await_again(text):
+    """They share what they await. Without this, one save in 60 failed at a short switch interval."""
+    path = writing._orbax_path(text)
+    assert isinstance(path, epath.Path)
+    assert asyncio.run((path / "c").await_creation()).as_posix() == f"{text}/c"
