@@ -31,6 +31,7 @@ ROUNDING = Effect("changes what follows", "float rounding differs from here")
 MODEL = Effect("refused")
 CONTENT = Effect("harmless", "the content is the same")
 """Of keys that name what is compared by content, and refused if that differs."""
+OWN = Effect("changes what follows", "a key of your own")
 _AT_THE_START = Effect("harmless", "only a new run reads it")
 _EVALUATIONS = Effect(
     "changes what follows", "evaluations, and what depends on them, are not comparable with earlier ones"
@@ -161,14 +162,12 @@ _OF_PHASE = re.compile(r"^phases\.\w+\.(?=data\.|objective\b|optimizer\b)")
 
 
 def effect_of(path: str) -> Effect:
-    """The effect of a key, by its dotted path, such as `phases.0.optimizer.beta1`. Raises `KeyError` if it has none."""
+    """The effect of a key, by its dotted path, such as `phases.0.optimizer.beta1`; `OWN` if it is not one of jaxlm's."""
     path = _NAMED_SOURCE.sub("data.", _OF_PHASE.sub("", path))
     path = re.sub(r"\.\d+(?=\.|$)", ".N", path)
     parts = path.split(".")
-    for size in range(len(parts), 0, -1):
-        if found := EFFECTS.get(".".join(parts[:size])):
-            return found
-    raise KeyError(path)
+    prefixes = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next((EFFECTS[prefix] for prefix in prefixes if prefix in EFFECTS), OWN)
 
 
 def effect_of_fact(name: str) -> Effect:

@@ -55,10 +55,11 @@ class PeerWatch:
 
     def fail(self, code: int, message: str) -> None:
         """Ends all processes with a message, this one included. Does not return."""
-        with contextlib.suppress(Exception):  # the service may be gone
-            failure = json.dumps({"code": code, "message": message[:4000]})
-            self._client.key_value_set(f"{_FAILED}{self._index}", failure, allow_overwrite=True)
-            time.sleep(_NOTICE_S)
+        failure = json.dumps({"code": code, "message": message[:4000]})
+        # The service may be gone. Or another thread has said why already: what fails after that is a consequence.
+        with contextlib.suppress(Exception):
+            self._client.key_value_set(f"{_FAILED}{self._index}", failure)
+        time.sleep(_NOTICE_S)
         self._exit(code)
 
     def _watch(self) -> None:
@@ -68,6 +69,7 @@ class PeerWatch:
             try:
                 self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
                 failures = self._client.key_value_dir_get(_FAILED)
+                failures = [failure for failure in failures if failure[0] != f"{_FAILED}{self._index}"]
                 lost = self._lost_processes() if self._index == 0 else []
                 self._answered = time.monotonic()
             except Exception as error:  # the client's own types; process 0 hosts the service

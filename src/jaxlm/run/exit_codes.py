@@ -39,7 +39,7 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
                 raise
             code, message = _explained(error)
             print(message, file=sys.stderr, flush=True)
-            end_with_peers(code, str(error) or type(error).__name__)
+            end_with_peers(code, message.removeprefix("error: "))
             if isinstance(error, SaveError):
                 sys.stdout.flush()
                 # Exit at once: TensorStore's other writes may still be running and would call into a finalizing interpreter.

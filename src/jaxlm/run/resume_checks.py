@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlm.config.decode import encode
 from jaxlm.config.effects import CONTENT, EFFECTS, Effect, effect_of, effect_of_fact
-from jaxlm.config.load import read_config
+from jaxlm.config.load import as_run_config, read_config
 from jaxlm.config.plugins import is_import_path
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
@@ -186,7 +186,9 @@ def changes(saved: SavedRun, now: RunConfig, step: int, num_sequences: int) -> l
 def config_changes(saved: SavedRun, now: RunConfig, step: int) -> list[str]:
     """The changed keys, and their effect on the learning rate."""
     lines = []
-    for line in _differences("", _encode_without(saved.config, ["dry_run"]), _encode_without(now, ["dry_run"])):
+    for line in _differences(
+        "", *(_encode_without(as_run_config(config), ["dry_run"]) for config in (saved.config, now))
+    ):
         effect = effect_of(line.partition(":")[0])
         lines.append(f"{line} ({_BY_PERMISSION if effect is CONTENT and saved.allowed else effect})")
     old, new = _schedule_at(saved.config, step), _schedule_at(now, step)

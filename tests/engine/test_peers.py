@@ -1,0 +1,34 @@
+"""What a process tells the others of its run when it fails, with a stand-in for jax's coordination service."""
+
+import json
+
+from jaxlm.engine import peers
+from jaxlm.engine.peers import PeerWatch
+
+
+class Service:
+    def __init__(self):
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        if key in self.values and not allow_overwrite:
+            raise RuntimeError("ALREADY_EXISTS")
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+
+def test_the_first_cause_counts_not_what_fails_because_of_it(monkeypatch):
+    """One thread tells why the run ends. Then a collective of the main thread fails, because others have ended."""
+    monkeypatch.setattr(peers, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(PeerWatch, "_watch", lambda self: None)
+    exits = []
+    monkeypatch.setattr(PeerWatch, "_exit", lambda self, code: exits.append(code))
+    service = Service()
+    watch = PeerWatch(service, 1, 4, timeout_s=5)
+    watch.fail(1, "no heartbeat of process 2")
+    watch.fail(1, "Gloo AllGather failed: Connection closed by peer")
+    watch.stop()
+    assert json.loads(service.values["jaxlm/failed/1"]) == {"code": 1, "message": "no heartbeat of process 2"}
+    assert exits == [1, 1]
