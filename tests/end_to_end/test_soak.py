@@ -111,8 +111,17 @@ def half_an_hour(workplace) -> Iterator[Soak]:
     """The quickstart's model, a fault every 90 s."""
     environment = {"JAXLM_TEST_PACE": "0", "JAXLM_TEST_POISON": "300,301,3000", "JAXLM_TEST_BATCH": "8"}
     steps = ("--config_path", "jaxlm:quickstart.yaml", "--trainer.id", "run", "--trainer.num_train_steps", "5000")
+    keep = ("--trainer.checkpointer.keep", "[{every: 100}]")
     for _ in range(2):
-        words = (*steps, *SKIPPING, "--trainer.checkpointer.save_interval", "5s", "--trainer.steps_per_eval", "2500")
+        words = (
+            *steps,
+            *keep,
+            *SKIPPING,
+            "--trainer.checkpointer.save_interval",
+            "5s",
+            "--trainer.steps_per_eval",
+            "2500",
+        )
         yield Soak(workplace(), (*words, "--trainer.log_dir", "logs"), 90.0, environment)
 
 
