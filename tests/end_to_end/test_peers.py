@@ -75,10 +75,24 @@ DIFFERENT = {
 }
 
 
+TOGETHER = {
+    "eight keys": ("rate", "batch", "seed", "evaluation", "objective", "precision", "end of text", "shuffle"),
+    "seven keys": ("steps", "model", "data", "warmup", "sharding", "accumulation", "averages"),
+    **{name: (name,) for name in ("identity", "jax", "optimizer", "phases")},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("difference", DIFFERENT)
-def test_processes_with_different_configurations_end_before_they_train(workplace, difference):
-    more, line = DIFFERENT[difference]
+@pytest.mark.parametrize(
+    "differences",
+    [
+        *TOGETHER.values(),
+        *(pytest.param((name,), marks=pytest.mark.soak) for name in DIFFERENT if name not in TOGETHER),
+    ],
+    ids=" ".join,
+)
+def test_processes_with_different_configurations_end_before_they_train(workplace, differences):
+    more = [word for name in differences for word in DIFFERENT[name][0]]
     place = workplace(2)
     place.write()
     began = time.monotonic()
@@ -87,7 +101,8 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
     assert time.monotonic() - began < 60
     for _, err, code in ends:
         assert code == 2, err
-        assert line in err
+        for name in differences:
+            assert DIFFERENT[name][1] in err
         assert "Traceback" not in err
     assert place.checkpoints() == []
 

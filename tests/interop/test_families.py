@@ -36,6 +36,10 @@ by_default = sorted(FIRST.values())
 slow = pytest.mark.slow
 every = [name if name in by_default else pytest.param(name, marks=slow) for name in CASES]
 few = [name if name in ("gpt2", "llama-3") else pytest.param(name, marks=slow) for name in CASES]
+# A family's other cases differ in what the tests of logits, gradients and bitwise round trips cover.
+rest = [
+    pytest.param(name, marks=slow if name in by_default else pytest.mark.soak) for name in CASES if name != "llama-3"
+]
 
 
 class Arrays:
@@ -314,7 +318,7 @@ def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     assert open_folder(tmp_path / "ours").config == opened.config
 
 
-@pytest.mark.parametrize("name", [name if name == "llama-3" else pytest.param(name, marks=slow) for name in CASES])
+@pytest.mark.parametrize("name", ["llama-3", *rest])
 def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     """Identical logits and 32 greedy tokens, which our own cached decoding also chooses."""
     reference(name).save_pretrained(tmp_path / "theirs")
@@ -329,8 +333,7 @@ def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     assert generate(model, prompt.tolist(), max_new_tokens=32, temperature=0.0) == expected.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("llama-3", marks=slow), *rest])
 def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
     opened, model = imported(tmp_path)
