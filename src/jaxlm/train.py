@@ -22,6 +22,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
 from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
+from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
@@ -179,7 +180,12 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():
             closing.callback(_upload, logs, still_held)
-        yield *_start(plan, tokenizer, saved, console), logs, still_held
+        started = _start(plan, tokenizer, saved, console)
+        try:
+            yield *started, logs, still_held
+        except SaveError:
+            still_held()  # a save that fails because another start has the folder says so
+            raise
 
 
 def _upload(logs: LogStore, still_held: StillHeld) -> None:

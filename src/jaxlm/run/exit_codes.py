@@ -40,7 +40,7 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             code, message = _explained(error)
             print(message, file=sys.stderr, flush=True)
             end_with_peers(code, message.removeprefix("error: "))
-            if isinstance(error, SaveError):
+            if isinstance(error, SaveError | LeaseLostError):
                 sys.stdout.flush()
                 # Exit at once: TensorStore's other writes may still be running and would call into a finalizing interpreter.
                 os._exit(code)
