@@ -97,5 +97,5 @@ def test_without_retries_a_save_is_not_repeated(tmp_path, monkeypatch):
 def test_what_one_thread_of_orbax_has_awaited_another_may_await_again(text):
     """They share what they await. Without this, one save in 60 failed at a short switch interval."""
     path = writing._orbax_path(text)
-    assert isinstance(path, epath.Path)
     assert asyncio.run((path / "c").await_creation()).as_posix() == f"{text}/c"
+    assert isinstance(path, epath.Path)
