@@ -83,7 +83,7 @@ def errors(seed: str) -> None:
     write = CheckpointWriter._write
 
     def writing(self, writes):
-        limit_files(20_000 if rng.random() < 0.2 else resource.RLIM_INFINITY)
+        limit_files(20_000 if rng.random() < 0.1 else resource.RLIM_INFINITY)
         try:
             write(self, writes)
         finally:
