@@ -4,11 +4,11 @@ JAXLM_TEST_FAULT is a fault and its numbers, separated by colons:
 
 errors:<seed>        each file operation in the run's checkpoint folder fails in 5 % of the cases, and arrays in some saves
 stall:<seconds>      each save takes this much longer, in its first file
-enospc:<seconds>     for this long after step 7, no small file can be written
-large_files:<seconds>  for this long after step 7, no large file can be written: the arrays, which C++ code writes
-unreachable:<seconds>  for this long after step 7, every file operation in the folder `store` fails
-erofs:<seconds>      for this long after step 7, the disk is read-only
-process:<n>:<seconds>  like `large_files`, on one of several processes
+enospc               from step 7 to step 19, no small file can be written
+large_files          from step 7 to step 19, no large file can be written: the arrays, which C++ code writes
+unreachable          from step 7 to step 19, every file operation in the folder `store` fails
+erofs                from step 7 to step 19, the disk is read-only
+process:<n>          like `large_files`, on one of several processes
 none                 nothing
 
 JAXLM_TEST_PACE is the number of seconds by which each step is slower, so that a run lasts longer than its faults.
@@ -34,7 +34,7 @@ from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 
 FOLDER, STORE = "checkpoints/run", "store"
-FIRST_STEP = 7
+FIRST_STEP, LAST_STEP = 7, 19
 _OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "scandir", "fsync", "listdir")
 _ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -83,7 +83,7 @@ def errors(seed: str) -> None:
     write = CheckpointWriter._write
 
     def writing(self, writes):
-        limit_files(20_000 if rng.random() < 0.2 else resource.RLIM_INFINITY)
+        limit_files(20_000 if rng.random() < 0.1 else resource.RLIM_INFINITY)
         try:
             write(self, writes)
         finally:
@@ -102,15 +102,15 @@ def stall(seconds: str) -> None:
     LocalFolder.begin = beginning
 
 
-def for_a_while(seconds: str, begin, end) -> None:
-    """Calls `begin` when step 7 is done, and `end` some seconds later."""
+def for_a_while(begin, end) -> None:
     push = reports.AsyncMetrics.push
 
     def pushing(self, step, *args):
         push(self, step, *args)
         if step == FIRST_STEP:
             begin()
-            threading.Timer(float(seconds), end).start()
+        if step == LAST_STEP:
+            end()
 
     reports.AsyncMetrics.push = pushing
 
@@ -119,7 +119,7 @@ def none() -> None:
     pass
 
 
-def enospc(seconds: str) -> None:
+def enospc() -> None:
     full = threading.Event()
 
     def fault(operation, path):
@@ -127,28 +127,28 @@ def enospc(seconds: str) -> None:
             fail(errno.ENOSPC, path)
 
     Disk(fault)
-    for_a_while(seconds, full.set, full.clear)
+    for_a_while(full.set, full.clear)
 
 
-def large_files(seconds: str) -> None:
-    for_a_while(seconds, lambda: limit_files(20_000), lambda: limit_files(resource.RLIM_INFINITY))
+def large_files() -> None:
+    for_a_while(lambda: limit_files(20_000), lambda: limit_files(resource.RLIM_INFINITY))
 
 
-def erofs(seconds: str) -> None:
+def erofs() -> None:
     read_only = threading.Event()
     Disk(lambda _, path: fail(errno.EROFS, path) if read_only.is_set() else None)
-    for_a_while(seconds, read_only.set, read_only.clear)
+    for_a_while(read_only.set, read_only.clear)
 
 
-def unreachable(seconds: str) -> None:
+def unreachable() -> None:
     is_gone = threading.Event()
     Disk(lambda _, path: fail(errno.EIO, path) if is_gone.is_set() else None, STORE)
-    for_a_while(seconds, is_gone.set, is_gone.clear)
+    for_a_while(is_gone.set, is_gone.clear)
 
 
-def process(number: str, seconds: str) -> None:
+def process(number: str) -> None:
     is_it = lambda: jax.process_index() == int(number)  # noqa: E731
-    for_a_while(seconds, lambda: is_it() and limit_files(10_000), lambda: limit_files(resource.RLIM_INFINITY))
+    for_a_while(lambda: is_it() and limit_files(10_000), lambda: limit_files(resource.RLIM_INFINITY))
 
 
 FAULTS = {

@@ -18,7 +18,7 @@ from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
 
-PACE_S = 0.25
+PACE_S = 0.3
 RUN = ("--config_path", "run.yaml")
 OFTEN = ("--trainer.checkpointer.save_interval", "0.5s")
 FAULTY = "tests.end_to_end.storage_faults"
@@ -71,9 +71,9 @@ def test_random_errors_cost_neither_a_checkpoint_nor_a_step(uninterrupted, place
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("enospc:3", "No space left on device"),
-        ("large_files:3", "File too large"),
-        ("erofs:3", "Read-only file system"),
+        ("enospc", "No space left on device"),
+        ("large_files", "File too large"),
+        ("erofs", "Read-only file system"),
     ],
 )
 def test_a_disk_that_recovers_costs_no_checkpoint_of_a_rule(uninterrupted, place, fault, reason):
@@ -102,13 +102,12 @@ def test_a_stall_costs_no_step(uninterrupted, place):
     check_like(uninterrupted, place, result)
     assert not failures(result)
     # The first save, of the untrained state, is waited for, and so is the last one.
-    waits = [record["throughput/duration"] + record["throughput/hook_time"] for record in metrics(place)[1:-2]]
-    assert max(waits) < 1.5
+    assert max(record["throughput/hook_time"] for record in metrics(place)[1:-2]) < 1.5
 
 
 @pytest.mark.slow
 def test_saves_that_fail_for_too_long_end_the_run(uninterrupted, place):
-    result = place.run(*RUN, *OFTEN, "--trainer.checkpointer.retry_for", "1s", **faulty("enospc:600"))
+    result = place.run(*RUN, *OFTEN, "--trainer.checkpointer.retry_for", "1s", **faulty("enospc"))
     assert result.code == 1
     assert "error: cannot save a checkpoint to" in result.err
     assert "Free up disk space and run the same command again" in result.err
@@ -130,7 +129,7 @@ def wait_for(place: Workplace, checkpoint: str, process) -> None:
 @pytest.mark.parametrize("end", ["recovers", "killed"])
 def test_an_outage_of_the_disk(uninterrupted, place, end):
     """The folder is out of reach, for the C++ code too: a file is in its place. Killed then, the run resumes later."""
-    process = place.start(*RUN, *OFTEN, **faulty("none", 0.3))
+    process = place.start(*RUN, *OFTEN, **faulty("none"))
     wait_for(place, "step-5", process)
     away = run_folder(place).with_name("away")
     run_folder(place).rename(away)
@@ -174,7 +173,7 @@ def two_processes(workplace) -> Workplace:
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, place, process):
     """Neither waits for the other, and both try again at the same step."""
-    running = place.start_all(2, *RUN, *OFTEN, **faulty(f"process:{process}:3"))
+    running = place.start_all(2, *RUN, *OFTEN, **faulty(f"process:{process}"))
     ends = [each.communicate(timeout=300) for each in running]
     assert [each.returncode for each in running] == [0, 0], ends
     assert (place.losses(), place.digest("step-24")) == (two_processes.losses(), two_processes.digest("step-24"))
@@ -206,7 +205,7 @@ def all_files(folder: RemoteFolder) -> list[str]:
 def test_uploads_that_fail_are_made_up_for(uninterrupted, place):
     """Of a store that checkpoints are staged for. Every permanent one arrives, and nothing else stays in either folder."""
     url = f"file://{place.folder}/store"
-    result = place.run(*in_bucket(place, url), **faulty("unreachable:3"))
+    result = place.run(*in_bucket(place, url), **faulty("unreachable"))
     assert result.code == 0, result.err
     assert place.losses() == uninterrupted.losses
     assert all("the upload failed (OSError: [Errno 5] Input/output error" in line for line in failures(result))
@@ -244,7 +243,7 @@ def with_outage(
     """
     with flaky_proxy(environment[pointers[0]]) as proxy:
         there = environment | dict.fromkeys(pointers, proxy.address)
-        process = place.start(*in_bucket(place, url), **faulty("none", 0.3), **there)
+        process = place.start(*in_bucket(place, url), **faulty("none"), **there)
         folder = RemoteFolder(f"{url}/run")
         while "step-5" not in folder.names():
             assert process.poll() is None, process.communicate()

@@ -97,5 +97,15 @@ def test_without_retries_a_save_is_not_repeated(tmp_path, monkeypatch):
 def test_what_one_thread_of_orbax_has_awaited_another_may_await_again(text):
     """They share what they await. Without this, one save in 60 failed at a short switch interval."""
     path = writing._orbax_path(text)
-    assert isinstance(path, epath.Path)
     assert asyncio.run((path / "c").await_creation()).as_posix() == f"{text}/c"
+    assert isinstance(path, epath.Path)
+
+
+def test_a_checkpoint_whose_parts_were_not_merged_is_not_finished(tmp_path, monkeypatch):
+    """Orbax only warns if it cannot list them. Such a checkpoint would match its checksums, and could not be read."""
+    folder, writer, said = opened(tmp_path)
+    monkeypatch.setattr(writer._orbax, "finalize", lambda folder: None)
+    writer.start(STATE, cursor(1), {})
+    assert writer.wait() is not None
+    assert "the parts of the checkpoint could not be listed" in said[0]
+    assert folder.names() == []

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -85,7 +86,12 @@ def _parse_digest(value: str) -> tuple[str, str]:
 
 
 def _files(folder: Path) -> list[str]:
-    names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error  # `rglob` would pass over what it cannot list
+
+    paths = (Path(path, name) for path, _, files in os.walk(folder, onerror=fail) for name in files)
+    names = (path.relative_to(folder).as_posix() for path in paths)
     return sorted(name for name in names if name != CHECKSUMS)
 
 

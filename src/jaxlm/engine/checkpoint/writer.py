@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import sys
@@ -16,7 +17,7 @@ import jax
 
 from jaxlm.core import tree
 from jaxlm.core.runtime import is_main_process
-from jaxlm.core.stores import AT_START_S, WHILE_TRAINING_S, retried
+from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manifest import Cursor
@@ -232,11 +233,17 @@ class CheckpointWriter:
         return failure
 
     def _make_visible(self, save: "_Save") -> None:
-        self._orbax.finalize(save.folder)
+        retried(lambda: self._merge(save.folder), BRIEFLY_S)
         self._check_held()
         for flush in self._before_commit:
             flush()
         self._folder.commit(save.name)
+
+    def _merge(self, folder: Any) -> None:
+        """Merges the parts of the processes. Orbax skips this with a warning if it cannot list them."""
+        self._orbax.finalize(folder)
+        if not (folder / "manifest.ocdbt").exists():
+            raise OSError(errno.EIO, "the parts of the checkpoint could not be listed", str(folder))
 
     def _cannot(self, failure: str) -> SaveError:
         return SaveError.because(self._folder.location, failure)
