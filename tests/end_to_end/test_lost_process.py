@@ -33,7 +33,7 @@ EXCHANGE = "an exchange with the other processes failed"
         (2, signal.SIGKILL, 1, f"{EXCHANGE}|no heartbeat of process 1"),
         (2, signal.SIGSTOP, 0, f"no answer of process 0 for {HEARTBEAT_S} s"),
         (2, signal.SIGSTOP, 1, f"no heartbeat of process 1 for {HEARTBEAT_S} s"),
-        (4, signal.SIGKILL, 0, f"process 0 cannot be reached|{EXCHANGE}"),
+        pytest.param(4, signal.SIGKILL, 0, f"process 0 cannot be reached|{EXCHANGE}", marks=pytest.mark.soak),
         (4, signal.SIGKILL, 2, f"{EXCHANGE}|no heartbeat of process 2"),
         (4, signal.SIGSTOP, 2, f"no heartbeat of process 2 for {HEARTBEAT_S} s"),
     ],

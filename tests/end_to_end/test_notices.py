@@ -44,7 +44,9 @@ def test_a_notice_to_one_process_stops_all_at_the_same_step(workplace):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behavior", ["503", "nonsense", "hangs"])
+@pytest.mark.parametrize(
+    "behavior", ["nonsense", *(pytest.param(other, marks=pytest.mark.soak) for other in ("503", "hangs"))]
+)
 def test_training_does_not_depend_on_the_server(workplace, uninterrupted, behavior):
     place = workplace()
     place.write()

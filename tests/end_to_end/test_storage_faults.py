@@ -59,7 +59,7 @@ def failures(result: Finished) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_random_errors_cost_neither_a_checkpoint_nor_a_step(uninterrupted, place, seed):
     result = place.run(*RUN, *OFTEN, **faulty(f"errors:{seed}"))
     check_like(uninterrupted, place, result)
@@ -73,7 +73,7 @@ def test_random_errors_cost_neither_a_checkpoint_nor_a_step(uninterrupted, place
     [
         ("enospc", "No space left on device"),
         ("large_files", "File too large"),
-        ("erofs", "Read-only file system"),
+        pytest.param("erofs", "Read-only file system", marks=pytest.mark.soak),
     ],
 )
 def test_a_disk_that_recovers_costs_no_checkpoint_of_a_rule(uninterrupted, place, fault, reason):
@@ -229,6 +229,11 @@ OUTAGES = {
 }
 
 
+def one_slow(name: str) -> list:
+    """All outages; only one of them is not left to the soak tests."""
+    return [name, *(pytest.param(other, marks=pytest.mark.soak) for other in OUTAGES if other != name)]
+
+
 def with_outage(
     place: Workplace,
     url: str,
@@ -258,7 +263,7 @@ def with_outage(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outage", OUTAGES)
+@pytest.mark.parametrize("outage", one_slow("forbidden"))
 def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
     url = f"gs://{BUCKET}/outage-{outage.replace(' ', '-')}"
     pointers = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
@@ -276,7 +281,7 @@ def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outage", OUTAGES)
+@pytest.mark.parametrize("outage", one_slow("closed"))
 def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, place, monkeypatch, outage):
     with s3_server(monkeypatch) as environment:
         url = f"s3://{S3_BUCKET}/outage"
