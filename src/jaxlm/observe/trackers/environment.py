@@ -15,6 +15,8 @@ from pathlib import Path
 
 import jax
 
+from jaxlm.core.hardware import processor
+
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
 """Limits of what is code. No single file may take more than a sixteenth of the bytes: larger ones are data."""
 _NOT_CODE = ("__pycache__", "node_modules", "site-packages")
@@ -120,6 +122,7 @@ def computing(modules: Iterable[str]) -> dict[str, str]:
         **{name: _version(name) for name in _NUMERICS},
         "backend": jax.default_backend(),
         "devices": f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es)",
+        "processor": processor() if jax.default_backend() == "cpu" else "",
         **{name: _flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
         "jax options": ", ".join(options),
     }
