@@ -49,6 +49,7 @@ from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment
 from jaxlm.observe.trackers.background import BackgroundTracker
+from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
@@ -260,7 +261,7 @@ def open_run(
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
     tokenizer_files = _tokenizer_files(_with_templates(tokenizer, plan))
-    facts = json.dumps(computing_facts(plan.config), indent=1)
+    facts = json.dumps(computing_facts(plan.config, step_options(plan)), indent=1)
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), ENVIRONMENT: facts.encode()}
     files |= tokenizer_files
     if plan.refs:
