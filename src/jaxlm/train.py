@@ -40,6 +40,7 @@ from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.run.annotate import with_annotations
 from jaxlm.run.compilation.cache import enable_compilation_cache
+from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import command
@@ -215,8 +216,8 @@ def _start(
     plan = plan.with_phase_ends(init_from.history.phase_ends)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
     if init_from.state and init_from.resume_step:
-        num_sequences = init_from.state.position()["examples"]  # all processes call it
-        for line in changes(saved, config, init_from.resume_step, num_sequences) if saved else []:
+        num_sequences, options = init_from.state.position()["examples"], step_options(plan)  # all processes call both
+        for line in changes(saved, config, options, init_from.resume_step, num_sequences) if saved else []:
             console.log(f"changed since the last start: {line}")
     return plan, tokenizer, init_from
 

@@ -295,3 +295,24 @@ def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, pl
     assert digest_of_arrays(f"{place.folder}/downloaded/step-24") == uninterrupted.digest
     if outage == "forbidden":
         assert "the upload failed" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", [False, True])
+def test_an_error_of_the_training_costs_no_checkpoint_that_is_being_written(place, store):
+    """What a save needs, its log files and its lease, is closed only once it is finished."""
+    url = f"file://{place.folder}/store"
+    where = in_bucket(place, url) if store else (*RUN, *OFTEN)
+    # The first evaluation, after step 9, has no such metric. The save before it takes longer than the steps until then.
+    no_such_metric = (
+        "--trainer.until",
+        "{metric: eval/none, patience: 1}",
+        "--trainer.checkpointer.keep",
+        "[{every: 8}]",
+    )
+    result = place.run(*where, *no_such_metric, **faulty("stall:2", 0.05))
+    assert result.code == 2, result.err
+    assert "eval/none" in result.err
+    assert "was not saved" not in result.out
+    names = RemoteFolder(f"{url}/run").names() if store else place.checkpoints()
+    assert names == ["step-8"]

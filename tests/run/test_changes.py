@@ -67,11 +67,11 @@ def test_the_effect_of_a_key(path, kind):
 
 def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():
     config = decode_run(ConfigSource({}), None)
-    facts = computing_facts(config)
+    facts = computing_facts(config, {})
     assert {effect_of_fact(name).kind for name in facts} == {"harmless", "changes what follows"}
     assert set(FACTS) - {"module"} == set(facts)
     json.dumps(facts)
-    assert changes(SavedRun("s", config, environment=facts), config, 5, 80) == []
+    assert changes(SavedRun("s", config, environment=facts), config, {}, 5, 80) == []
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,19 @@ def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():
 )
 def test_another_fact_is_told_with_its_effect(fact, effect):
     config = decode_run(ConfigSource({}), None)
-    facts = computing_facts(config)
-    (line,) = changes(SavedRun("s", config, environment={**facts, fact: "before"}), config, 5, 80)
+    facts = computing_facts(config, {})
+    (line,) = changes(SavedRun("s", config, environment={**facts, fact: "before"}), config, {}, 5, 80)
     assert line == f"{fact}: before -> {facts[fact]} ({effect})"
+
+
+def test_options_that_were_tuned_since_the_last_start_are_told():
+    config = decode_run(ConfigSource({}), None)
+    before, tuned = computing_facts(config, {}), {"xla_cpu_use_xnnpack": True}
+    rounding = "changes what follows: float rounding differs from here"
+    for facts in (before, {name: fact for name, fact in before.items() if name != "XLA options"}):
+        assert changes(SavedRun("s", config, environment=facts), config, {}, 5, 80) == []
+        (line,) = changes(SavedRun("s", config, environment=facts), config, tuned, 5, 80)
+        assert line == f"XLA options: none -> xla_cpu_use_xnnpack=true ({rounding})"
 
 
 def test_flags_that_change_no_number_are_left_out(monkeypatch):
@@ -122,10 +132,10 @@ def test_a_users_own_module_is_told_by_its_content(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     config = decode_run(ConfigSource({"objective": {"type": "my_loss:Mine"}}), None)
     try:
-        before = computing_facts(config)
+        before = computing_facts(config, {})
         with (tmp_path / "my_loss.py").open("a") as file:
             file.write("# other\n")
-        (line,) = changes(SavedRun("s", config, environment=before), config, 5, 80)
+        (line,) = changes(SavedRun("s", config, environment=before), config, {}, 5, 80)
     finally:
         del sys.modules["my_loss"]
     assert line.startswith("module my_loss: ")

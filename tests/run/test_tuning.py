@@ -122,8 +122,13 @@ def test_the_step_is_compiled_with_what_was_kept(tmp_path, monkeypatch):
     text = "xla_cpu_prefer_vector_width=512: 1.20 times as fast as without (1.10 to 1.30), tuned on 1970-01-01"
     assert describe_options(plan) == text
     assert step_options(plan_of(tmp_path, hidden_dim=64)) == {}
+    monkeypatch.setattr(options_module, "same_on_all_processes", lambda text: False)
+    assert step_options(plan) == {}
+    assert describe_options(plan).startswith("XLA's own; those tuned here are not used")
+    monkeypatch.undo()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_prefer_vector_width=256")
     assert step_options(plan) == {}
+    assert describe_options(plan).startswith("XLA's own; those tuned here are not used")
 
 
 @pytest.mark.parametrize("difference", [{"processor": "Intel Xeon 6/85/7, 2 cores"}, {"jaxlib": "0.0.1"}])

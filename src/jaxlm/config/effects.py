@@ -153,9 +153,9 @@ FACTS: dict[str, Effect] = {
     "Python": HARMLESS,
     **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
     **dict.fromkeys(("backend", "devices", "XLA_FLAGS", "LIBTPU_INIT_ARGS"), ROUNDING),
-    "jax options": ROUNDING,
+    **dict.fromkeys(("jax options", "XLA options"), ROUNDING),
 }
-"""Of what computes (`observe/trackers/environment.py`); `module` stands for each module of the user's own."""
+"""Of what computes (`run/resume_checks.py`); `module` stands for each module of the user's own."""
 
 _NAMED_SOURCE = re.compile(r"^data\.configs\.[^.]+\.")
 _OF_PHASE = re.compile(r"^phases\.\w+\.(?=data\.|objective\b|optimizer\b)")

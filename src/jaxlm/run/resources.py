@@ -32,6 +32,7 @@ from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.early_stopping import EarlyStopping
 from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
+from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
@@ -48,6 +49,7 @@ from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment
 from jaxlm.observe.trackers.background import BackgroundTracker
+from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
@@ -259,7 +261,7 @@ def open_run(
     config_text = dump(as_run_config(plan.config))
     identity = json.dumps(data_identity(plan))
     tokenizer_files = _tokenizer_files(_with_templates(tokenizer, plan))
-    facts = json.dumps(computing_facts(plan.config), indent=1)
+    facts = json.dumps(computing_facts(plan.config, step_options(plan)), indent=1)
     files = {"config.yaml": config_text.encode(), DATA_IDENTITY: identity.encode(), ENVIRONMENT: facts.encode()}
     files |= tokenizer_files
     if plan.refs:
@@ -286,9 +288,24 @@ def open_run(
         flush = [*(tracker.flush for tracker in trackers), *([logs.upload] if is_main_process() else [])]
         writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush)
         sync = FlagSync(plan.layout)
-        yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
-        with clock.during(Activity.SAVE):
-            writer.close()
+        with _finished(writer, clock):
+            yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
+
+
+@contextlib.contextmanager
+def _finished(writer: CheckpointWriter, clock: ActivityClock) -> Iterator[None]:
+    """Closes the writer at the end. After an error, it only waits for the save in progress, which needs the trackers and the
+    lease that are closed next. If another process is gone, that save cannot end.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_lost_peer(error):
+            with clock.during(Activity.SAVE):
+                writer.join()
+        raise
+    with clock.during(Activity.SAVE):
+        writer.close()
 
 
 def _describe_start(folder: Path, config: str) -> None:

@@ -19,6 +19,7 @@ from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.trackers.environment import computing
+from jaxlm.run.compilation.options import Options, as_text
 from jaxlm.run.plan import Plan, plan_phases
 from jaxlm.run.references import references_identity
 
@@ -170,16 +171,17 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     return [line]
 
 
-def changes(saved: SavedRun, now: RunConfig, step: int, num_sequences: int) -> list[str]:
+def changes(saved: SavedRun, now: RunConfig, options: Options, step: int, num_sequences: int) -> list[str]:
     """One line for each difference from the last start, with its effect.
 
     Args:
+        options: XLA options of the training step.
         num_sequences: sequences of training data that the current phase has read.
     """
     return [
         *config_changes(saved, now, step),
         *_content_changes(saved, now, num_sequences),
-        *_environment_changes(saved.environment, computing_facts(now)),
+        *_environment_changes(saved.environment, computing_facts(now, options)),
     ]
 
 
@@ -220,15 +222,20 @@ def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Ite
             yield f"trainer.allow_changes: '{name}' allowed nothing, because nothing of it has changed. Remove it"
 
 
-def computing_facts(config: RunConfig) -> dict[str, str]:
-    """What computes the numbers of a run, with the user's own modules that the configuration names."""
+def computing_facts(config: RunConfig, options: Options) -> dict[str, str]:
+    """What computes the numbers of a run, with the user's own modules that the configuration names.
+
+    Args:
+        options: XLA options of the training step.
+    """
     modules = (text.partition(":")[0] for text in _texts(encode(config)) if is_import_path(text))
-    return computing(name for name in modules if name in sys.modules)
+    facts = computing(name for name in modules if name in sys.modules)
+    return {**facts, "XLA options": as_text(options)}
 
 
 def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
     for name in now if before else ():
-        if before.get(name) != now[name]:
+        if before.get(name, "") != now[name]:  # earlier versions did not save all of them
             yield f"{name}: {before.get(name) or 'none'} -> {now[name] or 'none'} ({effect_of_fact(name)})"
 
 

@@ -147,6 +147,24 @@ def test_a_paused_process_finds_out_before_it_saves_and_undoes_nothing(url, monk
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_a_process_that_was_paused_while_it_took_the_lease_leaves_the_next_one_alone(url, monkeypatch):
+    leave(url, of_dead_process())
+    paused = Lease(url, print)
+    newest = paused._newest
+
+    def pausing() -> int:
+        found = newest()
+        if found == 2:  # its own, which is now taken over
+            leave(url, Holder.this_process(), 3)
+        return found
+
+    monkeypatch.setattr(paused, "_newest", pausing)
+    with paused.held() as still_held, pytest.raises(LeaseLostError, match="another start of this run has taken"):
+        still_held()
+    assert objects(url) == ["lease-3.json"]
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_a_store_that_fails_for_a_while_costs_no_lease(url, monkeypatch):
     holding = Lease(url, print)
     fails = lambda: 1 / 0  # noqa: E731

@@ -29,7 +29,7 @@ def opened(path: Path, *, retry_for_s: float = 60.0) -> tuple[LocalFolder, Check
     folder, said = LocalFolder(path), []
     folder.prepare()
     health = SaveHealth(CheckpointerConfig(retry_for=timedelta(seconds=retry_for_s)), None, said.append)
-    return folder, CheckpointWriter(folder, {"config.yaml": b"{}"}, health, said.append), said
+    return folder, CheckpointWriter(folder, {"config.yaml": b"{}"}, health, said.append, lambda: None), said
 
 
 def cursor(step: int) -> Cursor:

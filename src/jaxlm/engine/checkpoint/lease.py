@@ -68,7 +68,7 @@ class Lease:
             if self._newest() == number + 1 and self._read(number + 1) == self._content():
                 self._number = number + 1
                 break
-        for older in self._numbers() - {self._number}:
+        for older in (number for number in self._numbers() if number < self._number):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(older))
 

@@ -133,13 +133,10 @@ class CheckpointWriter:
             SaveError: saves have been failing for too long.
             LeaseLostError: another start of the run has taken the folder.
         """
+        self.join()
         cursor, self._cursor = self._cursor, None
         if cursor is None:
             return None
-        self._thread.join(_PATIENCE_S)
-        if self._thread.is_alive():
-            self._log(f"waiting for the save of {cursor.folder_name}, which is still being written")
-            self._thread.join()
         if self._lost is not None:
             raise self._lost
         if self._error is None:
@@ -147,6 +144,15 @@ class CheckpointWriter:
         elif not is_last:
             self.health.failed(cursor.folder_name, self._error, permanent=not cursor.temporary, pause_s=pause_s)
         return self._error
+
+    def join(self) -> None:
+        """Blocks until the last save is finished, whether it works or fails."""
+        if self._cursor is None:
+            return
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            self._log(f"waiting for the save of {self._cursor.folder_name}, which is still being written")
+            self._thread.join()
 
     def close(self) -> None:
         """Waits for the last save, and removes what failed saves have left behind."""

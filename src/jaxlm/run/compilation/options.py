@@ -45,6 +45,7 @@ CANDIDATES: Mapping[str, Sequence[Options]] = {
 
 _KNOWN = {name for candidates in CANDIDATES.values() for options in candidates for name in options}
 _FILE = "tuned_options.json"
+_DEFAULT = "XLA's own"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class TunedOptions:
         return (
             f"{as_text(self.options)}: {faster}, tuned on {day}"
             if self.options
-            else f"XLA's own, the fastest when tuned on {day}"
+            else f"{_DEFAULT}, the fastest when tuned on {day}"
         )
 
 
@@ -111,22 +112,26 @@ def tuned_options(plan: Plan) -> TunedOptions | None:
 
 
 def describe_options(plan: Plan) -> str | None:
-    """Which options the step is compiled with, and why; None if the platform has nothing to tune and no option is set."""
-    fixed = as_text(compiler_options(plan.layout.platform))
+    """Which options the step is compiled with, and why; None if the platform has nothing to tune and no option is set. All
+    processes must call this.
+    """
+    used = step_options(plan)
     if plan.layout.platform not in CANDIDATES:
-        return fixed or None
+        return as_text(used) or None
     tuned, here, key = tuned_options(plan), processor(), step_key(plan)
-    if tuned is not None:
+    if tuned is not None and tuned.options.items() <= used.items():
         return str(tuned)
+    if tuned is not None:
+        return f"{as_text(used) or _DEFAULT}; those tuned here are not used: XLA_FLAGS or another process has others"
     others = [t for t in _read(_path(plan)) if t.step == key and t.options]
     if others:
         old = others[-1]
         was = f"{old.processor}, jaxlib {old.jaxlib}"
         now = f"{here}, jaxlib {jaxlib.version.__version__}"
         return (
-            f"XLA's own; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
+            f"{_DEFAULT}; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
         )
-    return "XLA's own; `jaxlm bench --tune` looks for faster ones on this machine"
+    return f"{_DEFAULT}; `jaxlm bench --tune` looks for faster ones on this machine"
 
 
 def step_key(plan: Plan) -> str:
