@@ -60,6 +60,9 @@ def metadata_server() -> Iterator[Metadata]:
             if metadata.behavior == "nonsense":
                 self._send(200, b'["\xff', "1")
                 return
+            if metadata.behavior == "nested":
+                self._send(200, b"[" * 100_000, "1")
+                return
             place = urlsplit(self.path)
             if self.headers["Metadata-Flavor"] != "Google" or place.path != "/computeMetadata/v1/instance/":
                 self._send(403, b"", "1")

@@ -108,17 +108,21 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--tune",
-        action="store_true",
+        nargs="?",
+        const="true",
+        default="false",
+        choices=("true", "false"),
         help="find the XLA options with which the step is fastest on this machine, and keep them for jaxlm train",
     )
     options, rest = parser.parse_known_args(arguments)
+    tunes = options.tune == "true"
     steps = _STEPS if options.steps is None else options.steps
     warmup = _WARMUP if options.warmup is None else options.warmup
     if steps < 1 or warmup < 0:
         parser.error("--steps must be at least 1, and --warmup at least 0")
     config = load_config(rest, "jaxlm.bench")
     refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
-    if options.tune:
+    if tunes:
         _check_tunable(options.topology, options.warmup, steps, config)
     if options.topology is not None:
         if options.steps is not None or options.warmup is not None:
@@ -138,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     console.log(table("benchmark", describe(plan)))
     enable_compilation_cache(config.trainer.compilation_cache_dir)
-    if options.tune:
+    if tunes:
         with plan.layout.use():
             _tune(plan, console, rounds=steps)
         return 0

@@ -15,7 +15,7 @@ from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.page.logged_run import read_run
 from jaxlm.observe.page.page import INSTALL, has_library, write_page
 from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES, read_jsonl
+from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES, read_metrics
 from jaxlm.run.plan import Plan
 
 _MAX_COMPRESSED_BYTES = 64 << 20
@@ -24,7 +24,7 @@ _MAX_SPANS = 8  # of skipped steps, in the report
 
 def final_report(plan: Plan, console: Console) -> None:
     """Logs losses, bits per byte next to those of compressors, and the paths of the results; writes plots and page."""
-    records = read_jsonl(plan.log_folder / METRICS)
+    records = read_metrics(plan.log_folder / METRICS)
     latest = {name: value for record in records for name, value in record.items() if value is not None}
     checkpoint = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     rows = [

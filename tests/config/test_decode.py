@@ -98,6 +98,7 @@ def test_valid_values_are_decoded(given, value):
         ({"count": True}, "count: true given, an integer expected"),
         ({"count": "1"}, "count: '1' given, an integer expected. Write 1 without quotes"),
         ({"share": "6E-4"}, "share: '6E-4' given, a finite number expected. Write 6E-4 without quotes"),
+        ({"share": 1e300}, "share: 1e+300 given, a finite number expected of at most 3.4e+38"),
         ({"on": "true"}, "on: 'true' given, true or false expected. Write true without quotes"),
         ({"paths": "a.txt"}, "paths: 'a.txt' given, a list (each entry a string) or null expected. Write [a.txt]"),
         ({"name": "a\0"}, "expected without control characters"),

@@ -65,6 +65,13 @@ def test_an_override_records_its_origin():
     assert override(ConfigSource({"many": [1]}), {"many.0": 2}).marks[("many", 0)] == "command line --many.0"
 
 
+def test_a_section_that_only_an_option_has_is_not_looked_for_in_the_file():
+    source = override(ConfigSource({"a": {}}, {(): "run.yaml:1", ("a",): "run.yaml:1"}), {"b.c.d": 1, "a.e": 2})
+    assert [source.where(path) for path in (("b",), ("b", "c"), ("a",))] == ["command line --b.c.d"] * 2 + [
+        "run.yaml:1"
+    ]
+
+
 @pytest.mark.parametrize("name", ["many.2", "many.x", "scalar.inside"])
 def test_overrides_of_invalid_paths_are_refused(name):
     with pytest.raises(ConfigError, match=f"--{name}"):

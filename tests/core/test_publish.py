@@ -1,5 +1,8 @@
 """Folders that are written as a whole, on a disk and at a URL (fsspec's memory file system)."""
 
+import errno
+import os
+
 import fsspec
 import pytest
 
@@ -62,3 +65,15 @@ def test_a_folder_on_the_disk_appears_at_once(tmp_path):
     assert (tmp_path / "mine" / "weights").read_bytes() == b"12"
     assert is_taken(folder, "last.json")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_disk_that_cannot_be_written_is_one_message_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishError, match=r"cannot write .*file/step-1 \(.*Not a directory|File exists"):
+        write(tmp_path / "file" / "step-1")
+    with (
+        pytest.raises(PublishError, match=r"cannot write .*step-1 \(\[Errno 28\] No space left on device\)\. Free up"),
+        publish_folder(tmp_path / "step-1", "last.json"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

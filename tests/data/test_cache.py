@@ -16,7 +16,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
-from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache, open_cache, read_metadata, write_metadata
+from jaxlm.data.cache.token_cache import (
+    DamagedCacheError,
+    TokenCache,
+    open_cache,
+    parse_metadata,
+    read_metadata,
+    write_metadata,
+)
 from jaxlm.data.formats.text import TextFormat
 from tests.data.helpers import find_files, small_tokenizer, some_text, write_corpus
 
@@ -187,6 +194,12 @@ class TestDamage:
             DamagedCacheError, match=r"tokens\.bin: token 41 \(document 1 of a\.jsonl\) is 9999.* has 320"
         ):
             broken.read(np.array([0, 30]), 20)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000])
+def test_a_damaged_description_of_a_cache_is_one_message(content):
+    with pytest.raises(DamagedCacheError, match=r"cache\.json"):
+        parse_metadata(content, "cache.json")
 
 
 def test_a_finished_cache_is_read_from_a_read_only_folder(tmp_path, corpus, tokenizer, monkeypatch):

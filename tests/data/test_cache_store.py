@@ -293,7 +293,7 @@ class TestRemoteText:
         with pytest.raises(ConfigError, match=r"files changed: 1 \(1\.txt\)"):
             start(text)
 
-    @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"a": '])
+    @pytest.mark.parametrize("content", [None, b"", b"[]", b"[" * 100_000, b'{"a": '])
     def test_without_the_ledger_it_is_read(self, text, built, memory, content, tmp_path, monkeypatch):
         """An older version has built the cache, or the file is damaged."""
         monkeypatch.undo()

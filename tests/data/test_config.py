@@ -143,7 +143,7 @@ class TestTrainedTokenizer:
         config.load_tokenizer(silent)
         assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "tokenizer"]
 
-    @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"vocab_size": 300}'])
+    @pytest.mark.parametrize("content", [None, "", "[]", "[" * 100_000, "{}", '{"vocab_size": 300}'])
     def test_a_folder_with_other_content_is_refused(self, config, tmp_path, content):
         config.load_tokenizer(silent)
         about = tmp_path / "cache" / "tokenizer" / "made_from.json"

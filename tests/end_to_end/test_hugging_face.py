@@ -167,3 +167,28 @@ def test_two_processes_write_the_same_files_as_one(workplace):
     for name in names[0]:
         assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
     assert sorted(path.name for path in exports[1].parent.iterdir()) == ["step-1"]
+
+
+@pytest.mark.slow
+def test_an_export_that_cannot_be_written_does_not_end_the_run(workplace):
+    place = workplace()
+    place.write()
+    (place.folder / "file").write_text("")
+    run = ("--config_path", "run.yaml", "--trainer.num_train_steps", "2", "--hf_save_path", "file/exports")
+    result = place.run(*run)
+    assert result.code == 0, result.err
+    assert "step 2: not exported: cannot write file/exports/step-2 (" in result.out + result.err
+    assert place.checkpoints() == ["step-2"]
+    converted = ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "file/converted")
+    result = place.run(*converted, module="jaxlm.convert")
+    assert (result.code, result.err.startswith("error: cannot write file/converted (")) == (1, True), result.err
+
+
+@pytest.mark.slow
+def test_a_log_folder_in_which_nothing_can_be_written_is_one_message(workplace):
+    place = workplace()
+    place.write()
+    (place.folder / "logs" / "run" / "config.yaml").mkdir(parents=True)
+    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "2")
+    assert result.code == 2, result.err
+    assert "error: trainer.log_dir: logs/run cannot be written (" in result.err

@@ -175,6 +175,9 @@ def test_killed_with_tuned_options(workplace):
         assert "xla_cpu_prefer_vector_width=512: 1.20 times as fast as without (1.10 to 1.30)" in finished.out
     assert place.losses("killed") == place.losses("whole")
     assert place.digest("step-24", "killed") == place.digest("step-24", "whole")
+    kept.unlink()
+    longer = place.run(*words, "--trainer.num_train_steps", "25")
+    assert "XLA options: xla_cpu_prefer_vector_width=512 -> none (changes what follows: float rounding" in longer.out
 
 
 @pytest.mark.soak

@@ -73,7 +73,7 @@ def test_a_notice_from_before_the_start_stops_nothing_but_a_later_one_does(serve
     assert "since before this start: the run goes on until the machine stops" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("behavior", ["503", "nonsense", "hangs"])
+@pytest.mark.parametrize("behavior", ["503", "nonsense", "nested", "hangs"])
 def test_a_server_that_fails_is_asked_again_and_nothing_is_said(server, capfd, behavior):
     server.behavior = behavior
     request = StopRequest()

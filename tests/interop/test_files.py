@@ -1,6 +1,7 @@
 """Safetensors files against the safetensors library, refused folders, and an import without torch."""
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import PublishError
+from jaxlm.interop.hf import folder as folder_module
 from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
@@ -51,6 +54,29 @@ def rewritten(folder, change):
     arrays = change(arrays)
     infos = {name: TensorInfo(a.shape, a.dtype) for name, a in arrays.items()}
     write_safetensors(folder / "model.safetensors", infos, arrays.values())
+
+
+def test_on_a_full_disk_the_process_that_writes_takes_part_in_the_rest_of_the_tensors(tmp_path, monkeypatch):
+    """Each tensor is a collective: the other processes would wait for it in all of them."""
+    names: list[str] = []
+    convert = folder_module._Writer.arrays
+
+    def write(path, infos, arrays):
+        next(iter(arrays))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def arrays(self, wanted):
+        for name, array in zip(wanted, convert(self, wanted), strict=True):
+            names.append(name)
+            yield array
+
+    monkeypatch.setattr(folder_module._Writer, "arrays", arrays)
+    monkeypatch.setattr(folder_module, "write_safetensors", write)
+    with pytest.raises(PublishError, match=r"cannot write .*x \(\[Errno 28\] No space left on device\)"):
+        saved(tmp_path / "x")
+    monkeypatch.undo()
+    assert names == list(SafetensorsFile(saved(tmp_path / "y") / "model.safetensors").tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool"])

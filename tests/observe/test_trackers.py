@@ -17,6 +17,8 @@ from jaxlm.config.load import load_config
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram, Sample
+from jaxlm.observe.plots import loss_curve
+from jaxlm.observe.records import read_metrics
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
@@ -34,6 +36,18 @@ def test_floats_round_trip_bit_for_bit_and_non_finite_values_are_null(tmp_path):
     tracker.log(1, {"train/loss": value, "bad": float("nan"), "worse": float("inf")})
     tracker.close()
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "train/loss": value, "bad": None, "worse": None}]
+
+
+def test_a_value_that_is_not_a_metric_is_left_out(tmp_path):
+    """Written by another program, or damaged. A report would fail at it, after the whole run."""
+    path = tmp_path / "m.jsonl"
+    values = ["0.5", "null", '"abc"', "[1]", "{}", "true", "1e400", "NaN", "1" * 400]
+    path.write_text("".join(f'{{"step": {s}, "train/loss": {v}}}\n' for s, v in enumerate(values)))
+    records = read_metrics(path)
+    assert records == [{"step": 0, "train/loss": 0.5}, {"step": 1, "train/loss": None}] + [
+        {"step": step} for step in range(2, len(values))
+    ]
+    loss_curve(records, tmp_path / "loss.png", "title")
 
 
 def test_resuming_drops_later_records_and_a_truncated_line(tmp_path):

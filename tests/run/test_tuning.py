@@ -1,6 +1,7 @@
 """`jaxlm bench --tune`: which options are chosen, that they are kept, and that only this machine uses them."""
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import jax
@@ -149,6 +150,7 @@ def test_another_machine_does_not_use_them_and_says_so(tmp_path, difference):
         b"{",
         b"\xff\xfe",
         b"[1, null, {}]",
+        b"[" * 100_000,
         b'{"processor": 1}',
         b'[{"processor": "x", "jaxlib": "y", "step": "z", "options": {"rm": 1}, "ratio": [1, 1, 1], "measured_unix_s": 0}]',
         b'[{"processor": "x", "jaxlib": "y", "step": "z", "options": [], "ratio": "abc", "measured_unix_s": 0}]',
@@ -164,6 +166,25 @@ def test_a_damaged_file_is_no_reason_to_fail(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    "damage",
+    [
+        {"measured_unix_s": 1e300},
+        {"measured_unix_s": "x"},
+        {"options": {"xla_cpu_prefer_vector_width": "wide"}},
+        {"options": {"xla_cpu_use_xnnpack": 1}},
+        {"options": {"xla_cpu_use_xnnpack": [True]}},
+        {"options": ["xla_cpu_use_xnnpack"]},
+    ],
+)
+def test_a_damaged_entry_of_this_machine_is_not_used(tmp_path, damage):
+    plan = plan_of(tmp_path)
+    entry = asdict(of_this_machine(plan)) | damage
+    (tmp_path / "tuned_options.json").write_text(json.dumps([entry]))
+    assert step_options(plan) == compiler_options("cpu")
+    assert "looks for faster ones" in (describe_options(plan) or "")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--topology", "h100-1"], "Remove --topology and --warmup"),
@@ -176,6 +197,8 @@ def test_a_damaged_file_is_no_reason_to_fail(tmp_path, content):
 )
 def test_what_does_not_go_together_is_refused(arguments, message, capsys):
     assert bench.main(["--tune", "--trainer.seed", "1", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert bench.main(["--tune", "true", "--trainer.seed", "1", *arguments]) == 2  # as other switches are written
     assert message in capsys.readouterr().err
 
 

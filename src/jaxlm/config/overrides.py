@@ -76,7 +76,10 @@ def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:
     for name, value in options.items():
         path: KeyPath = tuple(name.split("."))
         tree = _set(tree, path, value, name)
-        marks[tuple(int(p) if str(p).isdecimal() else p for p in path)] = f"command line --{name}"
+        place = tuple(int(p) if str(p).isdecimal() else p for p in path)
+        marks[place] = f"command line --{name}"
+        for size in range(1, len(place)):
+            marks.setdefault(place[:size], f"command line --{name}")  # a section that the file does not have
     return ConfigSource(tree, marks)
 
 

@@ -19,7 +19,7 @@ Location = Path | str
 
 
 class PublishError(Exception):
-    """A folder could not be uploaded."""
+    """A folder could not be written or uploaded."""
 
 
 def check_unused(folder: Location, last: str) -> None:
@@ -46,8 +46,19 @@ def publish_folder(folder: Location, last: str) -> Iterator[Path]:
         last: the file that is uploaded last.
 
     Raises:
-        PublishError: the upload failed.
+        PublishError: the folder cannot be written, also by the block, or the upload failed.
     """
+    try:
+        with _unfinished(folder, last) as unfinished:
+            yield unfinished
+    except OSError as error:
+        raise PublishError(
+            f"cannot write {folder} ({error}). Free up disk space, or choose a writable folder"
+        ) from error
+
+
+@contextlib.contextmanager
+def _unfinished(folder: Location, last: str) -> Iterator[Path]:
     if isinstance(folder, str):
         with tempfile.TemporaryDirectory(prefix="jaxlm-") as unfinished:
             yield Path(unfinished)

@@ -116,7 +116,7 @@ class AnnotationFolder:
         try:
             metadata = json.loads((self.path / _METADATA).read_bytes())
             made_from, block_size, crc32 = metadata["made_from"], metadata["block_size"], metadata["crc32"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(self.path / _METADATA, f"it cannot be read: {error!r}") from error
         if _json(made_from) != _json(self.made_from):
             changed = [key for key in {**made_from, **self.made_from} if made_from.get(key) != self.made_from.get(key)]

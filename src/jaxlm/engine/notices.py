@@ -63,7 +63,8 @@ def _watch(request: StopRequest, host: str, ended: threading.Event) -> None:
     while not ended.wait(pause_s):
         try:
             now, etag = _ask(host, etag)
-        except (OSError, http.client.HTTPException, ValueError):  # JSON and Unicode errors are ValueErrors
+        # JSON and Unicode errors are ValueErrors.
+        except (OSError, http.client.HTTPException, ValueError, RecursionError):
             pause_s = min(max(2 * pause_s, _AFTER_ANSWER_S), _LONGEST_PAUSE_S)
             continue
         pause_s = _AFTER_ANSWER_S

@@ -16,15 +16,24 @@ TRAIN_LOG = "train.log"
 REPORT_PAGE = "report.html"
 
 _MAX_STEP = 2**53
+_MAX_METRIC = 1e100  # products of two such numbers are finite
 
 
-def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The complete records of a metrics file, without those that a later attempt of the run supersedes.
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a file of JSON lines, without those that a later attempt of the run supersedes.
 
     Lines that are not records are ignored, such as a last line that was cut off when the process was killed.
     """
     records, _ = parse_jsonl(path.read_bytes() if path.exists() else b"")
     return surviving(records, attempt_ends(records))
+
+
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """The records of a metrics file, without values that are neither null nor a number that a metric may have."""
+    return [
+        {name: value for name, value in record.items() if value is None or _is_metric(value)}
+        for record in read_jsonl(path)
+    ]
 
 
 def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
@@ -59,3 +68,7 @@ def surviving(records: Sequence[dict[str, Any]], ends: Mapping[int, float]) -> l
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_STEP
+
+
+def _is_metric(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MAX_METRIC  # false for nan

@@ -24,7 +24,7 @@ from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
-from jaxlm.observe.records import METRICS, read_jsonl
+from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe_phase, parameters
 from jaxlm.surgery.base import merge_surgeries
@@ -77,7 +77,7 @@ class ExportHook:
     def run(self, step: int, state: RunState) -> None:
         """Exports the model, unless this step's folder exists: a resumed run may repeat steps.
 
-        A failed upload does not end the run.
+        A folder that cannot be written or uploaded does not end the run.
         """
         folder = child_of(self.folder, f"step-{step}")
         if is_taken(folder, "config.json"):
@@ -89,9 +89,9 @@ class ExportHook:
             export_model(folder, model, self.plan, self.tokenizer, self.dtype, card)
         except PublishError as error:
             self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
-            return
-        self.log(f"step {step}: exported to {folder}")
-        if self.upload is not None:
+        else:
+            self.log(f"step {step}: exported to {folder}")
+        if self.upload is not None and is_taken(folder, "config.json"):
             self._push(step, Path(folder), self.upload)
 
     def _push(self, step: int, folder: Path, repository: str) -> None:
@@ -151,7 +151,7 @@ def model_card(
 def logged_evaluation(config: RunConfig, step: int) -> dict[str, float]:
     """The newest evaluation in a run's `metrics.jsonl` up to `step`; empty if the file is elsewhere."""
     log_dir = config.trainer.log_dir
-    records = [] if is_url(log_dir) else read_jsonl(Path(log_dir) / run_id_of(config) / METRICS)
+    records = [] if is_url(log_dir) else read_metrics(Path(log_dir) / run_id_of(config) / METRICS)
     for record in reversed([record for record in records if record["step"] <= step]):
         if found := {k: v for k, v in record.items() if k.startswith(EVAL_PREFIX) and v is not None}:
             return found

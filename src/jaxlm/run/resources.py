@@ -15,6 +15,7 @@ from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.load import as_run_config
 from jaxlm.core import tree
 from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import is_main_process, main_first, main_only
@@ -286,7 +287,7 @@ def open_run(
         newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
         health = SaveHealth(plan.config.trainer.checkpointer, newest, console.log)
         flush = [*(tracker.flush for tracker in trackers), *([logs.upload] if is_main_process() else [])]
-        writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush)
+        writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush, clock.progress)
         sync = FlagSync(plan.layout)
         with _finished(writer, clock):
             yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
@@ -309,19 +310,25 @@ def _finished(writer: CheckpointWriter, clock: ActivityClock) -> Iterator[None]:
 
 
 def _describe_start(folder: Path, config: str) -> None:
-    """Writes the configuration and the environment to the log folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes the configuration and the environment to the log folder. Raises `ConfigError` if it cannot."""
     texts = {records.CONFIG: config, records.ENVIRONMENT: json.dumps(environment.described(), indent=1)}
-    for name, text in texts.items():
-        with atomic_file(folder / name) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with atomic_file(folder / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.log_dir: {folder} cannot be written ({error.strerror}). Free up disk space, or set another folder"
+        ) from error
 
 
 def totals_at(metrics: Path, step: int) -> Totals:
     """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
-    for record in reversed(records.read_jsonl(metrics) if step else []):
-        if record["step"] == step and TOTAL_TOKENS in record:
-            return Totals(step, record[TOTAL_TOKENS], record[TOTAL_GFLOPS])
+    for record in reversed(records.read_metrics(metrics) if step else []):
+        tokens, gflops = record.get(TOTAL_TOKENS), record.get(TOTAL_GFLOPS)
+        if record["step"] == step and tokens is not None and gflops is not None:
+            return Totals(step, tokens, gflops)
     return Totals()
 
 

@@ -121,6 +121,7 @@ def test_a_machine_that_was_started_again_has_ended_its_processes():
     assert not here.has_ended()
     assert Holder.from_json(here.to_json(beat=1)) == here
     assert Holder.from_json(b"\x00 nonsense") is None
+    assert Holder.from_json(b"[" * 100_000) is None
     assert Holder.from_json(json.dumps({"holder": {"pid": 1}}).encode()) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url, local_copy
-from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.integrity import DamagedError, verify
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
@@ -205,6 +205,13 @@ def test_damage_in_the_store_is_detected_and_the_previous_checkpoint_is_used(sto
     assert names(folder) == ["step-1"]
     with pytest.raises(ConfigError, match="step-2 is damaged: state/d/array is not what was saved"):
         staged_checkpoints(URL, tmp_path / "reader")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b"\xff"])
+def test_damaged_checksums_are_damage(tmp_path, content):
+    (tmp_path / "checksums.json").write_bytes(content)
+    with pytest.raises(DamagedError, match=r"cannot read checksums\.json"):
+        verify(tmp_path)
 
 
 def test_a_damaged_local_copy_is_downloaded_again(store, tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ Embed = hax.Axis("embed", 8)
 STATE: Any = {"w": hax.arange(Embed), "b": hax.named(jnp.ones(8), Embed)}
 
 
-def opened(path: Path, *, retry_for_s: float = 60.0) -> tuple[LocalFolder, CheckpointWriter, list[str]]:
+def opened(
+    path: Path, *, retry_for_s: float = 60.0, progress: Callable[[], None] = lambda: None
+) -> tuple[LocalFolder, CheckpointWriter, list[str]]:
     folder, said = LocalFolder(path), []
     folder.prepare()
     health = SaveHealth(CheckpointerConfig(retry_for=timedelta(seconds=retry_for_s)), None, said.append)
-    return folder, CheckpointWriter(folder, {"config.yaml": b"{}"}, health, said.append, lambda: None), said
+    files = {"config.yaml": b"{}"}
+    writer = CheckpointWriter(folder, files, health, said.append, lambda: None, progress=progress)
+    return folder, writer, said
 
 
 def cursor(step: int) -> Cursor:
@@ -64,7 +69,8 @@ def test_a_slow_disk_is_waited_for_only_by_the_next_save(tmp_path, monkeypatch):
 
 
 def test_a_save_with_nothing_to_go_on_with_is_repeated(tmp_path, monkeypatch):
-    folder, writer, said = opened(tmp_path)
+    progress: list[int] = []
+    folder, writer, said = opened(tmp_path, progress=lambda: progress.append(len(tries)))
     commit, tries = LocalFolder.commit, []
 
     def committing(self, name):
@@ -76,6 +82,7 @@ def test_a_save_with_nothing_to_go_on_with_is_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFolder, "commit", committing)
     writer.save(STATE, cursor(1), {}, (0.1, 0.2, 0.3))
     assert folder.names() == ["step-1"]
+    assert progress == [1, 2], "the watchdog knows of each further try"
     assert ["The next try is in 0.1 s" in said[0], "The next try is in 0.2 s" in said[1]] == [True, True]
     assert "RuntimeError: what a library raises" in said[0]
     monkeypatch.setattr(LocalFolder, "commit", lambda self, name: (_ for _ in ()).throw(OSError("no")))

@@ -63,7 +63,7 @@ class BlockSums:
         try:
             found = json.loads(header)
             sums = BlockSums(**{name: found[name] for name in _HEADER}, crc32=np.frombuffer(raw_sums, "<u4"))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
         is_complete = len(sums.crc32) == -(-sums.num_bytes // sums.block_bytes) and sums.header == header
         num_bytes = cache["num_tokens"] * np.dtype(cache["dtype"]).itemsize

@@ -160,7 +160,7 @@ def parse_metadata(raw: bytes, path: str) -> dict[str, Any]:
     """The content of a `cache.json`. Args: path: its path or URL, for messages."""
     try:
         metadata = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"not JSON ({error})") from error
     expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
     if not isinstance(metadata, dict) or metadata.keys() != expected | {_SEAL}:

@@ -80,6 +80,6 @@ def _parse(raw: bytes) -> dict[str, str]:
     """Empty if the content is damaged: the text is then read again."""
     try:
         found = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {str(identity): str(digest) for identity, digest in found.items()} if isinstance(found, dict) else {}

@@ -91,7 +91,7 @@ def _made_from(folder: Path) -> CacheKey:
         cache_key = json.loads(path.read_text())
         if isinstance(cache_key, dict) and isinstance(cache_key.get("files"), dict):
             return cache_key
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise ConfigError(
         f"data.cache_dir: {folder} was not written by jaxlm, or is damaged: {path} is missing or unreadable."

@@ -48,7 +48,7 @@ class Holder:
         """None if the text is something else."""
         try:
             return cls(**json.loads(text)["holder"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def to_json(self, **more: int | str) -> bytes:

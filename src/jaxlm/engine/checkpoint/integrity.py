@@ -59,7 +59,7 @@ def compare(
         expected: dict[str, str] = json.loads(read_sums())
         assert isinstance(expected, dict)
         assert all(isinstance(value, str) for value in expected.values())
-    except (FileNotFoundError, ValueError, AssertionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError, AssertionError) as error:
         raise DamagedError(f"cannot read {CHECKSUMS} ({error})") from error
     expected = {name: value for name, value in expected.items() if name.startswith(below)}
     existing = {name for name in existing if name.startswith(below)}

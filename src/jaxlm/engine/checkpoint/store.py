@@ -25,6 +25,7 @@ from jaxlm.engine.checkpoint.manifest import Cursor
 ARRAYS = "state"
 CURSOR = "run/cursor.json"
 _SHOWN = 250  # characters of each end of an error's first line
+_NOT_WRITABLE = (errno.ENOTDIR, errno.EACCES, errno.EROFS)
 
 
 class SaveError(Exception):
@@ -40,7 +41,7 @@ class SaveError(Exception):
 
     @staticmethod
     def because(location: Path | str, text: str) -> "SaveError":
-        """The error with its cause, and advice if the disk is full.
+        """The error with its cause, and advice if the disk is full, gone or not writable.
 
         Args:
             text: message of the cause. TensorStore names the system's error only there, and it can have dozens of lines.
@@ -50,6 +51,8 @@ class SaveError(Exception):
             advice = " Finished checkpoints are intact. Free up disk space and run the same command again."
         elif os.strerror(errno.ENOENT) in text:
             advice = " The folder was deleted or is no longer mounted. Run the same command again."
+        elif any(os.strerror(number) in text for number in _NOT_WRITABLE):
+            advice = " Finished checkpoints are intact. Make the folder writable and run the same command again."
         first_line = text.partition("\n")[0].partition(" [source locations")[0]
         if len(first_line) > 2 * _SHOWN:
             first_line = f"{first_line[:_SHOWN]} ... {first_line[-_SHOWN:]}"

@@ -53,11 +53,13 @@ class CheckpointWriter:
         log: Callable[[str], None],
         still_held: StillHeld,
         before_commit: Sequence[Callable[[], None]] = (),
+        progress: Callable[[], None] = lambda: None,
     ):
         """Args:
         run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer).
         still_held: called in the thread before the folder is changed. It may ask a store.
         before_commit: called in the thread, so that what they flush is on disk before the checkpoint is visible.
+        progress: called when a save that blocks begins again: the watchdog must not take its pauses for a hang.
         """
         import orbax.checkpoint as ocp
 
@@ -67,6 +69,7 @@ class CheckpointWriter:
         self._log = log
         self._still_held = still_held
         self._before_commit = before_commit
+        self._progress = progress
         silence_repeated_errors()
         # Not an `AsyncCheckpointer`: its barriers would wait for a process that has failed (docs/design/0016).
         self._orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
@@ -121,6 +124,7 @@ class CheckpointWriter:
             if pause is None:
                 raise error
             time.sleep(pause)
+            self._progress()
 
     def wait(self, *, pause_s: float | None = None, is_last: bool = False) -> SaveError | None:
         """Blocks until the last save is finished. Returns why it failed; None if it did not, or if that is known.

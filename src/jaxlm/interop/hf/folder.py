@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.publish import Location, check_unused, publish_folder
+from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
@@ -188,6 +188,7 @@ def save_folder(
 
     Raises:
         ConfigError: config.json cannot represent the model, or the folder already exists.
+        PublishError: on process 0, the folder cannot be written or uploaded.
     """
     check_unused(folder, "config.json")
     family = family_of_config(config)
@@ -199,16 +200,19 @@ def save_folder(
     described.setdefault("use_cache", True)
     writer = _Writer(model, family.tensors(config), layout, np.dtype(dtype))
     if not is_main_process():
-        for _ in writer.arrays(list(writer.infos)):
-            pass
+        writer.join_others()
         return
-    with publish_folder(folder, "config.json") as unfinished:
-        for name, content in files.items():
-            (unfinished / name).write_bytes(content)
-        _write_json(unfinished / "config.json", described)
-        if _GENERATION not in files:
-            _write_json(unfinished / _GENERATION, {"_from_model_config": True, **special_ids})
-        writer.write(unfinished, largest_file)
+    try:
+        with publish_folder(folder, "config.json") as unfinished:
+            for name, content in files.items():
+                (unfinished / name).write_bytes(content)
+            _write_json(unfinished / "config.json", described)
+            if _GENERATION not in files:
+                _write_json(unfinished / _GENERATION, {"_from_model_config": True, **special_ids})
+            writer.write(unfinished, largest_file)
+    except PublishError:
+        writer.join_others()
+        raise
 
 
 class _Writer:
@@ -225,6 +229,7 @@ class _Writer:
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
         self.infos = {name: TensorInfo(tensor.shape(self._sizes), dtype) for name, (tensor, _) in self._places.items()}
+        self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
         # Compiled once per shape: selects the parameter of one tensor and replicates it to every device.
         self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
 
@@ -234,7 +239,13 @@ class _Writer:
             tensor, numbers = self._places[name]
             leaves = [self._leaves[part.path] for part in tensor.parts]
             hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
+            del self._left[name]
             yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
+
+    def join_others(self) -> None:
+        """Takes part in the conversion of all tensors that are left, for the processes that need them."""
+        for _ in self.arrays(list(self._left)):
+            pass
 
     def write(self, folder: Path, largest_file: int) -> None:
         """Writes the weights files, and an index if there are several."""

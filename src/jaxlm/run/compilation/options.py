@@ -43,7 +43,8 @@ CANDIDATES: Mapping[str, Sequence[Options]] = {
 }
 """What `jaxlm bench --tune` measures on a platform, beside the table. A jaxlib that lacks an option skips it."""
 
-_KNOWN = {name for candidates in CANDIDATES.values() for options in candidates for name in options}
+# As JSON, in which 1 is not true.
+_KNOWN = {json.dumps(item) for candidates in CANDIDATES.values() for options in candidates for item in options.items()}
 _FILE = "tuned_options.json"
 _DEFAULT = "XLA's own"
 
@@ -172,7 +173,7 @@ def _read(path: Path | None) -> list[TunedOptions]:
     """The readable entries of a file. What is damaged costs a run only speed."""
     if path is None:
         return []
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
         return list(_entries(content if isinstance(content, list) else []))
     return []
@@ -180,10 +181,11 @@ def _read(path: Path | None) -> list[TunedOptions]:
 
 def _entries(content: Sequence[Any]) -> Iterator[TunedOptions]:
     for entry in content:
-        with contextlib.suppress(TypeError, ValueError, KeyError):
+        with contextlib.suppress(AttributeError, TypeError, ValueError, KeyError, OverflowError, OSError):
             low, median, high = (float(number) for number in entry["ratio"])
             tuned = TunedOptions(**{**entry, "ratio": (low, median, high)})
-            if isinstance(tuned.options, dict) and tuned.options.keys() <= _KNOWN:
+            time.gmtime(tuned.measured_unix_s)  # a time that cannot be shown is damage, too
+            if {json.dumps(item) for item in tuned.options.items()} <= _KNOWN:
                 yield tuned
 
 
