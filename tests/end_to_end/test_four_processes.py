@@ -75,9 +75,8 @@ def test_a_signal_to_one_of_four_processes_saves_all_at_the_same_step(workplace)
     step = max(int(name.removeprefix("step-")) for name in place.checkpoints())
     saved = f"step-{step}"
     assert 7 <= step <= 11
-    for _, out, err in ends:
-        assert f"stopped by SIGTERM; saved as checkpoints/run/{saved}." in out or "stopped by" not in out
-        assert "Traceback" not in err
+    assert f"stopped by SIGTERM; saved as checkpoints/run/{saved}." in ends[0][1]  # process 0 speaks for all
+    assert [err for _, _, err in ends if "Traceback" in err] == []
     more = ("--trainer.num_train_steps", str(step + 2))
     ends = [process_end(process) for process in place.start_all(4, "--config_path", "run.yaml", *more)]
     assert [code for code, _, _ in ends] == [0] * 4, ends

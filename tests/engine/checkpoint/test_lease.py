@@ -1,5 +1,6 @@
 """Leases on folders in stores: one holder at a time, and a crash never strands one."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -163,6 +164,27 @@ def test_a_process_that_was_paused_while_it_took_the_lease_leaves_the_next_one_a
     with paused.held() as still_held, pytest.raises(LeaseLostError, match="another start of this run has taken"):
         still_held()
     assert objects(url) == ["lease-3.json"]
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_in_a_store_that_cannot_create_exclusively_the_last_of_two_starts_holds(url, monkeypatch):
+    first, last = Lease(url, print), Lease(url, print)
+    fs, path = fsspec.core.url_to_fs(url)
+    pipe = type(fs).pipe_file
+
+    def piping(self, path, value, mode="overwrite", **kwargs):
+        if mode == "create":
+            raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+        pipe(self, path, value, **kwargs)
+
+    monkeypatch.setattr(type(fs), "pipe_file", piping)
+    with first.held() as still_held:
+        still_held()
+        fs.pipe_file(f"{path}/lease-1.json", last._content())  # it saw no lease either
+        with pytest.raises(LeaseLostError, match="another start of this run has taken"):
+            still_held()
+        time.sleep(3 * INTERVAL_S)
+    assert fs.cat_file(f"{path}/lease-1.json") == last._content()
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)

@@ -2,12 +2,17 @@
 
     <folder>/lease-N.json    who holds the folder, and a count that the holder raises every INTERVAL_S
 
-The highest N holds the folder. A start takes it by creating the next number, which a store lets only one client do, and no
-start ever writes the object of another. So a process that was paused for long, whose lease was taken meanwhile, undoes
-nothing when it goes on: it finds a higher number before it saves again.
+The highest N holds the folder. A start takes it by creating the next number, and never writes the object of another one. So
+a process that was paused for long, whose lease was taken meanwhile, undoes nothing when it goes on: it finds a higher number
+before it saves again.
+
+GCS and S3 let only one client create an object. Where a store cannot do this, the last of several starts at the same moment
+holds the folder, and the others find its token before they save.
 """
 
 import contextlib
+import errno
+import json
 import os
 import posixpath
 import re
@@ -56,21 +61,32 @@ class Lease:
             self._ended.set()
             renewing.join(timeout=INTERVAL_S)
             with contextlib.suppress(Exception):  # a lease that stays is taken over by the next start
-                self._fs.rm_file(self._path(self._number))
+                if self._is_own(self._number):
+                    self._fs.rm_file(self._path(self._number))
 
     def _take(self) -> None:
         while True:
             number = self._newest()
             if number and (content := self._read(number)):
                 self._wait_for_end(number, content)
-            with contextlib.suppress(FileExistsError):  # another start was faster
-                self._fs.pipe_file(self._path(number + 1), self._content(), mode="create")
+            self._create(number + 1)
             if self._newest() == number + 1 and self._read(number + 1) == self._content():
                 self._number = number + 1
                 break
         for older in (number for number in self._numbers() if number < self._number):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(older))
+
+    def _create(self, number: int) -> None:
+        path, content = self._path(number), self._content()
+        try:
+            self._fs.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            pass  # another start was faster
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            self._fs.pipe_file(path, content)  # some servers of the S3 protocol cannot create exclusively
 
     def _wait_for_end(self, number: int, content: bytes) -> None:
         """Returns when the holder has certainly ended, has left, or was silent for too long. Raises if it is alive."""
@@ -93,7 +109,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             with contextlib.suppress(Exception):  # clients raise their own types; the next heartbeat may succeed
-                if self._newest() != self._number:
+                if not self._is_own(self._newest()):
                     return
                 self._beat += 1
                 self._fs.pipe_file(self._path(self._number), self._content())
@@ -101,21 +117,25 @@ class Lease:
     def _check(self) -> None:
         try:
             newest = self._newest()
-            taken_by = self._read(newest) if newest > self._number else None
+            if self._is_own(newest):
+                return
+            taken_by = self._read(newest) if newest >= self._number else None
         except Exception:  # the store does not answer: then the save fails by itself
             return
-        if newest != self._number:
-            holder = Holder.from_json(taken_by) if taken_by else None
-            raise LeaseLostError(
-                f"another start of this run has taken {self._url} ({holder or 'it has ended since'}), because this process,"
-                f" which held it since {self._holder.since}, was paused or cut off from the store for more than"
-                f" {_LOST_AFTER * INTERVAL_S:.0f} s. This process ends without saving; the other one continues the run"
-            )
+        holder = Holder.from_json(taken_by) if taken_by else None
+        raise LeaseLostError(
+            f"another start of this run has taken {self._url} ({holder or 'it has ended since'}), because this process,"
+            f" which held it since {self._holder.since}, was paused or cut off from the store for more than"
+            f" {_LOST_AFTER * INTERVAL_S:.0f} s. This process ends without saving; the other one continues the run"
+        )
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(
             f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials"
         )
+
+    def _is_own(self, number: int) -> bool:
+        return number == self._number and _token_of(self._read(number)) in (None, self._token)
 
     def _newest(self) -> int:
         """The highest number; 0 if there is none."""
@@ -141,3 +161,11 @@ class Lease:
 
     def _path(self, number: int) -> str:
         return f"{self._root}/lease-{number}.json"
+
+
+def _token_of(content: bytes | None) -> str | None:
+    """None if it cannot be read: some stores show a file while it is written."""
+    try:
+        return json.loads(content or b"")["token"]
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -18,10 +18,10 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
+from jaxlm.engine.checkpoint.agreement import Agreement
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.notices import Notices
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
 from jaxlm.engine.state import RunState
 
@@ -99,7 +99,7 @@ class CheckpointWriter:
         assert self._cursor is None, "the last save has not been waited for"
         name = cursor.folder_name
         files = self._small_files(state, cursor, position)
-        save = _Save(Notices(self._number), name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)))
+        save = _Save(Agreement(self._number), name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)))
         self._number, self._cursor = self._number + 1, cursor
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.start()
@@ -202,9 +202,9 @@ class CheckpointWriter:
     def _begin(self, save: "_Save") -> None:
         if is_main_process():
             failure = _failure_of(lambda: self._begin_folder(save))
-            save.notices.tell("begin", failure)
+            save.agreement.tell("begin", failure)
         else:
-            failure = save.notices.hear("begin", 1)
+            failure = save.agreement.hear("begin", 1)
         if failure:
             save.begun.set_exception(OSError(failure))
         else:
@@ -232,14 +232,14 @@ class CheckpointWriter:
         Args:
             failure: why this process has not written its part; empty if it has.
         """
-        save.notices.tell("write", failure)
+        save.agreement.tell("write", failure)
         if not is_main_process():
-            return save.notices.hear("commit", 1)
-        of_others = save.notices.hear("write", jax.process_count())
+            return save.agreement.hear("commit", 1)
+        of_others = save.agreement.hear("write", jax.process_count())
         failure = failure or of_others or _failure_of(lambda: self._make_visible(save))
         if failure and self._lost is None:
             _failure_of(self._folder.tidy)
-        save.notices.tell("commit", failure)
+        save.agreement.tell("commit", failure)
         return failure
 
     def _make_visible(self, save: "_Save") -> None:
@@ -271,7 +271,7 @@ class _Save:
         begun: done when the arrays may be written.
     """
 
-    notices: Notices
+    agreement: Agreement
     name: str
     files: Mapping[str, bytes]
     arrays: dict[str, Any]

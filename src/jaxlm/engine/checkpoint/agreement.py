@@ -15,7 +15,7 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 _WORKED = "worked"
 
 
-class Notices:
+class Agreement:
     """What the processes say about one save. All of them must count their saves alike. With one process, nothing is said."""
 
     def __init__(self, number: int):
@@ -25,7 +25,7 @@ class Notices:
         self._client: Any = distributed.global_state.client if jax.process_count() > 1 else None
         self._folder = _folder(number)
         if self._client is not None and is_main_process():
-            # Whoever takes part in the save before this one has read what was said about the one before that.
+            # A process that takes part in the save before this one has read what was said about the one before that.
             self._client.key_value_delete(_folder(number - 2))
 
     def tell(self, stage: str, failure: str) -> None:
