@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlm.run.compilation.cache import enable_compilation_cache
 
 
-def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):
+def test_a_damaged_cached_program_is_replaced(tmp_path, capfd, monkeypatch):
     def compile_again() -> bytes:
         compilation_cache.reset_cache()
         jax.clear_caches()
@@ -33,6 +33,12 @@ def test_a_damaged_cached_program_is_replaced(tmp_path, capfd):
                 assert "The cached program was deleted and is compiled again" in stderr
                 assert compile_again()
                 assert not capfd.readouterr().err
+            (kept,) = tmp_path.glob("*-cache")
+            kept.write_bytes(b"in a read-only folder")
+            with monkeypatch.context() as patched:
+                patched.setattr(type(kept), "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+                compile_again()
+            assert "The program is compiled without the cache" in capfd.readouterr().err
         finally:
             for name, value in before.items():
                 jax.config.update(name, value)

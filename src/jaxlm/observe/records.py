@@ -28,7 +28,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return surviving(records, attempt_ends(records))
 
 
-def read_metrics(path: Path) -> list[dict[str, float | None]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, without values that are neither null nor a number that a metric may have."""
     return [
         {name: value for name, value in record.items() if value is None or _is_metric(value)}

@@ -71,9 +71,9 @@ class _CacheWarnings:
             )
 
     def _delete(self, name: str) -> bool:
-        """Deletes all cached programs of a name, since JAX does not say which one failed. False if there are none."""
+        """Deletes all cached programs of a name, since JAX does not say which one failed. False if one is left, or none."""
         programs = list(self.folder.glob(f"{glob.escape(name)}-*"))
         for path in programs:
             with contextlib.suppress(OSError):
                 path.unlink()
-        return bool(programs)
+        return bool(programs) and not any(path.exists() for path in programs)
