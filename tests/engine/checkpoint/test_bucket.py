@@ -220,7 +220,9 @@ def test_a_checkpoint_can_be_copied_to_a_disk_and_back(store, with_md5, tmp_path
 
 def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)  # an earlier test may have used it
+    monkeypatch.delitem(
+        sys.modules["fsspec.registry"]._registry, "gs", raising=False
+    )  # an earlier test may have used it
     with pytest.raises(ConfigError, match=r"gs://nowhere/x.*gcsfs"):
         BucketFolder("gs://nowhere/x").open(print)
     with pytest.raises(ConfigError, match="gcsfs"):
